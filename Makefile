@@ -1,0 +1,38 @@
+# `make validate` and `make test` set everything up and do their job; nothing needs to be installed first.
+PYTHON ?= python3
+VENV ?= .venv
+# Which torch build to install: empty takes what the package index offers for this platform; the URL of
+# PyTorch's own CPU or CUDA index takes that build (see the README).
+TORCH_INDEX_URL ?=
+# Extra arguments for the harness, e.g. FX="--fx-tag smoke".
+FX ?=
+JOBS ?= auto
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+export HF_HUB_OFFLINE = 1
+
+.PHONY: validate test lint clean
+
+validate: $(INSTALLED)
+	$(BIN)/pytest -n $(JOBS) validation $(FX)
+
+test: $(INSTALLED)
+	$(BIN)/pytest -n $(JOBS) tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)
+
+# torch goes first and by exact version: a range would take the newest build and its CUDA libraries.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,23 @@
+"""The errors of fxopt. Each message says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FxoptError(Exception):
+    """Base of every error that fxopt raises on purpose."""
+
+
+class TraceError(FxoptError):
+    """The forward of a model cannot be captured as a graph without changing its meaning."""
+
+
+class GuardError(FxoptError):
+    """A captured graph was called with an input, or in a mode, that it was not proved for."""
+
+
+class PassError(FxoptError):
+    """A pass cannot do what it was asked to; the graph is as it was before."""
+
+
+class UndoError(PassError):
+    """A rewrite cannot be undone exactly, for example because its record is gone."""

@@ -1,0 +1,1 @@
+"""The harness: proves and measures fxopt over a zoo of models."""

@@ -1,0 +1,87 @@
+"""What is validated and what came of it: the two value types that everything else passes around."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Check(enum.StrEnum):
+    """What a case measures."""
+
+    TRACE = "trace"
+    EQUIVALENCE = "equivalence"
+    ROUND_TRIP = "round-trip"
+    EFFECT = "effect"
+    ACCURACY = "accuracy"
+    LATENCY = "latency"
+
+
+class Outcome(enum.StrEnum):
+    """How a case ended. Only `PASS` says that something was compared and found right."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    NO_OP = "no-op"  # the pipeline found nothing to rewrite, so there was nothing to compare
+    EXPECTED = "expected"  # failed as model_zoo.yaml says it does, with the reason given there
+    SKIP = "skip"  # not run, with a reason
+    ERROR = "error"  # an exception outside the comparison
+    TIMEOUT = "timeout"
+    MEMORY = "out-of-memory"
+    CRASH = "crash"  # the process that ran it died and sent nothing back
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Case:
+    """One model, one pipeline of passes, one device, one check.
+
+    `pipeline` is empty for what is checked before any pass (trace parity).
+    """
+
+    model: str
+    pipeline: tuple[str, ...]
+    device: str
+    check: Check
+
+    @property
+    def id(self) -> str:
+        """A stable, readable identifier: `bert-base-MergeLinears-cpu-equivalence`."""
+        return "-".join([self.model, "+".join(self.pipeline) or "eager", self.device, self.check])
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What came of a case.
+
+    `stage` is where it ended (`load`, `trace`, `transform`, `compare`, ...), `reason` says in one sentence
+    why the outcome is not `pass`, `measurements` holds numbers under the names that become columns of
+    the report, `refusals` the sites that a pass refused, each as (pass, node, reason).
+    """
+
+    case: Case
+    outcome: Outcome
+    stage: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    dtype: str = ""
+    measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    refusals: tuple[tuple[str, str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON data, so that a worker process can send it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Record:
+        """The inverse of `to_json`."""
+        case = Case(**{**data["case"], "pipeline": tuple(data["case"]["pipeline"])})
+        case = dataclasses.replace(case, check=Check(case.check))
+        return cls(
+            **{
+                **data,
+                "case": case,
+                "outcome": Outcome(data["outcome"]),
+                "refusals": tuple((a, b, c) for a, b, c in data["refusals"]),
+            }
+        )
