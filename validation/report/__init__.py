@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from validation import store
 from validation.records import Record
+from validation.report.html import html
+from validation.report.markdown import compatibility, file_stems, summary
+from validation.report.terminal import terminal_summary
+
+__all__ = ["terminal_summary", "write_run", "write_views"]
 
 
 def write_run(records: Sequence[Record], directory: Path, run: store.Run) -> list[Path]:
@@ -19,5 +26,20 @@ def write_run(records: Sequence[Record], directory: Path, run: store.Run) -> lis
     latest = directory / "latest"
     with store.replacing(latest) as unfinished:
         store.write_table(table, unfinished)
+        write_views(store.read_run(unfinished), unfinished)
     history = store.append_history(table, directory / "history")
     return [*sorted(file for file in latest.rglob("*") if file.is_file()), history]
+
+
+def write_views(table: pd.DataFrame, directory: Path) -> list[Path]:
+    """Writes every Markdown and HTML view of a run (a table of `store.read_run`); returns the files."""
+    pages = directory / "compatibility"
+    pages.mkdir(parents=True, exist_ok=True)
+    views = {directory / "report.html": html(table), directory / "summary.md": summary(table)}
+    for model, stem in file_stems(table["model"].unique()).items():
+        views[pages / f"{stem}.md"] = compatibility(table, model)
+    for stale in set(pages.glob("*.md")) - set(views):
+        stale.unlink()
+    for file, text in views.items():
+        file.write_text(text, encoding="utf-8")
+    return sorted(views)

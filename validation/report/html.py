@@ -1,0 +1,75 @@
+"""The HTML report: one file with its plots and scripts inside, which asks nothing of the network."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import altair as alt
+import jinja2
+import pandas as pd
+import vl_convert
+
+from validation.compare import FAILING
+from validation.records import Outcome
+from validation.report import plots, tables
+
+EXPORT = "window.vegaEmbed = vegaEmbed;"
+
+
+def html(table: pd.DataFrame) -> str:
+    """The report of a run as one HTML document."""
+    verdict = tables.verdicts(table)
+    composed = verdict["pipeline"].str.contains("+", regex=False)
+    models = sorted(table["model"].unique())
+    counted = table["outcome"].value_counts()
+    return _template().render(
+        conditions=tables.conditions(table),
+        total=len(table),
+        failed=len(tables.problems(table)),
+        counted=[(outcome, int(counted[outcome])) for outcome in Outcome if outcome in counted],
+        problems=tables.problems(table),
+        matrix=tables.matrix(verdict[~composed]),
+        compositions=tables.matrix(verdict[composed]) if composed.any() else None,
+        counts=tables.counts(table),
+        excuses=tables.excuses(table),
+        refusals=tables.refusals(table),
+        models=[
+            {
+                "name": model,
+                "compatibility": tables.compatibility(table, model),
+                "checks": tables.checks(table, model),
+                "measurements": tables.measurements(table, model),
+                "latency": plots.latency(table, model),
+                "errors": plots.errors(table, model),
+            }
+            for model in models
+        ],
+        outcomes={str(outcome) for outcome in Outcome},
+        failing={str(outcome) for outcome in FAILING},
+        vega=_vega(),
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("validation.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.tests["number"] = _is_number
+    return environment.get_template("report.html")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+@functools.cache
+def _vega() -> str:
+    """The Vega libraries in the version that altair writes for, safe inside a script element."""
+    version = alt.SCHEMA_VERSION.lstrip("v").rsplit(".", 1)[0]
+    bundle = vl_convert.javascript_bundle(snippet=EXPORT, vl_version=version)
+    return bundle.replace("</script", "<\\/script")

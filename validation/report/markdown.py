@@ -1,0 +1,123 @@
+"""The Markdown views: `summary.md`, and one compatibility page a model."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import pandas as pd
+
+from validation.records import Outcome
+from validation.report import tables
+
+MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
+FAILED = "❌"
+
+
+def summary(table: pd.DataFrame) -> str:
+    """The whole run on one page: verdicts first, then failures, the matrix, and why sites were refused."""
+    verdict = tables.verdicts(table)
+    single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
+    composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
+    stems = file_stems(table["model"].unique())
+    pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
+    return _page(
+        "# Validation",
+        headline(table),
+        _pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
+        "## Failures",
+        _pipes(tables.problems(table)) or "None.",
+        "## Verdicts",
+        LEGEND,
+        _pipes(tables.matrix(single)),
+        "## Compositions" if len(composed) else "",
+        _pipes(tables.matrix(composed)) if len(composed) else "",
+        "## Cases by outcome",
+        _pipes(tables.counts(table)),
+        "## Skipped, or failed as expected",
+        _pipes(tables.excuses(table)) or "None.",
+        "## Why sites were refused",
+        _pipes(tables.refusals(table)) or "No site was refused.",
+        "## Models",
+        "\n".join(pages),
+    )
+
+
+def compatibility(table: pd.DataFrame, model: str) -> str:
+    """The page of one model: pass × device, each check, refusals, and every measurement."""
+    own = table[table["model"] == model]
+    return _page(
+        f"# {escape(model)}",
+        headline(own),
+        LEGEND,
+        "## Passes and devices",
+        _pipes(tables.compatibility(table, model)),
+        "## Checks",
+        _pipes(tables.checks(table, model)),
+        "## Failures",
+        _pipes(tables.problems(own)) or "None.",
+        "## Why sites were refused",
+        _pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
+        "## Measurements",
+        _pipes(tables.measurements(table, model)) or "None.",
+    )
+
+
+LEGEND = (
+    "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
+    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `skip` was not run. "
+    "A dash means that there was nothing to measure."
+)
+
+
+def headline(table: pd.DataFrame) -> str:
+    """One sentence: how many cases there are, and how they ended."""
+    counted = table["outcome"].value_counts()
+    failed = len(tables.problems(table))
+    ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
+    return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}."
+
+
+def escape(text: object) -> str:
+    """Text as it is, in a Markdown table: nothing in it is markup, and it stays on one line."""
+    line = " ".join(str(text).split())
+    line = re.sub(r"([\\`*|\[\]])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", line)
+
+
+def file_stems(names: Iterable[str]) -> dict[str, str]:
+    """A file name for each model: its own where every file system takes it, else a safe one with a digest."""
+    stems: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in sorted(names):
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]
+        if stem != name or stem.lower() in taken:
+            digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+            stem = "-".join(filter(None, [stem, digest]))
+        taken.add(stem.lower())
+        stems[name] = stem
+    return stems
+
+
+def _pipes(table: pd.DataFrame) -> str:
+    """A table in pipes; empty for a table without rows. Outcomes get their mark, numbers align right."""
+    if table.empty:
+        return ""
+    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in table.dtypes]
+    lines = [
+        [escape(name) for name in table.columns],
+        ["---:" if number else "---" for number in numeric],
+        *([_cell(value) for value in row] for row in table.itertuples(index=False, name=None)),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, str) and value in set(Outcome):
+        return f"{MARKS.get(Outcome(value), FAILED)} {value}"
+    return f"{value:,}" if isinstance(value, int | float) else escape(value)
+
+
+def _page(*blocks: str) -> str:
+    return "\n\n".join(filter(None, blocks)) + "\n"

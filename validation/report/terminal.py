@@ -1,0 +1,29 @@
+"""The short text that a run ends with in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from validation.report import tables
+
+# A broken build fails everywhere for the same reason: the first failures say it all, the report has the rest.
+MOST_FAILURES = 20
+
+
+def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
+    """Failures with their reasons, the counts of each model, and where the reports are, as plain text."""
+    problems = tables.problems(table)
+    lines = [_failure(row) for row in problems.head(MOST_FAILURES).to_dict("records")]
+    if len(problems) > MOST_FAILURES:
+        lines.append(f"... and {len(problems) - MOST_FAILURES} more failures, all in the report")
+    counts = tables.counts(table).to_string(index=False)
+    return "\n\n".join(filter(None, ["\n".join(lines), counts, "\n".join(map(str, files))]))
+
+
+def _failure(row: dict[Hashable, Any]) -> str:
+    where = f" in {row['stage']}" if row["stage"] else ""
+    return f"{row['outcome'].upper()} {row['case']}{where}: {' '.join(row['reason'].split())}"
