@@ -1,0 +1,112 @@
+"""The command line: write the views of a run again, compare two runs, look back over many."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fxopt.errors import FxoptError
+from validation import compare, report, store, trend
+
+app = typer.Typer(
+    help="What runs of the validation wrote: views, comparisons, history.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Run = Annotated[Path, typer.Argument(help="A run: its Parquet file, or the directory with records.parquet.")]
+
+
+@app.command("report")
+def report_command(
+    run: Run,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: beside the run.")] = None,
+) -> None:
+    """Writes the Markdown and HTML views of a run, from its table alone."""
+    with _one_line_errors():
+        table = store.read_run(run)
+        files = report.write_views(table, output or _beside(run))
+    typer.echo(report.terminal_summary(table, files))
+
+
+@app.command("compare")
+def compare_command(
+    baseline: Run,
+    current: Run,
+    error_factor: Annotated[float, typer.Option(help="An error that grew by more is a regression.")] = 10.0,
+    latency_change: Annotated[float, typer.Option(help="So is a latency ratio that rose by more.")] = 0.1,
+    share_drop: Annotated[float, typer.Option(help="And an agreement or accuracy that fell by more.")] = 0.02,
+) -> None:
+    """Says what changed from BASELINE to CURRENT; exit status 1 when something got worse."""
+    with _one_line_errors():
+        changes = compare.compare(
+            store.read_run(baseline),
+            store.read_run(current),
+            error_factor=error_factor,
+            latency_change=latency_change,
+            share_drop=share_drop,
+        )
+    worse = int(changes["regression"].sum())
+    if not changes.empty:
+        marked = changes.assign(regression=["worse" if bad else "" for bad in changes["regression"]])
+        _print(marked.rename(columns={"regression": ""}))
+    typer.echo(f"{worse} regressions, {len(changes) - worse} other changes")
+    if worse:
+        raise typer.Exit(1)
+
+
+@app.command("history")
+def history_command(
+    directory: Annotated[Path, typer.Argument(help="The directory with one Parquet file a run.")],
+    case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
+    measurement: Annotated[str, typer.Option(help="What to follow of it.")] = "latency_ratio",
+) -> None:
+    """One line a run, oldest first, and what drifted; with --case, one measurement of it run by run."""
+    with _one_line_errors():
+        table = store.history(directory)
+        _print(trend.follow(table, case, measurement) if case else trend.runs(table))
+    drifted = trend.drift(table, measurement)
+    if not case and not drifted.empty:
+        typer.echo(f"{measurement} drifted in {len(drifted)} cases:")
+        _print(drifted)
+
+
+def _beside(run: Path) -> Path:
+    """Where the views of a run belong: a run of the history, among others, has a directory of its own."""
+    if run.is_dir():
+        return run
+    return run.parent if run.name == "records.parquet" else run.with_suffix("")
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A wrong file or name is the user's to mend: one line on stderr, exit status 2."""
+    try:
+        yield
+    except (FxoptError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _print(table: pd.DataFrame) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)  # a file or a pipe has no edge at which to wrap
+    view = Table(*(Column(str(name), overflow="fold") for name in table.columns), box=box.SIMPLE_HEAD)
+    for row in table.itertuples(index=False, name=None):
+        view.add_row(*(escape(f"{value:.4g}" if isinstance(value, float) else str(value)) for value in row))
+    console.print(view)
+
+
+if __name__ == "__main__":
+    app()
