@@ -1,0 +1,426 @@
+"""What a pass is: a callable that rewrites a graph module, marks the nodes it touched, and can be composed.
+
+Marks live in `node.meta`, which a deepcopy keeps and a pickle drops. So they are also kept, by position, in
+a child module without parameters (`PassRecord`), which a pickle keeps.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxopt.errors import PassError
+
+RECORD = "fxopt_record"
+"""The name of the child module that carries marks and undo data."""
+
+MARKS = "fxopt_marks"
+ROLES = "fxopt_roles"
+"""Keys of `node.meta`: signatures of the passes that transformed the node, and its roles in their sites."""
+
+
+class Transformation(abc.ABC):
+    """A transformation of a `torch.fx.GraphModule`: write `transform`, then call the instance.
+
+    Attributes:
+        preserves_computation: whether the transformed graph gives the same outputs as the original.
+
+    Example:
+        >>> import operator, torch
+        >>> class ChangeMulToAdd(Transformation):
+        ...     def transform(self, graph_module):
+        ...         for node in graph_module.graph.nodes:
+        ...             if node.op == "call_function" and node.target == operator.mul:
+        ...                 node.target = operator.add
+        ...                 self.mark_as_transformed(node)
+        ...         return graph_module
+        >>> class Square(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * x
+        >>> transformed = ChangeMulToAdd()(torch.fx.symbolic_trace(Square()))
+        >>> transformed(torch.tensor(5.0))
+        tensor(10.)
+        >>> ChangeMulToAdd().get_transformed_nodes(transformed)
+        [mul]
+    """
+
+    preserves_computation: bool = False
+
+    @abc.abstractmethod
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Rewrite `graph_module` and return the transformed module (the same object, or a new one)."""
+
+    def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True) -> GraphModule:
+        """Apply the transformation.
+
+        Args:
+            graph_module: the module to transform.
+            lint_and_recompile: check the graph and generate its code again; `False` when several
+                transformations follow each other and the last one does it.
+
+        Returns:
+            The transformed module.
+
+        Raises:
+            PassError: the transformation returned no graph module, or left an invalid graph. An error of
+                the transformation itself is raised as it is, with a note that names the transformation.
+        """
+        return _run(self, self.transform, graph_module, lint_and_recompile)
+
+    @property
+    def signature(self) -> str:
+        """What identifies the transformation: its class and its options, the same in every process."""
+        return f"{_class_name(type(self))}({_options(self)})"
+
+    def mark_as_transformed(self, node: Node) -> None:
+        """Mark `node` as transformed by this transformation."""
+        marks = node.meta.get(MARKS, ())
+        if self.signature not in marks:
+            node.meta[MARKS] = (*marks, self.signature)  # a new tuple: copies of a node share the old one
+
+    def transformed(self, node: Node) -> bool:
+        """Whether `node` was transformed by this transformation."""
+        if node.graph.owning_module is not None:
+            restore_marks(node.graph.owning_module)
+        return self.signature in node.meta.get(MARKS, ())
+
+    def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
+        """The nodes of `graph_module` that were transformed by this transformation, in graph order."""
+        restore_marks(graph_module)
+        return [node for node in graph_module.graph.nodes if self.transformed(node)]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({_options(self)})"
+
+
+class ReversibleTransformation(Transformation):
+    """A transformation that can be undone: write `transform` and `reverse`.
+
+    Example:
+        >>> import operator, torch
+        >>> class SwapMulAndAdd(ReversibleTransformation):
+        ...     def transform(self, graph_module):
+        ...         return self.change(graph_module, operator.mul, operator.add)
+        ...     def reverse(self, graph_module):
+        ...         return self.change(graph_module, operator.add, operator.mul)
+        ...     def change(self, graph_module, before, after):
+        ...         for node in graph_module.graph.find_nodes(op="call_function", target=before):
+        ...             node.target = after
+        ...         return graph_module
+        >>> class Square(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * x
+        >>> swap = SwapMulAndAdd()
+        >>> swapped = swap(torch.fx.symbolic_trace(Square()))
+        >>> swap(swapped, reverse=True)(torch.tensor(5.0))
+        tensor(25.)
+    """
+
+    @abc.abstractmethod
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Undo the transformation on `graph_module` and return the module."""
+
+    def __call__(
+        self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False
+    ) -> GraphModule:
+        """Apply the transformation, or undo it if `reverse`; else as `Transformation.__call__`."""
+        function = self.reverse if reverse else self.transform
+        return _run(self, function, graph_module, lint_and_recompile)
+
+    def mark_as_restored(self, node: Node) -> None:
+        """Take the mark of this transformation off `node`.
+
+        Raises:
+            ValueError: the node was not transformed by this transformation.
+        """
+        if not self.transformed(node):
+            raise ValueError(f"node {node.name!r} was not transformed by {self!r}, so it cannot be restored")
+        node.meta[MARKS] = tuple(mark for mark in node.meta[MARKS] if mark != self.signature)
+        if not node.meta[MARKS]:
+            del node.meta[MARKS]
+
+
+def compose(*args: Transformation, inplace: bool = True) -> Composition:
+    """Chain transformations into one; the graph is linted and recompiled once, at the end.
+
+    The composition preserves the computation if all its parts do. It is reversible if all are, and is undone
+    in reverse order.
+
+    Args:
+        args: the transformations, in the order in which they are applied; compositions may be nested.
+        inplace: `False` transforms a deep copy and leaves the given module as it is.
+
+    Returns:
+        The composition; a `ReversibleTransformation` if all parts are.
+
+    Raises:
+        TypeError: an argument is not a `Transformation` instance.
+
+    Example:
+        >>> import torch
+        >>> from fxopt import FuseBiasInLinear, MergeLinears, compose
+        >>> passes = compose(MergeLinears(), FuseBiasInLinear(), inplace=False)
+        >>> passes.preserves_computation
+        True
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+        >>> passes(traced).get_submodule("0")
+        Linear(in_features=3, out_features=3, bias=False)
+        >>> traced.get_submodule("0")
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    for argument in args:
+        if not isinstance(argument, Transformation):
+            hint = f"; write {argument.__name__}()" if isinstance(argument, type) else ""
+            raise TypeError(f"compose takes Transformation instances, got {argument!r}{hint}")
+    if all(isinstance(part, ReversibleTransformation) for part in args):
+        return ReversibleComposition(args, inplace)
+    return Composition(args, inplace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition(Transformation):
+    """Transformations applied one after the other: what `compose` returns."""
+
+    parts: tuple[Transformation, ...]
+    inplace: bool = True
+
+    def __post_init__(self) -> None:
+        preserves = all(part.preserves_computation for part in self.parts)
+        object.__setattr__(self, "preserves_computation", preserves)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Apply the parts in order."""
+        if not self.inplace:
+            graph_module = copy.deepcopy(graph_module)
+        for part in self.parts:
+            graph_module = part(graph_module, lint_and_recompile=False)
+        return graph_module
+
+    def transformed(self, node: Node) -> bool:
+        """Whether any part transformed `node`."""
+        return super().transformed(node) or any(part.transformed(node) for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReversibleComposition(Composition, ReversibleTransformation):
+    """A composition whose parts can all be undone."""
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Undo the parts, the last one first."""
+        if not self.inplace:
+            graph_module = copy.deepcopy(graph_module)
+        for part in reversed(self.parts):
+            assert isinstance(part, ReversibleTransformation)
+            graph_module = part(graph_module, lint_and_recompile=False, reverse=True)
+        return graph_module
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepCopy(ReversibleTransformation):
+    """Copies the graph module, so that what follows leaves the given one as it is.
+
+    Example:
+        >>> import torch
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+        >>> DeepCopy()(traced) is traced
+        False
+    """
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Return a deep copy of `graph_module`, with its marks and undo data."""
+        return copy.deepcopy(graph_module)
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Return a deep copy as well."""
+        return copy.deepcopy(graph_module)
+
+
+@dataclasses.dataclass(frozen=True)
+class LintAndRecompile(ReversibleTransformation):
+    """Checks the graph and generates its code again.
+
+    Example:
+        >>> import torch
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+        >>> LintAndRecompile()(traced, lint_and_recompile=False) is traced
+        True
+    """
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Lint and recompile `graph_module`."""
+        _lint_and_recompile(self, graph_module)
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Lint and recompile `graph_module` as well."""
+        return self.transform(graph_module)
+
+
+class PassRecord(torch.nn.Module):
+    """What passes did to a graph module, as data; it rides along as a child module without parameters.
+
+    Attributes:
+        entries: what each rewritten site needs to be undone (`fxopt.rewrite.Entry`), oldest first.
+        facts: for each node of the graph, in order, what it is and how it is marked.
+        unpickled: the marks in `node.meta` may be gone and have to be read from `facts`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+        self.facts: list[_NodeFact] = []
+        self.unpickled = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "unpickled": True}
+
+    def extra_repr(self) -> str:
+        return f"{len(self.entries)} rewritten sites"
+
+
+def find_record(graph_module: GraphModule) -> PassRecord | None:
+    """The record of `graph_module`, if it has one."""
+    record = graph_module._modules.get(RECORD)
+    return record if isinstance(record, PassRecord) else None
+
+
+def make_record(graph_module: GraphModule) -> PassRecord:
+    """The record of `graph_module`, made if it has none."""
+    record = find_record(graph_module)
+    if record is None:
+        if hasattr(graph_module, RECORD):
+            raise PassError(
+                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
+            )
+        record = PassRecord()
+        graph_module.add_module(RECORD, record)
+    return record
+
+
+def restore_marks(graph_module: GraphModule) -> None:
+    """Put the marks that a pickle dropped back on the nodes, by position.
+
+    When the graph was edited after its last pass and then pickled, positions prove nothing: the nodes stay
+    without marks, and undoing raises.
+    """
+    record = find_record(graph_module)
+    if record is None or not record.unpickled:
+        return
+    record.unpickled = False
+    nodes = list(graph_module.graph.nodes)
+    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
+        return  # a deepcopy: the marks are all there
+    if [fact.kind for fact in record.facts] != [_kind(node) for node in nodes]:
+        return
+    for node, fact in zip(nodes, record.facts, strict=True):
+        node.meta.update(fact.meta)
+
+
+def store_marks(graph_module: GraphModule) -> None:
+    """Write the marks of all nodes to the record, and drop a record that has nothing left to say."""
+    nodes = list(graph_module.graph.nodes)
+    record = find_record(graph_module)
+    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
+        make_record(graph_module).facts = [_NodeFact.of(node) for node in nodes]
+    elif record is not None and not record.entries:
+        delattr(graph_module, RECORD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeFact:
+    """A node's kind (what must agree for its position to be trusted) and its marks."""
+
+    kind: tuple[str, str]
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: Node) -> _NodeFact:
+        return cls(_kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta})
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
+    if node.op in ("placeholder", "output"):
+        return node.op, ""
+    return node.op, node.target if isinstance(node.target, str) else _stable(node.target)
+
+
+def _run(
+    pass_: Transformation,
+    function: Callable[[GraphModule], GraphModule],
+    graph_module: GraphModule,
+    lint_and_recompile: bool,
+) -> GraphModule:
+    if not isinstance(graph_module, GraphModule):
+        raise TypeError(
+            f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "
+            "trace the model first, for example with fxopt.symbolic_trace"
+        )
+    restore_marks(graph_module)
+    try:
+        result = function(graph_module)
+    except Exception as error:
+        error.add_note(f"raised by {pass_!r} in {function.__name__}()")
+        raise
+    if not isinstance(result, GraphModule):
+        raise PassError(
+            f"{type(pass_).__name__}.{function.__name__} returned {type(result).__name__}; "
+            "it has to return the graph module"
+        )
+    store_marks(result)
+    if lint_and_recompile:
+        _lint_and_recompile(pass_, result)
+    return result
+
+
+def _lint_and_recompile(pass_: Transformation, graph_module: GraphModule) -> None:
+    try:
+        graph_module.graph.lint()
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise PassError(f"{pass_!r} left an invalid graph: {error}") from error
+    graph_module.recompile()
+
+
+def _options(pass_: Transformation) -> str:
+    if dataclasses.is_dataclass(pass_):
+        options = {field.name: getattr(pass_, field.name) for field in dataclasses.fields(pass_)}
+    else:
+        options = dict(sorted(vars(pass_).items()))
+    return ", ".join(f"{name}={_stable(value)}" for name, value in options.items())
+
+
+def _stable(value: object) -> str:
+    """A text for `value` that is the same in every process: no address, no order of a set."""
+    if isinstance(value, Transformation):
+        return value.signature
+    if isinstance(value, type):
+        return _class_name(value)
+    if isinstance(value, enum.Enum):
+        return f"{_class_name(type(value))}.{value.name}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_stable(k)}: {_stable(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(_stable(item) for item in value)) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(_stable(item) for item in value) + ")"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return f"{_class_name(type(value))}({_stable(vars(value))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
