@@ -1,0 +1,245 @@
+"""What a graph assumes of its inputs, checked on entry.
+
+The check is a module without parameters, called by the first node after the placeholders: it travels with
+the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from fxopt.errors import GuardError
+
+Path = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInput:
+    """A tensor: `shape` holds an int for a fixed dimension and an expression in symbols for a free one."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    strict_dtype: bool
+    shape: tuple[int | str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantInput:
+    """A value that is no tensor; the graph holds for this one alone."""
+
+    name: str
+    path: Path
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StructureInput:
+    """A container, of this type with these keys."""
+
+    name: str
+    path: Path
+    type: type
+    keys: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeGuard:
+    """A condition on symbols, as Python, and the line of the model that needs it."""
+
+    condition: str
+    source: str
+
+    @functools.cached_property
+    def symbols(self) -> tuple[str, ...]:
+        return compile(self.condition, "<guard>", "eval").co_names
+
+    def holds(self, sizes: dict[str, int]) -> bool:
+        """Whether the condition is true for these sizes."""
+        return bool(eval(_code(self.condition), {"math": math, "max": max, "min": min, **sizes}))
+
+
+@functools.cache
+def _code(expression: str) -> Any:
+    return compile(expression, "<guard>", "eval")
+
+
+Input = TensorInput | ConstantInput | StructureInput
+
+
+class InputGuard(torch.nn.Module):
+    """Raises GuardError unless the inputs are such as the graph was captured for.
+
+    `alternatives` are sets of guards of which one must hold: a graph that was captured twice with the same
+    result, at sizes of 1 and at larger ones, holds where either capture does.
+    """
+
+    # torch.fx reads this: the call is kept though nothing uses its result.
+    _is_impure = True
+
+    def __init__(self, inputs: Sequence[Input], alternatives: Sequence[Sequence[SizeGuard]]) -> None:
+        super().__init__()
+        self.inputs = tuple(inputs)
+        self.alternatives = tuple(tuple(guards) for guards in alternatives)
+
+    def forward(self, **named: Any) -> None:
+        """Check the placeholders, given by name."""
+        sizes: dict[str, int] = {}
+        deferred: list[tuple[TensorInput, int, int, str]] = []
+        for expected in self.inputs:
+            value = named[expected.name]
+            for kind, key in expected.path:
+                value = value[key] if kind == "item" else getattr(value, key)
+            if isinstance(expected, TensorInput):
+                _check_tensor(expected, value, sizes, deferred)
+            elif isinstance(expected, StructureInput):
+                _check_structure(expected, value)
+            elif not _equal(value, expected.value):
+                raise GuardError(
+                    f"input {describe(expected)!r} is {value!r}; the graph was captured for {expected.value!r}. "
+                    "Capture again with the value that you need."
+                )
+        for expected, dim, size, expression in deferred:
+            wanted = eval(_code(expression), {"math": math, "max": max, "min": min, **sizes})
+            if wanted != size:
+                raise GuardError(
+                    f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {wanted} "
+                    f"({self.origin(expression)}) with the sizes of the other inputs."
+                )
+        if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
+            failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
+            raise GuardError(self._explain(failed, sizes))
+
+    def origin(self, expression: str) -> str:
+        """`s0 + 1` as the inputs and dimensions that its symbols stand for."""
+        for symbol in compile(expression, "<guard>", "eval").co_names:
+            for expected in self.inputs:
+                if isinstance(expected, TensorInput) and symbol in expected.shape:
+                    dim = expected.shape.index(symbol)
+                    expression = expression.replace(symbol, f"{describe(expected)}.shape[{dim}]")
+                    break
+        return expression
+
+    def conditions(self) -> list[str]:
+        """The guards in words of the inputs, one line each."""
+        return [f"{self.origin(guard.condition)}  # {guard.source}" for guard in self.alternatives[0]]
+
+    def _explain(self, guard: SizeGuard, sizes: dict[str, int]) -> str:
+        symbols = [symbol for symbol in guard.symbols if symbol in sizes]
+        if len(symbols) != 1:
+            return (
+                f"sizes {', '.join(f'{self.origin(s)} = {sizes[s]}' for s in symbols)} are outside what the graph "
+                f"was captured for: {self.origin(guard.condition)} (needed by {guard.source})."
+            )
+        (symbol,) = symbols
+        where = next(i for i in self.inputs if isinstance(i, TensorInput) and symbol in i.shape)
+        return (
+            f"input {describe(where)!r}, dimension {where.shape.index(symbol)} is {sizes[symbol]}; "
+            f"{_limit(guard, symbol, sizes[symbol])}: {self.origin(guard.condition)} (needed by {guard.source})."
+        )
+
+    def extra_repr(self) -> str:
+        return "\n".join(self.conditions())
+
+
+def describe(expected: Input) -> str:
+    """`past[0].keys`: the name of an input with the path inside it."""
+    return expected.name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path)
+
+
+def python_expression(expression: Any) -> str:
+    """A sympy expression over sizes as Python source."""
+    return str(PythonPrinter().doprint(expression))
+
+
+def _check_tensor(
+    expected: TensorInput, value: Any, sizes: dict[str, int], deferred: list[tuple[TensorInput, int, int, str]]
+) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise GuardError(f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there.")
+    if value.dtype != expected.dtype and (expected.strict_dtype or _kind(value.dtype) != _kind(expected.dtype)):
+        raise GuardError(
+            f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
+            "Convert the input, or capture the model in the dtype in which you run it."
+        )
+    shape = value.shape
+    if len(shape) != len(expected.shape):
+        raise GuardError(
+            f"input {describe(expected)!r} has {len(shape)} dimensions; the graph was captured with {len(expected.shape)}."
+        )
+    for dim, (size, wanted) in enumerate(zip(shape, expected.shape, strict=True)):
+        if isinstance(wanted, int):
+            if size != wanted:
+                raise GuardError(
+                    f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured with {wanted} "
+                    "fixed. Name the dimension in `dynamic_shapes` to leave it free."
+                )
+        elif not wanted.isidentifier():
+            deferred.append((expected, dim, size, wanted))
+        elif sizes.setdefault(wanted, size) != size:
+            raise GuardError(
+                f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
+                "as in the inputs before it."
+            )
+
+
+def _check_structure(expected: StructureInput, value: Any) -> None:
+    if type(value) is not expected.type:
+        raise GuardError(
+            f"input {describe(expected)!r} is {type(value).__name__}; the graph takes {expected.type.__name__} there."
+        )
+    keys = structure_keys(value)
+    if keys != expected.keys:
+        raise GuardError(
+            f"input {describe(expected)!r} has entries {list(keys)}; the graph was captured with {list(expected.keys)}."
+        )
+
+
+def structure_keys(value: Any) -> tuple[Any, ...]:
+    """The keys of a container: indices of a sequence, keys of a mapping, field names of a dataclass."""
+    if isinstance(value, dict):
+        return tuple(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(range(len(value)))
+    return tuple(field.name for field in dataclasses.fields(value))
+
+
+def _limit(guard: SizeGuard, symbol: str, size: int) -> str:
+    """Where the condition, as a function of one size, is true: the interval nearest to `size`."""
+    holds: Callable[[int], bool] = lambda n: guard.holds({symbol: n})  # noqa: E731
+    below = next((n for n in _steps(size, -1) if holds(n)), None)
+    if below is not None:
+        return f"it takes at most {_edge(holds, below, size)}"
+    above = next((n for n in _steps(size, 1) if holds(n)), None)
+    if above is not None:
+        return f"it takes at least {_edge(holds, above, size)}"
+    return "this size is excluded"
+
+
+def _steps(start: int, direction: int) -> list[int]:
+    steps = [start + direction * 2**k for k in range(21)]
+    return [n for n in steps if n >= 0] + ([0] if direction < 0 else [])
+
+
+def _edge(holds: Callable[[int], bool], good: int, bad: int) -> int:
+    while abs(good - bad) > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return good
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "bool"
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    return type(value) is type(expected) and bool(value == expected)

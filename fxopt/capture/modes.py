@@ -1,0 +1,85 @@
+"""Modes that a forward switches (gradients, autocast, inference mode, attention backends), as nodes.
+
+A node that switches a mode hands what it found to the node that restores it, so that a captured graph gives
+back the mode of its caller and not the one of the capture. Every function here is known to fx as having
+a side effect: dead code elimination keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_thread = threading.local()
+
+
+@has_side_effect
+def set_grad_enabled(mode: bool) -> bool:
+    """Switch gradients on or off and return what was set before."""
+    previous = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(mode)
+    return previous
+
+
+@has_side_effect
+def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool) -> Any:
+    """Enter `torch.autocast`; the result goes to `leave`."""
+    return _enter(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled))
+
+
+@has_side_effect
+def enter_inference_mode(mode: bool) -> Any:
+    """Enter `torch.inference_mode`; the result goes to `leave`."""
+    return _enter(torch.inference_mode(mode))
+
+
+@has_side_effect
+def enter_sdpa_kernel(backends: list[str], set_priority: bool) -> Any:
+    """Enter `torch.nn.attention.sdpa_kernel` with backends by name; the result goes to `leave`."""
+    chosen = [getattr(SDPBackend, name) for name in backends]
+    return _enter(sdpa_kernel(chosen, set_priority))
+
+
+@has_side_effect
+def leave(context: Any) -> None:
+    """Leave a context that one of the `enter` functions returned."""
+    _entered().remove(context)
+    context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def restored_on_error() -> Iterator[None]:
+    """Give the caller's modes back when the block raises between an `enter` and its `leave`."""
+    grad_enabled = torch.is_grad_enabled()
+    depth = len(_entered())
+    try:
+        yield
+    except BaseException:
+        while len(_entered()) > depth:
+            _entered().pop().__exit__(None, None, None)
+        torch._C._set_grad_enabled(grad_enabled)
+        raise
+
+
+def switches(target: object) -> bool:
+    """Whether a node with this target switches a mode."""
+    return target in (set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_kernel)
+
+
+def _enter(context: Any) -> Any:
+    context.__enter__()
+    _entered().append(context)
+    return context
+
+
+def _entered() -> list[Any]:
+    if not hasattr(_thread, "entered"):
+        _thread.entered = []
+    entered: list[Any] = _thread.entered
+    return entered

@@ -1,0 +1,127 @@
+"""Sizes: which dimensions are free, and the nodes that compute with them.
+
+A free dimension is a SymInt of a `ShapeEnv`. When one becomes an argument of a call, its sympy expression is
+written as nodes; the leaves are `size` calls on the node of the tensor that has that dimension, or the node
+of the value (`item`) that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from fxopt.errors import TraceError
+
+SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# How one dimension of an input may vary: None is fixed, a name is shared by all dimensions that carry it.
+Dimension = Any
+
+
+class Sizes:
+    """The nodes of one graph that compute sizes.
+
+    `bind` says where a symbol comes from; `node` gives the node for a SymInt, SymFloat or SymBool.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, shape_env: ShapeEnv) -> None:
+        self._tracer = GraphAppendingTracer(graph)
+        self._graph = graph
+        self._shape_env = shape_env
+        self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
+        self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
+
+    def bind(self, value: Any, origin: Callable[[], torch.fx.Node]) -> None:
+        """Take `origin` as the source of `value` if that is a symbol of its own that has no source yet."""
+        expression = value.node.expr
+        if isinstance(expression, sympy.Symbol):
+            self._origins.setdefault(expression, origin)
+        elif isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
+            # `.item()` of a boolean tensor is `Eq(symbol, 1)`.
+            self._origins.setdefault(expression.lhs, lambda: self._graph.call_function(int, (origin(),)))
+
+    def is_new(self, value: Any) -> bool:
+        """Whether `value` depends on a symbol that nothing has been taken as the source of."""
+        return not self._origins.keys() >= value.node.expr.free_symbols
+
+    def bind_shape(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
+        """Take the dimensions of `tensor`, made by `node()`, as sources of the symbols they consist of."""
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))  # type: ignore[misc]
+
+    def node(self, value: Any) -> Any:
+        """The node that computes `value`, or a Python number when it is one after all."""
+        expression = self._shape_env.replace(value.node.expr)
+        if expression.is_number or expression in (sympy.true, sympy.false):
+            return value.node.pytype(expression)
+        if expression not in self._nodes:
+            self._nodes[expression] = self._compute(expression)
+            self._nodes[expression].meta["val"] = value
+        return self._nodes[expression]
+
+    def _compute(self, expression: Any) -> torch.fx.Node:
+        leaves = {symbol: Proxy(self._leaf(symbol), self._tracer) for symbol in expression.free_symbols}
+        if isinstance(expression, sympy.Symbol):
+            return leaves[expression].node
+        result = sympy_interp(PythonReferenceAnalysis, leaves, expression)
+        node: torch.fx.Node = result.node
+        return node
+
+    def _leaf(self, symbol: sympy.Symbol) -> torch.fx.Node:
+        if symbol not in self._nodes:
+            if symbol not in self._origins:
+                raise TraceError(
+                    f"The size {symbol} comes from a tensor that was made out of sight of the capture "
+                    "(in a custom C++ function, or under torch.vmap). Make the module that makes it a leaf."
+                )
+            self._nodes[symbol] = self._origins[symbol]()
+        return self._nodes[symbol]
+
+
+def symbolic_context(tensor: torch.Tensor, dimensions: dict[int, Dimension]) -> StatelessSymbolicContext[Any, Any]:
+    """Which dimensions of `tensor` become symbols of the ShapeEnv."""
+    return StatelessSymbolicContext(
+        dynamic_sizes=[
+            DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())
+        ]
+    )
+
+
+def free_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:
+    """The free dimensions of one tensor, from its entry in `dynamic_shapes` (the form torch.export takes)."""
+    if spec is None:
+        return {}
+    if isinstance(spec, (list, tuple)):
+        if len(spec) != tensor.dim():
+            raise TraceError(
+                f"dynamic_shapes of {where} has {len(spec)} entries, the tensor has {tensor.dim()} dimensions."
+            )
+        spec = dict(enumerate(spec))
+    if not isinstance(spec, dict):
+        raise TraceError(f"dynamic_shapes of {where} must be a dict, a tuple or None, not {spec!r}.")
+    result = {}
+    for dim, choice in spec.items():
+        if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+            raise TraceError(f"dynamic_shapes of {where} names dimension {dim!r}; it has {tensor.dim()}.")
+        if choice is None or choice is Dim.STATIC:
+            continue
+        if isinstance(choice, int) and not isinstance(choice, bool):
+            if choice != tensor.shape[dim]:
+                raise TraceError(
+                    f"dynamic_shapes fixes dimension {dim} of {where} to {choice}; the example has {tensor.shape[dim]}."
+                )
+            continue
+        if not (isinstance(choice, Dim) or choice in (Dim.AUTO, Dim.DYNAMIC)):
+            raise TraceError(
+                f"dynamic_shapes of {where}, dimension {dim}: {choice!r} is no torch.export.Dim, int or None."
+            )
+        result[dim % tensor.dim()] = choice
+    return result

@@ -1,0 +1,530 @@
+"""`trace`: the forward of any `nn.Module` as a `TracedModule`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.export import Dim
+from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import map_arg
+
+from fxopt.capture.guards import (
+    ConstantInput,
+    Input,
+    InputGuard,
+    Path,
+    SizeGuard,
+    StructureInput,
+    TensorInput,
+    python_expression,
+    structure_keys,
+)
+from fxopt.capture.interception import intercepted, lock
+from fxopt.capture.module import TracedModule
+from fxopt.capture.recorder import RUN_FORWARD, Recorder, is_model_code, place
+from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
+from fxopt.errors import TraceError
+
+_CONTAINERS = (
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
+
+
+def trace(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+) -> TracedModule:
+    """Capture the forward of `model` as a graph in which `torch.nn` layers are `call_module` nodes.
+
+    The forward runs once, on fake tensors: nothing is computed, and the model is not changed.
+
+    Args:
+        model: any `nn.Module`, on one device, in the training mode and dtype in which the graph will run.
+        args: positional example inputs: tensors, and tuples, lists, dicts and dataclasses of tensors. Anything
+            else is a constant of the graph, which refuses to run with another value.
+        kwargs: example inputs by keyword.
+        dynamic_shapes: which dimensions are free, in the form that `torch.export.export` takes: a dict from
+            input name, or a sequence in the order of the inputs, to a dict from dimension to
+            `torch.export.Dim`. None: every size is fixed.
+        leaf_modules: qualified names or types of modules that become one `call_module` node, besides
+            `torch.nn` layers.
+
+    Returns:
+        A `TracedModule`, a `torch.fx.GraphModule` that takes the inputs by the names of the forward's
+        parameters and returns what the model returns. Layers and parameters are shared with the model.
+
+    Raises:
+        TraceError: when the forward cannot be a graph without changing its meaning (it branches on a tensor's
+            value, for example), with the line of the model that is the reason.
+
+    Example:
+        >>> import torch, fxopt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()).eval()
+        >>> traced = fxopt.trace(model, (torch.zeros(2, 4),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        >>> [node.target for node in traced.graph.nodes if node.op == "call_module"]
+        ['input_guard', '0', '1']
+        >>> traced(torch.zeros(5, 4)).shape
+        torch.Size([5, 8])
+    """
+    inputs = _bind_inputs(model, args, kwargs or {})
+    dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
+    with lock:
+        return Capture(model, inputs, dimensions, leaf_modules).run()
+
+
+def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Example values by the names that the placeholders get; `*name` for the variadic ones."""
+    if isinstance(args, torch.Tensor):
+        raise TraceError("args must be a tuple of example inputs, not a tensor: write `(x,)`.")
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}."
+        ) from error
+    inputs: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            inputs.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            inputs[f"*{name}"] = value
+        else:
+            inputs[name] = value
+    return inputs
+
+
+def _normalise_dynamic_shapes(dynamic_shapes: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    if dynamic_shapes is None:
+        return {}
+    if isinstance(dynamic_shapes, Mapping):
+        unknown = sorted(set(dynamic_shapes) - {name.lstrip("*") for name in inputs})
+        if unknown:
+            raise TraceError(f"dynamic_shapes names {unknown}; the inputs are {list(inputs)}.")
+        return dict(dynamic_shapes)
+    if len(dynamic_shapes) != len(inputs):
+        raise TraceError(f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(inputs)} inputs: {list(inputs)}.")
+    return {name.lstrip("*"): spec for name, spec in zip(inputs, dynamic_shapes, strict=True)}
+
+
+@dataclasses.dataclass
+class _FreeDimension:
+    """One dimension that was asked to be free."""
+
+    where: str
+    dim: int
+    choice: Any
+    symbol: Any
+
+
+class Capture:
+    """One run of a model's forward, recorded."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        dimensions: dict[str, Any],
+        leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.dimensions = dimensions
+        self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.layers = {id(m) for name, m in model.named_modules() if _is_layer(name, m, leaf_modules)}
+        self.shape_env = ShapeEnv(
+            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, specialize_zero_one=False, duck_shape=False
+        )
+        self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.graph = torch.fx.Graph()
+        self.sizes = Sizes(self.graph, self.shape_env)
+        self.free: list[_FreeDimension] = []
+        self.expected: list[tuple[Input, torch.Tensor | None]] = []
+
+    def run(self) -> TracedModule:
+        """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
+        recorder = self.record()
+        guards = self._size_guards()
+        alternatives = [guards, *self._captured_at_one(guards)]
+        self._check_asked_dimensions()
+        return self._module(recorder, alternatives)
+
+    def record(self) -> Recorder:
+        """Run the forward on fake tensors; the graph is complete but for the guard."""
+        device = _device(self.model, self.inputs)
+        shell, parameters = self._shell()
+        recorder = Recorder(self.graph, self.sizes, parameters, device)
+        self._intercept_modules(shell, recorder)
+        arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
+        args, kwargs = _call_arguments(self.model, arguments)
+        state = _tensor_state(shell)
+        try:
+            with fx_config.patch(backed_size_oblivious=True), self.fake_mode, intercepted(recorder), recorder:
+                result = _run_forward(shell, args, kwargs)
+                with recorder.paused():
+                    recorder.add_output(result)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _explained(error, recorder) from error
+        _check_state(shell, state, recorder)
+        return recorder
+
+    # --- the shell: a copy of the model that holds fake tensors
+
+    def _shell(self) -> tuple[torch.nn.Module, dict[int, str]]:
+        """A copy of the model with fake parameters and buffers, and the names of those by identity.
+
+        Plain tensor attributes stay the model's own: a graph holds them as constants.
+        """
+        memo: dict[int, Any] = {}
+        names: dict[int, str] = {}
+        originals = {
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+        }
+        for name, tensor in originals.items():
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+                names[id(memo[id(tensor)])] = name
+        for module in self.model.modules():
+            for value in module.__dict__.values():
+                if isinstance(value, torch.Tensor):
+                    memo.setdefault(id(value), value)
+        try:
+            return copy.deepcopy(self.model, memo), names
+        except Exception as error:
+            raise TraceError(
+                f"{type(self.model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
+                f"leave the model untouched: {type(error).__name__}: {error}"
+            ) from error
+
+    def _intercept_modules(self, shell: torch.nn.Module, recorder: Recorder) -> None:
+        originals = dict(self.model.named_modules())
+        for name, module in shell.named_modules():
+            call = recorder.call_layer if id(originals[name]) in self.layers else recorder.call_container
+            # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
+            module._compiled_call_impl = _Call(call, name, module)  # type: ignore[assignment]
+
+    # --- inputs
+
+    def _placeholder(self, recorder: Recorder, name: str, value: Any) -> Any:
+        """Write the placeholder for one input and return the fake of its value."""
+        node = self.graph.placeholder(name, **self._default(name))
+        fake = self._fake_input(recorder, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*")))
+        node.meta["val"] = fake
+        return fake
+
+    def _default(self, name: str) -> dict[str, Any]:
+        """Constants can be left out, where no input without a default follows them."""
+        rest = list(self.inputs)[list(self.inputs).index(name) :]
+        if all(_is_literal(self.inputs[other]) for other in rest) and not name.startswith("*"):
+            return {"default_value": self.inputs[name]}
+        return {}
+
+    def _fake_input(
+        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any
+    ) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._fake_tensor(recorder, node, name, path, value, spec)
+        if not _holds_tensors(value):
+            self.expected.append((ConstantInput(name, path, value), None))
+            return value
+        keys = structure_keys(value)
+        kind = "item" if isinstance(value, (tuple, list, dict)) else "attr"
+        self.expected.append((StructureInput(name, path, type(value), keys), None))
+        items = {}
+        for position, key in enumerate(keys):
+            item = value[key] if kind == "item" else getattr(value, key)
+            inner = spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+            items[key] = self._fake_input(recorder, node, name, (*path, (kind, key)), item, inner)
+        if isinstance(value, (tuple, list)):
+            return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
+        if type(value) is dict:
+            return items
+        return type(value)(**items)
+
+    def _fake_tensor(
+        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
+    ) -> torch.Tensor:
+        where = f"input {name}{''.join(f'[{key!r}]' for _, key in path)}"
+        choices = free_dimensions(spec, value, where)
+        with torch.no_grad():
+            # An object of its own: the same tensor given twice is two inputs.
+            example = value.detach().requires_grad_(value.requires_grad)
+        fake = self.fake_mode.from_tensor(
+            example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
+        )
+        for dim, choice in choices.items():
+            self.free.append(_FreeDimension(where, dim, choice, fake.shape[dim].node.expr))
+        shape = tuple(size if isinstance(size, int) else size.node.expr for size in fake.shape)
+        expected = TensorInput(name, path, value.dtype, False, shape)  # type: ignore[arg-type]
+        self.expected.append((expected, fake))
+        recorder.add_input(fake, node, path)
+        return fake
+
+    # --- what the graph assumes of sizes
+
+    def _size_guards(self) -> list[SizeGuard]:
+        """The conditions on free sizes that the forward relied on, and those that were asked for."""
+        guards = []
+        for guard in self.shape_env.guards:
+            expression = self.shape_env.replace(guard.expr)
+            if expression is not sympy.true:
+                guards.append(SizeGuard(python_expression(expression), _origin(guard.sloc)))
+        for free in self.free:
+            guards.extend(self._asked(free))
+        for symbol in {s for s, _ in self._roots()}:
+            bounds = self.shape_env.var_to_range.get(symbol)
+            if bounds is None:
+                continue
+            if bounds.lower > 0:
+                guards.append(SizeGuard(f"{symbol} >= {bounds.lower}", "a check of torch"))
+            if bounds.upper.is_finite and bounds.upper < 2**31:
+                guards.append(SizeGuard(f"{symbol} <= {bounds.upper}", "a check of torch"))
+        return list(dict.fromkeys(guards))
+
+    def _roots(self) -> list[tuple[Any, _FreeDimension]]:
+        """The symbols that remain after unification, each with one dimension that it is the size of."""
+        roots = {}
+        for free in self.free:
+            expression = self.shape_env.replace(free.symbol)
+            if isinstance(expression, sympy.Symbol):
+                roots.setdefault(expression, free)
+        return list(roots.items())
+
+    def _asked(self, free: _FreeDimension) -> list[SizeGuard]:
+        choice = free.choice
+        if not isinstance(choice, Dim):
+            return []
+        symbol = python_expression(self.shape_env.replace(free.symbol))
+        source = f"dynamic_shapes: {choice!r}"
+        root = getattr(choice, "root", None)
+        same = next(f for f in self.free if isinstance(f.choice, Dim) and f.choice.__name__ == choice.__name__)
+        guards = []
+        if root is not None:
+            of_root = next((f for f in self.free if getattr(f.choice, "__name__", None) == root.__name__), None)
+            if of_root is None:
+                raise TraceError(f"dynamic_shapes uses {choice!r} of {root!r}, which no dimension is.")
+            relation = sympy.Eq(free.symbol, choice.fn(of_root.symbol))
+            guards.append(SizeGuard(python_expression(self.shape_env.replace(relation)), source))
+        elif same is not free:
+            relation = sympy.Eq(free.symbol, same.symbol)
+            guards.append(SizeGuard(python_expression(self.shape_env.replace(relation)), source))
+        else:
+            guards.append(SizeGuard(f"{symbol} >= {choice.min}", source))
+            if choice.max < 2**31:
+                guards.append(SizeGuard(f"{symbol} <= {choice.max}", source))
+        return [guard for guard in guards if guard.condition != "True"]
+
+    def _check_asked_dimensions(self) -> None:
+        for free in self.free:
+            expression = self.shape_env.replace(free.symbol)
+            if expression.is_number and free.choice is not Dim.AUTO:
+                guards = [g for g in self.shape_env.guards if free.symbol in g.expr.free_symbols]
+                reason = f": {guards[0].expr} at {_origin(guards[0].sloc)}" if guards else ""
+                raise TraceError(
+                    f"dimension {free.dim} of {free.where} was asked to be free, but the forward fixes it to "
+                    f"{expression}{reason}. Leave it out of dynamic_shapes, or give Dim.AUTO."
+                )
+
+    def _captured_at_one(self, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+        """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
+
+        torch's own code asks whether a size is 1 (for broadcasting and strides) where the answer changes
+        nothing in the graph. Whether it does is decided by capturing there too and comparing.
+        """
+        return []
+
+    # --- the result
+
+    def _module(self, recorder: Recorder, alternatives: list[list[SizeGuard]]) -> TracedModule:
+        root = torch.nn.Module()
+        _copy_tree(self.model, root, self.layers)
+        for name, tensor in recorder.constants.items():
+            root.register_buffer(name, tensor, persistent=False)
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        guard_name = "input_guard"
+        while hasattr(root, guard_name):
+            guard_name = f"_{guard_name}"
+        strict = recorder.dtype_read_at is not None
+        root.add_module(guard_name, InputGuard([self._final(i, strict) for i, _ in self.expected], alternatives))
+        root.get_submodule(guard_name).training = root.training
+        if placeholders:
+            with self.graph.inserting_after(placeholders[-1]):
+                self.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
+        traced = TracedModule(root, self.graph, type(self.model).__name__)
+        traced.config = getattr(self.model, "config", None)
+        traced.dtype_read_at = recorder.dtype_read_at
+        return traced
+
+    def _final(self, expected: Input, strict_dtype: bool) -> Input:
+        """An input with the sizes that are left free after the whole forward."""
+        if not isinstance(expected, TensorInput):
+            return expected
+        shape: list[int | str] = []
+        for size in expected.shape:
+            expression = self.shape_env.replace(sympy.sympify(size))
+            shape.append(int(expression) if expression.is_number else python_expression(expression))
+        strict = strict_dtype and expected.dtype.is_floating_point
+        return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict)
+
+
+class _Call:
+    """A module's call in the shell, reported to the recorder."""
+
+    def __init__(self, call: Callable[..., Any], name: str, module: torch.nn.Module) -> None:
+        self.call, self.name, self.module = call, name, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.name, self.module, args, kwargs)
+
+
+def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return shell(*args, **kwargs)
+
+
+assert _run_forward.__name__ == RUN_FORWARD
+
+
+def _is_layer(name: str, module: torch.nn.Module, leaf_modules: Sequence[str | type[torch.nn.Module]]) -> bool:
+    if any(name == leaf if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaf_modules):
+        return True
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+
+
+def _device(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.device:
+    """The one device of the model (of the inputs, where it has no tensors)."""
+    devices = {t.device: name for name, t in [*model.named_buffers(), *model.named_parameters()]}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise TraceError(f"{type(model).__name__} is spread over several devices ({places}); move it to one.")
+    if devices:
+        return next(iter(devices))
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _call_arguments(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(model.forward).parameters.items()}
+    variadic = any(name.startswith("*") for name in inputs)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, value in inputs.items():
+        kind = kinds.get(name)
+        if name.startswith("*"):
+            args.extend(value)
+        elif kind is inspect.Parameter.POSITIONAL_ONLY or (
+            variadic and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ):
+            args.append(value)
+        else:
+            kwargs[name] = value
+    return args, kwargs
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(_holds_tensors(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_tensors(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_holds_tensors(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether generated code can hold the value as a default."""
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return all(_is_literal(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _plain_name(node: torch.fx.Node) -> str:
+    return str(node.target).lstrip("*")
+
+
+def _tensor_state(shell: torch.nn.Module) -> list[tuple[str, str, Any, int]]:
+    """Every slot of a module that holds a tensor, with the identity of what it holds."""
+    slots = []
+    for name, module in shell.named_modules():
+        for registry in (module._buffers, module._parameters, module.__dict__):
+            slots += [(name, key, registry, id(v)) for key, v in registry.items() if isinstance(v, torch.Tensor)]
+    return slots
+
+
+def _check_state(shell: torch.nn.Module, state: list[tuple[str, str, Any, int]], recorder: Recorder) -> None:
+    for name, key, registry, before in state:
+        if id(registry.get(key)) != before:
+            raise TraceError(
+                f"the forward assigns another tensor to {f'{name}.{key}'.lstrip('.')!r}: state that is replaced "
+                "cannot live in a graph. Write into it with `.copy_()`, or make the module that does this a leaf."
+            )
+
+
+def _copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: set[int]) -> None:
+    """Give `target` the parameters, buffers, children and flags of `source`; containers are made anew.
+
+    What is shared stays shared: layers and parameters are the same objects, a container under two names is one
+    container again.
+    """
+    made: dict[int, torch.nn.Module] = {id(source): target}
+
+    def fill(old: torch.nn.Module, new: torch.nn.Module) -> None:
+        new.training = old.training
+        for name, parameter in old._parameters.items():
+            new.register_parameter(name, parameter)
+        for name, buffer in old._buffers.items():
+            new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+        for name, child in old._modules.items():
+            if child is None or id(child) in layers:
+                new.add_module(name, child)
+                continue
+            if id(child) not in made:
+                made[id(child)] = torch.nn.Module()
+                fill(child, made[id(child)])
+            new.add_module(name, made[id(child)])
+
+    fill(source, target)
+
+
+def _origin(location: Any) -> str:
+    """Where a guard comes from: the model's line where torch knows it, its own otherwise."""
+    return str(getattr(location, "user_loc", None) or getattr(location, "framework_loc", None) or location)
+
+
+def _explained(error: Exception, recorder: Recorder) -> TraceError:
+    """An exception of the forward as a TraceError that names the model's line."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
+    lines = [(f, n) for f, n in traceback.walk_tb(error.__traceback__)][after:]
+    own = [(f, n) for f, n in lines if is_model_code(f.f_code.co_filename)]
+    where = place(own[-1][0], None) if own else recorder.where()
+    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+        return TraceError(
+            f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
+            "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")
