@@ -162,9 +162,10 @@ def history(directory: Path) -> pd.DataFrame:
         raise ReportError(f"{directory}: no runs here; every `pytest validation` adds one")
     with duckdb.connect() as connection:
         try:
-            return connection.execute(
-                "SELECT * FROM read_parquet(?, union_by_name = true) ORDER BY started, run, id", [files]
-            ).df()
+            connection.execute("SET TimeZone = 'UTC'")
+            query = "SELECT * FROM read_parquet(?, union_by_name = true) ORDER BY started, run, id"
+            frame: pd.DataFrame = connection.sql(query, params=[files]).to_arrow_table().to_pandas()
+            return frame
         except duckdb.Error as error:
             for file in files:  # duckdb does not always name the file that is at fault
                 read_run(Path(file))

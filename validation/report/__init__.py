@@ -9,8 +9,7 @@ import pandas as pd
 
 from validation import store
 from validation.records import Record
-from validation.report.html import html
-from validation.report.markdown import compatibility, file_stems, summary
+from validation.report import html, markdown
 from validation.report.terminal import terminal_summary
 
 __all__ = ["terminal_summary", "write_run", "write_views"]
@@ -35,9 +34,12 @@ def write_views(table: pd.DataFrame, directory: Path) -> list[Path]:
     """Writes every Markdown and HTML view of a run (a table of `store.read_run`); returns the files."""
     pages = directory / "compatibility"
     pages.mkdir(parents=True, exist_ok=True)
-    views = {directory / "report.html": html(table), directory / "summary.md": summary(table)}
-    for model, stem in file_stems(table["model"].unique()).items():
-        views[pages / f"{stem}.md"] = compatibility(table, model)
+    views = {
+        directory / "report.html": html.document(table),
+        directory / "summary.md": markdown.summary(table),
+    }
+    for model, stem in markdown.file_stems(table["model"].unique()).items():
+        views[pages / f"{stem}.md"] = markdown.compatibility(table, model)
     for stale in set(pages.glob("*.md")) - set(views):
         stale.unlink()
     for file, text in views.items():

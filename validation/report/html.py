@@ -17,7 +17,7 @@ from validation.report import plots, tables
 EXPORT = "window.vegaEmbed = vegaEmbed;"
 
 
-def html(table: pd.DataFrame) -> str:
+def document(table: pd.DataFrame) -> str:
     """The report of a run as one HTML document."""
     verdict = tables.verdicts(table)
     composed = verdict["pipeline"].str.contains("+", regex=False)

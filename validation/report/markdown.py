@@ -92,7 +92,7 @@ def file_stems(names: Iterable[str]) -> dict[str, str]:
     taken: set[str] = set()
     for name in sorted(names):
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]
-        if stem != name or stem.lower() in taken:
+        if not stem or stem != name or stem.lower() in taken:
             digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
             stem = "-".join(filter(None, [stem, digest]))
         taken.add(stem.lower())

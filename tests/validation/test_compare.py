@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from validation import compare, store
+from validation.compare import FAILING, WORST_FIRST
+from validation.records import Case, Check, Outcome, Record
+
+CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
+OTHER = dataclasses.replace(CASE, check=Check.TRACE, pipeline=())
+
+
+@pytest.fixture
+def changes(run, tmp_path):
+    def changes(before, after, after_run=None):
+        tables = []
+        for number, (records, made) in enumerate([(before, run), (after, after_run or run)]):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            store.write_table(store.table_of(records, made), directory)
+            tables.append(store.read_run(directory))
+        return compare.compare(*tables)
+
+    return changes
+
+
+def measured(**measurements):
+    return [Record(CASE, Outcome.PASS, measurements=measurements)]
+
+
+def kinds(table):
+    return list(zip(table["kind"], table["regression"], strict=True))
+
+
+def test_every_outcome_has_a_rank():
+    assert set(WORST_FIRST) == set(Outcome)
+    fine = {Outcome.PASS, Outcome.NO_OP, Outcome.SKIP, Outcome.EXPECTED}
+    assert set(Outcome) - fine == FAILING
+
+
+def test_a_run_has_not_changed_against_itself(records, changes):
+    assert changes(records, records).empty
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_noise_is_not_a_regression(seed, make_records, changes):
+    table = changes(make_records(0), make_records(seed))
+    assert not table["regression"].any(), table[table["regression"]].to_string()
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "worse"),
+    [
+        (Outcome.PASS, Outcome.FAIL, True),
+        (Outcome.PASS, Outcome.NO_OP, True),
+        (Outcome.PASS, Outcome.SKIP, True),
+        (Outcome.PASS, Outcome.EXPECTED, True),
+        (Outcome.SKIP, Outcome.CRASH, True),
+        (Outcome.NO_OP, Outcome.ERROR, True),
+        (Outcome.EXPECTED, Outcome.FAIL, True),
+        (Outcome.FAIL, Outcome.CRASH, False),
+        (Outcome.FAIL, Outcome.PASS, False),
+        (Outcome.SKIP, Outcome.PASS, False),
+        (Outcome.NO_OP, Outcome.SKIP, False),
+    ],
+)
+def test_outcomes(was, now, worse, changes):
+    table = changes([Record(CASE, was)], [Record(CASE, now, "compare", "it broke")])
+    assert kinds(table) == [("outcome", worse)]
+    assert table.loc[0, ["before", "after"]].tolist() == [was, now]
+    assert "it broke" in table.loc[0, "explanation"]
+
+
+def test_a_vanished_model_is_one_regression(make_records, changes):
+    records = make_records(0)
+    table = changes(records, [record for record in records if record.case.model != "groupvit"])
+    assert kinds(table) == [("model vanished", True)]
+    assert table.loc[0, "id"] == "groupvit"
+
+
+def test_a_vanished_device_is_one_regression(make_records, changes):
+    records = make_records(0)
+    table = changes(records, [record for record in records if record.case.device == "cpu"])
+    assert kinds(table) == [("device vanished", True), ("environment", False)]
+
+
+def test_a_vanished_case_is_a_regression_and_a_new_one_is_not(changes):
+    both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
+    assert kinds(changes(both, both[:1])) == [("case vanished", True)]
+
+
+def test_a_new_case_is_no_regression(changes):
+    both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
+    assert kinds(changes(both[:1], both)) == [("case added", False)]
+
+
+@pytest.mark.parametrize(("was", "now", "worse"), [(12, 11, True), (12, 0, True), (11, 12, False)])
+def test_sites(was, now, worse, changes):
+    assert kinds(changes(measured(sites=was), measured(sites=now))) == [("sites", worse)]
+
+
+def test_refusals_are_told_but_are_no_regression(changes):
+    assert kinds(changes(measured(refused=1), measured(refused=2))) == [("refused", False)]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        (1e-7, 1.1e-6, [("error", True)]),
+        (1e-7, 9e-7, []),
+        (1e-6, 1e-8, [("error", False)]),
+        (0.0, 1e-9, [("error", True)]),
+        (0.0, 5e-12, []),  # rounding of float64
+        (1e-16, 1e-13, []),
+    ],
+)
+def test_errors(was, now, expected, changes):
+    assert kinds(changes(measured(max_abs_error=was), measured(max_abs_error=now))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "expected"),
+    [
+        ("agreement", 0.97, [("accuracy", True)]),
+        ("task_accuracy_after", 0.97, [("accuracy", True)]),
+        ("cosine", 0.99, []),
+        ("nodes_after", 0.97, []),
+    ],
+)
+def test_shares(name, now, expected, changes):
+    assert kinds(changes(measured(**{name: 1.0}), measured(**{name: now}))) == expected
+
+
+def timed(ratio, half):
+    return measured(latency_ratio=ratio, latency_ratio_low=ratio - half, latency_ratio_high=ratio + half)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((0.80, 0.02), (0.95, 0.02), [("latency", True)]),
+        ((0.95, 0.02), (0.80, 0.02), [("latency", False)]),
+        ((0.80, 0.10), (0.95, 0.10), []),  # the intervals overlap
+        ((0.80, 0.001), (0.85, 0.001), []),  # clear, but small
+    ],
+)
+def test_latency(before, after, expected, changes):
+    assert kinds(changes(timed(*before), timed(*after))) == expected
+
+
+@pytest.mark.parametrize("difference", [{"devices": {"cpu": "Another CPU"}}, {"threads": 8}])
+def test_latency_on_other_hardware_is_not_compared(difference, run, changes):
+    table = changes(timed(0.8, 0.02), timed(1.6, 0.02), dataclasses.replace(run, **difference))
+    assert kinds(table) == [("environment", False)]
+
+
+def test_regressions_come_first(changes):
+    before = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.FAIL)]
+    after = [Record(CASE, Outcome.FAIL), Record(OTHER, Outcome.PASS)]
+    assert changes(before, after)["regression"].tolist() == [True, False]

@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import pandas as pd
+import pytest
+from markdown_it import MarkdownIt
+
+from validation import report, store
+from validation.records import Case, Check, Outcome, Record
+from validation.report import html as html_view
+from validation.report import markdown, plots, tables
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
+
+
+@pytest.fixture
+def table(records, run, tmp_path):
+    return table_of(records, run, tmp_path)
+
+
+def table_of(records, run, tmp_path):
+    store.write_table(store.table_of(records, run), tmp_path)
+    return store.read_run(tmp_path)
+
+
+def failed_write(*args, **kwargs):
+    raise OSError("no space left on device")
+
+
+# --- writing a run -------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_every_view_and_the_history(records, run, tmp_path):
+    files = report.write_run(records, tmp_path, run)
+    names = {str(file.relative_to(tmp_path)) for file in files}
+    assert names == {
+        "latest/records.parquet",
+        "latest/records.csv",
+        "latest/summary.md",
+        "latest/report.html",
+        *(f"latest/compatibility/{model}.md" for model in ("bert-base", "groupvit", "resnet-50")),
+        f"history/{run.id}.parquet",
+    }
+    assert all(file.stat().st_size > 100 for file in files)
+
+
+def test_views_come_from_the_table_alone(records, run, tmp_path):
+    report.write_run(records, tmp_path / "first", run)
+    again = tmp_path / "again"
+    files = report.write_views(store.read_run(tmp_path / "first" / "latest"), again)
+    assert len(files) == 5
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "first/latest" / file.relative_to(again)).read_bytes()
+
+
+def test_pages_of_models_that_are_gone_do_not_stay(records, table, tmp_path):
+    report.write_views(table, tmp_path)
+    report.write_views(table[table["model"] == "groupvit"], tmp_path)
+    assert [page.name for page in (tmp_path / "compatibility").iterdir()] == ["groupvit.md"]
+
+
+@pytest.mark.parametrize(
+    ("module", "view"), [(html_view, "document"), (markdown, "summary"), (markdown, "compatibility")]
+)
+def test_a_view_that_fails_leaves_the_previous_run(module, view, records, run, tmp_path, monkeypatch):
+    report.write_run(records, tmp_path, run)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    monkeypatch.setattr(module, view, failed_write)
+    with pytest.raises(OSError, match="no space"):
+        report.write_run(records[:3], tmp_path, dataclasses.replace(run, commit="other"))
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_an_empty_run_leaves_the_previous_run(records, run, tmp_path):
+    report.write_run(records, tmp_path, run)
+    with pytest.raises(store.ReportError, match="no records"):
+        report.write_run([], tmp_path, run)
+    assert len(store.read_run(tmp_path / "latest")) == len(records)
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_single_record_without_measurements_can_be_reported(outcome, run, tmp_path):
+    report.write_run([Record(CASE, outcome)], tmp_path, run)
+    assert outcome in (tmp_path / "latest/summary.md").read_text()
+
+
+# --- tables --------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_the_worst_outcome_of_all_checks(run, tmp_path):
+    ends = {Check.EQUIVALENCE: Outcome.PASS, Check.ROUND_TRIP: Outcome.FAIL, Check.LATENCY: Outcome.SKIP}
+    records = [Record(dataclasses.replace(CASE, check=check), end) for check, end in ends.items()]
+    verdict = tables.verdicts(table_of(records, run, tmp_path))
+    assert verdict["verdict"].tolist() == ["fail"]
+    assert verdict.loc[0, ["equivalence", "round-trip", "latency"]].tolist() == ["pass", "fail", "skip"]
+
+
+def test_a_pass_with_nothing_to_rewrite_is_no_op_not_pass(run, tmp_path):
+    records = [
+        Record(CASE, Outcome.PASS),
+        Record(dataclasses.replace(CASE, check=Check.EFFECT), Outcome.NO_OP),
+    ]
+    assert tables.verdicts(table_of(records, run, tmp_path))["verdict"].tolist() == ["no-op"]
+
+
+def test_the_matrix_has_a_word_for_every_model_and_pass(table):
+    matrix = tables.matrix(tables.verdicts(table)).set_index("passes")
+    assert matrix.loc["MergeLinears", "bert-base · cpu"] == "crash"
+    assert matrix.loc["MergeLinears", "bert-base · cuda"] == "pass"
+    assert matrix.loc["FuseBatchNorm2dInConv2d → FuseBiasInLinear", "bert-base · cpu"] == tables.ABSENT
+    assert matrix.index[0] == tables.NO_PASS
+
+
+def test_failures_come_with_stage_and_reason_the_worst_first(table):
+    problems = tables.problems(table)
+    assert problems["outcome"].tolist() == ["crash", "out-of-memory", "timeout", "error", "fail"]
+    assert problems["reason"].iloc[0] == "the worker died and sent nothing back"
+
+
+def test_a_refused_site_counts_once_however_many_checks_saw_it(run, tmp_path):
+    refused = (("MergeLinears", "linear_1", "used elsewhere"), ("MergeLinears", "linear_2", "used elsewhere"))
+    records = [
+        Record(dataclasses.replace(CASE, check=check), Outcome.PASS, refusals=refused)
+        for check in (Check.EFFECT, Check.EQUIVALENCE)
+    ]
+    refusals = tables.refusals(table_of(records, run, tmp_path))
+    assert refusals[["pass", "reason", "sites"]].values.tolist() == [["MergeLinears", "used elsewhere", 2]]
+
+
+def test_counts_add_up(table):
+    counts = tables.counts(table)
+    assert counts.drop(columns=["model", "time (s)"]).to_numpy().sum() == len(table)
+
+
+def test_measurements_that_nobody_announced_are_shown(run, tmp_path):
+    records = [Record(CASE, Outcome.PASS, measurements={"peak_memory_mb": 12.5, "logit_error": 2e-9})]
+    table = table_of(records, run, tmp_path)
+    assert tables.measurements(table, "bert")["peak memory (MB)"].tolist() == ["12.5"]
+    assert tables.compatibility(table, "bert")["logit error"].tolist() == ["2.0e-09"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("max_abs_error", 3.16e-7, "3.2e-07"),
+        ("max_abs_error", 0.0, "0"),
+        ("max_abs_error", 2.0, "2.0e+00"),
+        ("max_abs_error", math.inf, "inf"),
+        ("max_abs_error", math.nan, "-"),
+        ("parameters_after", 109482240.0, "109,482,240"),
+        ("latency_baseline_ms", 98.7654, "98.77"),
+        ("sites", 0.0, "0"),
+    ],
+)
+def test_numbers_as_text(name, value, text):
+    assert tables.shown(name, value) == text
+
+
+# --- Markdown ------------------------------------------------------------------------------------------
+
+
+def rendered(text):
+    return MarkdownIt("commonmark").enable("table").render(text)
+
+
+def test_markdown_tables_stay_tables(table):
+    for page in (
+        markdown.summary(table),
+        *(markdown.compatibility(table, m) for m in table["model"].unique()),
+    ):
+        rows = [line for line in page.splitlines() if line.startswith("|")]
+        assert rendered(page).count("<tr>") == len(rows) - len(re.findall(r"^\|[ :|-]+\|$", page, re.M))
+
+
+def test_markup_in_a_reason_is_text_in_markdown(table):
+    page = rendered(markdown.summary(table))
+    assert "<script>" not in page
+    assert "logits differ by 3.2e-01, more than 1e-09 | see &lt;b&gt;node&lt;/b&gt; `mul_3`" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["__rsub__", "a|b", "*x*", "[a](b)", r"a\|b", "<b>", "&amp;", "`x", "a_b_c", "~~x~~"]
+)
+def test_escaped_text_reads_as_written(text):
+    cell = re.search(r"<td>(.*)</td>", rendered(f"| a |\n|---|\n| {markdown.escape(text)} |\n"))
+    assert cell is not None
+    assert html_text(cell[1]) == text
+
+
+def html_text(source):
+    parts = []
+    parser = html.parser.HTMLParser()
+    parser.handle_data = parts.append
+    parser.feed(source)
+    assert "<" not in source
+    return "".join(parts)
+
+
+def test_links_of_the_summary_lead_to_the_pages(records, run, tmp_path):
+    odd = "org/model: a*b|c"
+    records = [dataclasses.replace(r, case=dataclasses.replace(r.case, model=odd)) for r in records[:1]]
+    report.write_run(records, tmp_path, run)
+    summary = rendered((tmp_path / "latest/summary.md").read_text())
+    (link,) = re.findall(r'href="([^"]+)"', summary)
+    assert odd in (tmp_path / "latest" / link).read_text().splitlines()[0].replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["bert", "BERT"],
+        ["a/b", "a:b", "a b"],
+        ["..", ".", "/", ""],
+        ["x" * 300, "x" * 301],
+        ["../../etc/passwd"],
+        ["модель", "モデル"],
+    ],
+)
+def test_file_names_are_safe_and_different(names):
+    stems = markdown.file_stems(names)
+    assert len({stem.lower() for stem in stems.values()}) == len(names)
+    for stem in stems.values():
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", stem)
+
+
+def test_plain_names_stay():
+    assert markdown.file_stems(["bert-base", "resnet-50"]) == {
+        "bert-base": "bert-base",
+        "resnet-50": "resnet-50",
+    }
+
+
+# --- plots and HTML ------------------------------------------------------------------------------------
+
+
+def values_of(specification):
+    return [row for layer in specification["layer"] for row in layer.get("data", {}).get("values", [])] + (
+        specification.get("data", {}).get("values", [])
+    )
+
+
+def test_the_latency_plot_holds_every_interval(table):
+    specification = plots.latency(table, "resnet-50")
+    timed = table[(table["model"] == "resnet-50") & table["latency_ratio"].notna()]
+    drawn = {row["latency_ratio"] for row in values_of(specification) if "latency_ratio" in row}
+    assert drawn == set(timed["latency_ratio"])
+    assert {"one": 1} in values_of(specification)
+
+
+def test_the_error_plot_sets_each_error_beside_its_own_tolerance(table):
+    rows = [row for row in values_of(plots.errors(table, "groupvit")) if row["check"] == "equivalence"]
+    pairs = {(row["measured"], row["tolerance"]) for row in rows}
+    assert pairs == {("max abs error", 2e-6), ("max abs error float64", 1e-9)}
+
+
+def test_no_plot_without_measurements(run, tmp_path):
+    table = table_of([Record(CASE, Outcome.PASS)], run, tmp_path)
+    assert plots.latency(table, "bert") is None
+    assert plots.errors(table, "bert") is None
+
+
+def test_plots_hold_only_numbers_that_json_has(run, tmp_path):
+    records = [Record(CASE, Outcome.FAIL, measurements={"max_abs_error": math.inf, "tolerance": 1e-9})]
+    text = json.dumps(plots.errors(table_of(records, run, tmp_path), "bert"), allow_nan=False)
+    assert '"error": null' in text
+
+
+def test_html_escapes_what_records_say(table):
+    page = html_view.document(table)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+class Requests(html.parser.HTMLParser):
+    """Collects what a browser would fetch for a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in {"src", "href", "srcset", "data", "action"} and not (value or "").startswith("#"):
+                self.found.append((tag, name, value))
+
+
+def test_html_asks_nothing_of_the_network(table):
+    page = html_view.document(table)
+    assert Requests(page).found == []
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
+def test_plots_really_render_in_a_browser(records, run, tmp_path):
+    report.write_run(records, tmp_path, run)
+    command = [
+        str(CHROMIUM),
+        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+        *("--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"),
+        (tmp_path / "latest/report.html").as_uri(),
+    ]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
+    table = store.read_run(tmp_path / "latest")
+    timed, errors = tables.RATIO[0], [n for n in store.measurements_of(table) if tables.is_error(n)]
+    assert "This plot cannot be drawn" not in page
+    assert page.count("<svg") == 2 * table["model"].nunique()
+    assert (
+        page.count('aria-roledescription="point"')
+        >= table[timed].notna().sum() + table[errors].notna().sum().sum()
+    )
+
+
+# --- the terminal --------------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path):
+    text = report.terminal_summary(table, [tmp_path / "latest/report.html"])
+    assert (
+        text.index("CRASH bert-base-MergeLinears-cpu-equivalence")
+        < text.index("model")
+        < text.index("report.html")
+    )
+    assert "FAIL bert-base-FuseBiasInLinear-cpu-equivalence in compare: logits differ" in text
+
+
+def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
+    cases = [dataclasses.replace(CASE, model=f"model-{number}") for number in range(200)]
+    text = report.terminal_summary(
+        table_of([Record(c, Outcome.FAIL, "", "why") for c in cases], run, tmp_path)
+    )
+    assert text.count("FAIL ") == 20
+    assert "180 more failures" in text
+
+
+def test_tables_are_not_changed_by_views(table):
+    before = table.copy(deep=True)
+    html_view.document(table), markdown.summary(table), markdown.compatibility(table, "groupvit")
+    pd.testing.assert_frame_equal(table, before)
