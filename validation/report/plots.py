@@ -11,7 +11,7 @@ from validation.compare import FAILING
 from validation.report import tables
 from validation.store import measurements_of
 
-ROW_HEIGHT = 18  # pixels for one pipeline
+ROW_HEIGHT = 18  # pixels for one pipeline on one device
 
 # Exact agreement has no place on a log axis: it is drawn here, left of every error that float64 can have.
 EXACT = 1e-18
@@ -36,7 +36,7 @@ def latency(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
     columns = ["passes", "device", "effect", *tables.RATIO]
     effects = alt.Scale(domain=["faster", "no clear difference", "slower"], range=[GREEN, GREY, RED])
     base = alt.Chart(_data(rows, columns)).encode(
-        y=_passes(rows),
+        **_place(rows),
         color=alt.Color("effect:N", scale=effects, title="transformed model is", legend=_legend()),
         tooltip=_tooltips(rows, columns),
     )
@@ -45,9 +45,7 @@ def latency(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
         x=alt.X("latency_ratio_low:Q", scale=alt.Scale(zero=False), axis=axis),
         x2="latency_ratio_high:Q",
     )
-    point = base.mark_point(filled=True, size=70, opacity=1).encode(
-        x="latency_ratio:Q", shape=_device_shape(rows)
-    )
+    point = base.mark_point(filled=True, size=70, opacity=1).encode(x="latency_ratio:Q", shape=_shape(rows))
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 4], color=GREY).encode(x="one:Q")
     return _specification(alt.layer(one, interval, point), rows)
 
@@ -63,7 +61,7 @@ def errors(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
     columns = ["passes", "device", "check", "measured", "error", "drawn", "tolerance", "verdict"]
     kinds = alt.Scale(range=[BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", GREY])
     base = alt.Chart(_data(long, columns)).encode(
-        y=_passes(long),
+        **_place(long),
         color=alt.Color(
             "measured:N", title="error (point) and its tolerance (bar)", scale=kinds, legend=_legend()
         ),
@@ -77,7 +75,7 @@ def errors(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
     )
     scale = alt.Scale(type="log", domainMin=EXACT / 2)
     point = base.mark_point(filled=True, size=70, opacity=0.9).encode(
-        x=alt.X("drawn:Q", scale=scale, axis=axis), shape=_device_shape(long)
+        x=alt.X("drawn:Q", scale=scale, axis=axis), shape=_shape(long)
     )
     tolerance = base.mark_tick(thickness=3, size=ROW_HEIGHT - 4).encode(x="tolerance:Q")
     tolerance = tolerance.transform_filter("isValid(datum.tolerance)")
@@ -119,14 +117,17 @@ def _effect(low: float, high: float) -> str:
     return "slower" if low > 1 else "no clear difference"
 
 
-def _passes(rows: pd.DataFrame) -> alt.Y:
-    """The axis of pipelines, in the order of the tables."""
+def _place(rows: pd.DataFrame) -> dict[str, Any]:
+    """The axis of pipelines, in the order of the tables; devices lie beside each other within a pipeline."""
     length = rows["pipeline"].map(lambda pipeline: len(pipeline.split("+")) if pipeline else 0)
     order = rows.assign(length=length).sort_values(["length", "pipeline"])["passes"].unique().tolist()
-    return alt.Y("passes:N", sort=order, title=None, axis=alt.Axis(labelLimit=420, grid=True))
+    y = alt.Y("passes:N", sort=order, title=None, axis=alt.Axis(labelLimit=480, grid=True))
+    if rows["device"].nunique() == 1:
+        return {"y": y}
+    return {"y": y, "yOffset": alt.YOffset("device:N")}
 
 
-def _device_shape(rows: pd.DataFrame) -> alt.Shape:
+def _shape(rows: pd.DataFrame) -> alt.Shape:
     several = rows["device"].nunique() > 1
     return alt.Shape("device:N", legend=_legend() if several else None)
 
@@ -153,7 +154,7 @@ def _data(rows: pd.DataFrame, columns: list[str]) -> alt.Data:
 
 
 def _specification(chart: alt.LayerChart, rows: pd.DataFrame) -> dict[str, Any]:
-    height = ROW_HEIGHT * rows["passes"].nunique()
+    height = ROW_HEIGHT * rows["passes"].nunique() * rows["device"].nunique()
     chart = chart.properties(width="container", height=height, background="transparent")
     specification: dict[str, Any] = chart.configure_view(stroke=None).to_dict()
     return specification
