@@ -62,7 +62,9 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "negative": operator.neg,
     "__invert__": operator.invert,
 }
-_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and")} | {
+_AUGMENTED = {
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and")
+} | {
     "__ior__",
     "__ixor__",
     "__ilshift__",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxopt.errors import GuardError
@@ -149,9 +150,18 @@ class InputGuard(torch.nn.Module):
         return "\n".join(self.conditions())
 
 
+@has_side_effect
+def check_value(condition: bool, message: str) -> None:
+    """Raise GuardError unless a condition on numbers that the graph computes is true."""
+    if not condition:
+        raise GuardError(f"{message}; this input is outside of that.")
+
+
 def describe(expected: Input) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
-    return expected.name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path)
+    return expected.name + "".join(
+        f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path
+    )
 
 
 def python_expression(expression: Any) -> str:
@@ -160,11 +170,18 @@ def python_expression(expression: Any) -> str:
 
 
 def _check_tensor(
-    expected: TensorInput, value: Any, sizes: dict[str, int], deferred: list[tuple[TensorInput, int, int, str]]
+    expected: TensorInput,
+    value: Any,
+    sizes: dict[str, int],
+    deferred: list[tuple[TensorInput, int, int, str]],
 ) -> None:
     if not isinstance(value, torch.Tensor):
-        raise GuardError(f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there.")
-    if value.dtype != expected.dtype and (expected.strict_dtype or _kind(value.dtype) != _kind(expected.dtype)):
+        raise GuardError(
+            f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
+        )
+    if value.dtype != expected.dtype and (
+        expected.strict_dtype or _kind(value.dtype) != _kind(expected.dtype)
+    ):
         raise GuardError(
             f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."

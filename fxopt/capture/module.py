@@ -43,7 +43,9 @@ class TracedModule(torch.fx.GraphModule):
     # Qualified name of each container -> its training flag at capture.
     captured_training: dict[str, bool]
 
-    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, class_name: str = "TracedModule") -> None:
+    def __init__(
+        self, root: torch.nn.Module, graph: torch.fx.Graph, class_name: str = "TracedModule"
+    ) -> None:
         super().__init__(torch.nn.Module(), torch.fx.Graph(), class_name)
         self.training = root.training
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -53,7 +55,9 @@ class TracedModule(torch.fx.GraphModule):
         self.dtype_read_at = None
         # A plain module is a container that the capture made; every other module is a layer of the model.
         self.captured_training = {
-            name: module.training for name, module in self.named_modules() if type(module) is torch.nn.Module or not name
+            name: module.training
+            for name, module in self.named_modules()
+            if type(module) is torch.nn.Module or not name
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +83,9 @@ class TracedModule(torch.fx.GraphModule):
         modules = self.__dict__.get("_containers")
         if modules is None:
             named = dict(self.named_modules())
-            modules = [(name, named[name], flag) for name, flag in self.captured_training.items() if name in named]
+            modules = [
+                (name, named[name], flag) for name, flag in self.captured_training.items() if name in named
+            ]
             # Not through __setattr__, which would register the modules a second time.
             self.__dict__["_containers"] = modules
         for name, module, flag in modules:

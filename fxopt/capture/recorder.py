@@ -39,7 +39,11 @@ _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 _GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
-_GRAD_BLOCKS = _GRAD_EXITS | {block.__enter__.__code__ for block in _GRAD_CLASSES} | {torch.set_grad_enabled.__init__.__code__}
+_GRAD_BLOCKS = (
+    _GRAD_EXITS
+    | {block.__enter__.__code__ for block in _GRAD_CLASSES}
+    | {torch.set_grad_enabled.__init__.__code__}
+)
 
 
 @dataclasses.dataclass
@@ -122,7 +126,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         if value is None or value is Ellipsis or isinstance(value, _PLAIN):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._create("call_function", named(type(value)), tuple(map(self.argument, value)), {}, None)
+            return self._create(
+                "call_function", named(type(value)), tuple(map(self.argument, value)), {}, None
+            )
         if type(value) is list:
             return [self.argument(item) for item in value]
         if isinstance(value, (tuple, range)):
@@ -162,7 +168,9 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self._autocast(function, args)
         if function is torch._C._set_grad_enabled:
             return self._set_grad_enabled(args[0])
-        if function in _FROM_DATA and not _contains(args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)):
+        if function in _FROM_DATA and not _contains(
+            args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
+        ):
             return self._tensor_from_data(function, args, kwargs)
         if kwargs.get("out") is not None:
             out = kwargs["out"]
@@ -211,7 +219,9 @@ class Recorder(PreDispatchTorchFunctionMode):
             result = module._call_impl(*args, **kwargs)
             if isinstance(result, torch.Tensor) and versions == [t._version for t in tensors]:
                 result = _distinct(result, args, kwargs)
-        self._written_storages.update(_storage(t) for t, v in zip(tensors, versions, strict=False) if t._version != v)
+        self._written_storages.update(
+            _storage(t) for t, v in zip(tensors, versions, strict=False) if t._version != v
+        )
         with self._inside(name, module):
             node_args, node_kwargs = self._arguments(name, args, kwargs)
             self._create("call_module", name, node_args, node_kwargs, result)
@@ -298,10 +308,14 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _written(self, out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, of which fx knows that it writes."""
         if not isinstance(out, torch.Tensor):
-            raise TraceError(f"`out` of {function.__name__!r} is a {type(out).__name__}; give one tensor. {self.where()}")
+            raise TraceError(
+                f"`out` of {function.__name__!r} is a {type(out).__name__}; give one tensor. {self.where()}"
+            )
         result = function(*args, **kwargs)
         if result.shape != out.shape:
-            raise TraceError(f"`out` of {function.__name__!r} would be resized; give it the right shape. {self.where()}")
+            raise TraceError(
+                f"`out` of {function.__name__!r} would be resized; give it the right shape. {self.where()}"
+            )
         result = _distinct(result, args, kwargs)
         self.record(function, args, kwargs, result)
         out.copy_(result)
@@ -332,9 +346,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         """A tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
         name = self._parameters.get(id(tensor))
         if name is None:
-            if isinstance(tensor, FakeTensor) or (
-                torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            ):
+            if isinstance(tensor, FakeTensor) or (torch._C._functorch.is_functorch_wrapped_tensor(tensor)):
                 raise TraceError(
                     "a tensor was made out of sight of the capture (in a custom C++ function, or under torch.vmap). "
                     f"Make the module that makes it a leaf. {self.where()}"
@@ -374,11 +386,15 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _arguments(self, name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
-            return tuple(self.argument(arg) for arg in args), {key: self.argument(arg) for key, arg in kwargs.items()}
+            return tuple(self.argument(arg) for arg in args), {
+                key: self.argument(arg) for key, arg in kwargs.items()
+            }
         except TraceError as error:
             raise TraceError(f"in an argument of {name!r}: {error}") from error
 
-    def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> torch.fx.Node:
+    def _create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> torch.fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
         if result is not None:
             node.meta["val"] = result
@@ -462,7 +478,9 @@ RUN_FORWARD = "_run_forward"
 
 @functools.lru_cache(maxsize=4096)
 def _frame_text(filename: str, line: int, function: str) -> str:
-    return f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}\n'
+    return (
+        f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}\n'
+    )
 
 
 def _caller(depth: int) -> FrameType:

@@ -59,12 +59,17 @@ class Sizes:
 
     def node(self, value: Any) -> Any:
         """The node that computes `value`, or a Python number when it is one after all."""
-        expression = self._shape_env.replace(value.node.expr)
+        result = self.node_of(self._shape_env.replace(value.node.expr), value.node.pytype)
+        if isinstance(result, torch.fx.Node):
+            result.meta["val"] = value
+        return result
+
+    def node_of(self, expression: Any, number: type = bool) -> Any:
+        """The node that computes a sympy expression, or a Python number of this type."""
         if expression.is_number or expression in (sympy.true, sympy.false):
-            return value.node.pytype(expression)
+            return number(expression)
         if expression not in self._nodes:
             self._nodes[expression] = self._compute(expression)
-            self._nodes[expression].meta["val"] = value
         return self._nodes[expression]
 
     def _compute(self, expression: Any) -> torch.fx.Node:
@@ -86,7 +91,9 @@ class Sizes:
         return self._nodes[symbol]
 
 
-def symbolic_context(tensor: torch.Tensor, dimensions: dict[int, Dimension]) -> StatelessSymbolicContext[Any, Any]:
+def symbolic_context(
+    tensor: torch.Tensor, dimensions: dict[int, Dimension]
+) -> StatelessSymbolicContext[Any, Any]:
     """Which dimensions of `tensor` become symbols of the ShapeEnv."""
     return StatelessSymbolicContext(
         dynamic_sizes=[

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.fx.node import map_arg
 
+from fxopt.capture.comparison import same_calls
 from fxopt.capture.guards import (
     ConstantInput,
     Input,
@@ -26,6 +26,7 @@ from fxopt.capture.guards import (
     SizeGuard,
     StructureInput,
     TensorInput,
+    check_value,
     python_expression,
     structure_keys,
 )
@@ -122,7 +123,9 @@ def _normalise_dynamic_shapes(dynamic_shapes: Any, inputs: dict[str, Any]) -> di
             raise TraceError(f"dynamic_shapes names {unknown}; the inputs are {list(inputs)}.")
         return dict(dynamic_shapes)
     if len(dynamic_shapes) != len(inputs):
-        raise TraceError(f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(inputs)} inputs: {list(inputs)}.")
+        raise TraceError(
+            f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(inputs)} inputs: {list(inputs)}."
+        )
     return {name.lstrip("*"): spec for name, spec in zip(inputs, dynamic_shapes, strict=True)}
 
 
@@ -134,6 +137,7 @@ class _FreeDimension:
     dim: int
     choice: Any
     symbol: Any
+    hint: int
 
 
 class Capture:
@@ -145,15 +149,15 @@ class Capture:
         inputs: dict[str, Any],
         dimensions: dict[str, Any],
         leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+        at_one: Set[tuple[str, int]] = frozenset(),
     ) -> None:
         self.model = model
         self.inputs = inputs
         self.dimensions = dimensions
-        self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.leaf_modules = leaf_modules
+        self.at_one = at_one
         self.layers = {id(m) for name, m in model.named_modules() if _is_layer(name, m, leaf_modules)}
-        self.shape_env = ShapeEnv(
-            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, specialize_zero_one=False, duck_shape=False
-        )
+        self.shape_env = _ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
@@ -163,7 +167,7 @@ class Capture:
     def run(self) -> TracedModule:
         """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
         recorder = self.record()
-        guards = self._size_guards()
+        guards = self.size_guards(self.shape_env.replace)
         alternatives = [guards, *self._captured_at_one(guards)]
         self._check_asked_dimensions()
         return self._module(recorder, alternatives)
@@ -177,10 +181,12 @@ class Capture:
         arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
         args, kwargs = _call_arguments(self.model, arguments)
         state = _tensor_state(shell)
+        self.shape_env.location = recorder.location
         try:
             with fx_config.patch(backed_size_oblivious=True), self.fake_mode, intercepted(recorder), recorder:
                 result = _run_forward(shell, args, kwargs)
                 with recorder.paused():
+                    self._check_values(recorder)
                     recorder.add_output(result)
         except TraceError:
             raise
@@ -188,6 +194,15 @@ class Capture:
             raise _explained(error, recorder) from error
         _check_state(shell, state, recorder)
         return recorder
+
+    def _check_values(self, recorder: Recorder) -> None:
+        """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
+        for asserts in self.shape_env.deferred_runtime_asserts.values():
+            for runtime_assert in asserts:
+                condition = self.sizes.node_of(self.shape_env.replace(runtime_assert.expr))
+                if condition is not True:
+                    message = f"the graph assumes {runtime_assert.expr}, as does {runtime_assert.msg or 'the forward'}"
+                    self.graph.call_function(check_value, (condition, message))
 
     # --- the shell: a copy of the model that holds fake tensors
 
@@ -230,7 +245,9 @@ class Capture:
     def _placeholder(self, recorder: Recorder, name: str, value: Any) -> Any:
         """Write the placeholder for one input and return the fake of its value."""
         node = self.graph.placeholder(name, **self._default(name))
-        fake = self._fake_input(recorder, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*")))
+        fake = self._fake_input(
+            recorder, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*"))
+        )
         node.meta["val"] = fake
         return fake
 
@@ -255,7 +272,9 @@ class Capture:
         items = {}
         for position, key in enumerate(keys):
             item = value[key] if kind == "item" else getattr(value, key)
-            inner = spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+            inner = (
+                spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+            )
             items[key] = self._fake_input(recorder, node, name, (*path, (kind, key)), item, inner)
         if isinstance(value, (tuple, list)):
             return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
@@ -271,11 +290,17 @@ class Capture:
         with torch.no_grad():
             # An object of its own: the same tensor given twice is two inputs.
             example = value.detach().requires_grad_(value.requires_grad)
+            for dim in list(choices):
+                if (where, dim) in self.at_one:
+                    example = example.narrow(dim, 0, 1)
+                    del choices[dim]
         fake = self.fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
         for dim, choice in choices.items():
-            self.free.append(_FreeDimension(where, dim, choice, fake.shape[dim].node.expr))
+            self.free.append(
+                _FreeDimension(where, dim, choice, fake.shape[dim].node.expr, example.shape[dim])
+            )
         shape = tuple(size if isinstance(size, int) else size.node.expr for size in fake.shape)
         expected = TensorInput(name, path, value.dtype, False, shape)  # type: ignore[arg-type]
         self.expected.append((expected, fake))
@@ -284,24 +309,26 @@ class Capture:
 
     # --- what the graph assumes of sizes
 
-    def _size_guards(self) -> list[SizeGuard]:
+    def size_guards(self, translated: Callable[[Any], Any]) -> list[SizeGuard]:
         """The conditions on free sizes that the forward relied on, and those that were asked for."""
-        guards = []
-        for guard in self.shape_env.guards:
-            expression = self.shape_env.replace(guard.expr)
-            if expression is not sympy.true:
-                guards.append(SizeGuard(python_expression(expression), _origin(guard.sloc)))
+        conditions = [
+            (guard.expr, origin)
+            for guard, origin in zip(self.shape_env.guards, self.shape_env.origins, strict=True)
+        ]
         for free in self.free:
-            guards.extend(self._asked(free))
-        for symbol in {s for s, _ in self._roots()}:
-            bounds = self.shape_env.var_to_range.get(symbol)
-            if bounds is None:
-                continue
-            if bounds.lower > 0:
-                guards.append(SizeGuard(f"{symbol} >= {bounds.lower}", "a check of torch"))
-            if bounds.upper.is_finite and bounds.upper < 2**31:
-                guards.append(SizeGuard(f"{symbol} <= {bounds.upper}", "a check of torch"))
-        return list(dict.fromkeys(guards))
+            conditions += self._asked(free)
+            bounds = self.shape_env.var_to_range.get(free.symbol)
+            if bounds is not None and bounds.lower > 0:
+                conditions.append((sympy.Ge(free.symbol, bounds.lower), "a check in torch"))
+            if bounds is not None and bounds.upper < 2**31:
+                conditions.append((sympy.Le(free.symbol, bounds.upper), "a check in torch"))
+        guards: dict[str, SizeGuard] = {}
+        for condition, origin in conditions:
+            expression = translated(condition)
+            if expression is not sympy.true:
+                text = python_expression(expression)
+                guards.setdefault(text, SizeGuard(text, origin))
+        return list(guards.values())
 
     def _roots(self) -> list[tuple[Any, _FreeDimension]]:
         """The symbols that remain after unification, each with one dimension that it is the size of."""
@@ -312,48 +339,84 @@ class Capture:
                 roots.setdefault(expression, free)
         return list(roots.items())
 
-    def _asked(self, free: _FreeDimension) -> list[SizeGuard]:
+    def _asked(self, free: _FreeDimension) -> list[tuple[Any, str]]:
+        """The conditions that a named `Dim` states: its limits, and to be the same wherever it stands."""
         choice = free.choice
         if not isinstance(choice, Dim):
             return []
-        symbol = python_expression(self.shape_env.replace(free.symbol))
-        source = f"dynamic_shapes: {choice!r}"
+        origin = f"dynamic_shapes: {choice!r}"
         root = getattr(choice, "root", None)
-        same = next(f for f in self.free if isinstance(f.choice, Dim) and f.choice.__name__ == choice.__name__)
-        guards = []
         if root is not None:
-            of_root = next((f for f in self.free if getattr(f.choice, "__name__", None) == root.__name__), None)
+            of_root = next((f for f in self.free if f.choice is root), None)
             if of_root is None:
-                raise TraceError(f"dynamic_shapes uses {choice!r} of {root!r}, which no dimension is.")
-            relation = sympy.Eq(free.symbol, choice.fn(of_root.symbol))
-            guards.append(SizeGuard(python_expression(self.shape_env.replace(relation)), source))
-        elif same is not free:
-            relation = sympy.Eq(free.symbol, same.symbol)
-            guards.append(SizeGuard(python_expression(self.shape_env.replace(relation)), source))
-        else:
-            guards.append(SizeGuard(f"{symbol} >= {choice.min}", source))
-            if choice.max < 2**31:
-                guards.append(SizeGuard(f"{symbol} <= {choice.max}", source))
-        return [guard for guard in guards if guard.condition != "True"]
+                raise TraceError(f"dynamic_shapes uses {choice!r}, but gives {root!r} to no dimension.")
+            return [(sympy.Eq(free.symbol, choice.fn(of_root.symbol)), origin)]
+        first = next(
+            f for f in self.free if isinstance(f.choice, Dim) and f.choice.__name__ == choice.__name__
+        )
+        if first is not free:
+            return [(sympy.Eq(free.symbol, first.symbol), origin)]
+        limits = [(sympy.Ge(free.symbol, choice.min), origin)] if choice.min > 0 else []
+        return limits + ([(sympy.Le(free.symbol, choice.max), origin)] if choice.max < 2**31 else [])
 
     def _check_asked_dimensions(self) -> None:
         for free in self.free:
             expression = self.shape_env.replace(free.symbol)
             if expression.is_number and free.choice is not Dim.AUTO:
-                guards = [g for g in self.shape_env.guards if free.symbol in g.expr.free_symbols]
-                reason = f": {guards[0].expr} at {_origin(guards[0].sloc)}" if guards else ""
+                why = next(
+                    (
+                        f": {guard.expr}, needed by {origin}"
+                        for guard, origin in zip(self.shape_env.guards, self.shape_env.origins, strict=True)
+                        if free.symbol in guard.expr.free_symbols
+                    ),
+                    "",
+                )
                 raise TraceError(
                     f"dimension {free.dim} of {free.where} was asked to be free, but the forward fixes it to "
-                    f"{expression}{reason}. Leave it out of dynamic_shapes, or give Dim.AUTO."
+                    f"{expression}{why}. Leave it out of dynamic_shapes, or give Dim.AUTO."
                 )
 
     def _captured_at_one(self, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
         """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
-        torch's own code asks whether a size is 1 (for broadcasting and strides) where the answer changes
-        nothing in the graph. Whether it does is decided by capturing there too and comparing.
+        Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
+        the answer often changes nothing in the graph. Whether it does is settled by capturing there too.
         """
-        return []
+        hints = {str(symbol): int(free.hint) for symbol, free in self._roots()}
+        excluded = [
+            symbol
+            for symbol, _ in self._roots()
+            if not all(
+                guard.holds({**hints, str(symbol): 1}) for guard in guards if str(symbol) in guard.symbols
+            )
+        ]
+        subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
+        found = (self._captured_with_ones(set(subset)) for subset in subsets)
+        return [alternative for alternative in found if alternative is not None]
+
+    def _captured_with_ones(self, ones: set[Any]) -> list[SizeGuard] | None:
+        """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
+        if any(
+            isinstance(free.choice, Dim) and free.choice.min > 1 for s, free in self._roots() if s in ones
+        ):
+            return None
+        at_one = {(f.where, f.dim) for f in self.free if self.shape_env.replace(f.symbol) in ones}
+        other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, at_one)
+        try:
+            other.record()
+        except TraceError:
+            return None  # sizes of 1 stay excluded, and the guard says so
+        mine = {(free.where, free.dim): free.symbol for free in self.free}
+        names = {free.symbol: mine[free.where, free.dim] for free in other.free}
+
+        def translated(expression: Any) -> Any:
+            expression = self.shape_env.replace(other.shape_env.replace(expression).xreplace(names))
+            return expression.xreplace(dict.fromkeys(ones, sympy.Integer(1)))
+
+        if not same_calls(self.graph, other.graph, translated):
+            return None
+        guards = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
+        return guards + other.size_guards(translated)
 
     # --- the result
 
@@ -367,7 +430,9 @@ class Capture:
         while hasattr(root, guard_name):
             guard_name = f"_{guard_name}"
         strict = recorder.dtype_read_at is not None
-        root.add_module(guard_name, InputGuard([self._final(i, strict) for i, _ in self.expected], alternatives))
+        root.add_module(
+            guard_name, InputGuard([self._final(i, strict) for i, _ in self.expected], alternatives)
+        )
         root.get_submodule(guard_name).training = root.training
         if placeholders:
             with self.graph.inserting_after(placeholders[-1]):
@@ -389,6 +454,26 @@ class Capture:
         return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict)
 
 
+class _ShapeEnv(ShapeEnv):
+    """A ShapeEnv that keeps the model's line for each guard, and sizes of 0 and 1 free."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            allow_scalar_outputs=True,
+            allow_dynamic_output_shape_ops=True,
+            specialize_zero_one=False,
+            duck_shape=False,
+        )
+        self.origins: list[str] = []
+        self.location: Callable[[], str] = lambda: "the inputs"
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().evaluate_expr(*args, **kwargs)
+        while len(self.origins) < len(self.guards):
+            self.origins.append(self.location())
+        return result
+
+
 class _Call:
     """A module's call in the shell, reported to the recorder."""
 
@@ -406,10 +491,14 @@ def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
 assert _run_forward.__name__ == RUN_FORWARD
 
 
-def _is_layer(name: str, module: torch.nn.Module, leaf_modules: Sequence[str | type[torch.nn.Module]]) -> bool:
+def _is_layer(
+    name: str, module: torch.nn.Module, leaf_modules: Sequence[str | type[torch.nn.Module]]
+) -> bool:
     if any(name == leaf if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaf_modules):
         return True
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(
+        module, _CONTAINERS
+    )
 
 
 def _device(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.device:
@@ -471,7 +560,9 @@ def _tensor_state(shell: torch.nn.Module) -> list[tuple[str, str, Any, int]]:
     slots = []
     for name, module in shell.named_modules():
         for registry in (module._buffers, module._parameters, module.__dict__):
-            slots += [(name, key, registry, id(v)) for key, v in registry.items() if isinstance(v, torch.Tensor)]
+            slots += [
+                (name, key, registry, id(v)) for key, v in registry.items() if isinstance(v, torch.Tensor)
+            ]
     return slots
 
 
@@ -508,11 +599,6 @@ def _copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: set[int
             new.add_module(name, made[id(child)])
 
     fill(source, target)
-
-
-def _origin(location: Any) -> str:
-    """Where a guard comes from: the model's line where torch knows it, its own otherwise."""
-    return str(getattr(location, "user_loc", None) or getattr(location, "framework_loc", None) or location)
 
 
 def _explained(error: Exception, recorder: Recorder) -> TraceError:
