@@ -324,8 +324,12 @@ def restore_marks(graph_module: GraphModule) -> None:
         return  # a deepcopy: the marks are all there
     if [fact.kind for fact in record.facts] != [_kind(node) for node in nodes]:
         return
+    namespace = graph_module.graph._graph_namespace
     for node, fact in zip(nodes, record.facts, strict=True):
         node.meta.update(fact.meta)
+        if node.name != fact.name:  # fx's pickle traces the code again, and so renames nodes
+            namespace.create_name(fact.name, None)  # reserves it
+            node.name = fact.name
 
 
 def store_marks(graph_module: GraphModule) -> None:
@@ -340,14 +344,17 @@ def store_marks(graph_module: GraphModule) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _NodeFact:
-    """A node's kind (what must agree for its position to be trusted) and its marks."""
+    """A node's name, its kind (what must agree for its position to be trusted) and its marks."""
 
+    name: str
     kind: tuple[str, str]
     meta: dict[str, Any]
 
     @classmethod
     def of(cls, node: Node) -> _NodeFact:
-        return cls(_kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta})
+        return cls(
+            node.name, _kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta}
+        )
 
 
 def _kind(node: Node) -> tuple[str, str]:

@@ -1,0 +1,408 @@
+"""Questions that passes ask about a graph, and how a pass puts its own module in the place of another.
+
+A `GraphIndex` answers for the graph as it was when the index was made: make a new one after a change.
+Answers are conservative: what cannot be shown to be harmless is reported as an obstacle, in words.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+
+class GraphIndex:
+    """Where modules are called, which tensors are shared, and what is written when, in one graph module.
+
+    Example:
+        >>> import torch
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+        >>> index = GraphIndex(traced)
+        >>> [(node.target, index.module(node)) for node in index.calls_of(torch.nn.ReLU)]
+        [('1', ReLU())]
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module = graph_module
+        self.nodes = list(graph_module.graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.modules = dict(graph_module.named_modules(remove_duplicate=False))
+        self._calls: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            if node.op == "call_module":
+                self._calls.setdefault(id(self.module(node)), []).append(node)
+        self._names: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            self._names.setdefault(id(module), []).append(name)
+
+    def module(self, node: Node) -> nn.Module:
+        """The module that a `call_module` node calls."""
+        module: nn.Module = self.modules[str(node.target)]
+        return module
+
+    def calls_of(self, *types: type[nn.Module]) -> list[Node]:
+        """The nodes that call a module of exactly one of these types, in graph order."""
+        return [n for n in self.nodes if n.op == "call_module" and type(self.module(n)) in types]
+
+    def call_sites(self, module: nn.Module) -> list[Node]:
+        """The nodes that call `module`, under whatever name."""
+        return self._calls.get(id(module), [])
+
+    def names(self, module: nn.Module) -> list[str]:
+        """All qualified names of `module`."""
+        return self._names[id(module)]
+
+    def obstacle(self, node: Node, own: Iterable[str] = ()) -> str | None:
+        """Why the module that `node` calls cannot be replaced by another one at this one call; else `None`.
+
+        Args:
+            node: a `call_module` node.
+            own: qualified names of modules that are replaced together with it, so that ties among them
+                are no obstacle.
+        """
+        module, path = self.module(node), str(node.target)
+        names = self._names[id(module)]
+        if len(names) > 1:
+            return f"the module has several names: {', '.join(names)}"
+        if len(self.call_sites(module)) > 1:
+            others = [other.name for other in self.call_sites(module) if other is not node]
+            return f"the module is also called by {', '.join(others)}"
+        return self._unusual(module) or self._foreign_parent(path) or self._shared(path, {path, *own})
+
+    def obstacle_everywhere(self, module: nn.Module) -> str | None:
+        """Why a module without tensors cannot be replaced at all its names and calls; `None` if it can."""
+        if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
+            return "the module has parameters, buffers or children"
+        places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
+        return self._unusual(module) or next((reason for reason in places if reason), None)
+
+    def reading_obstacle(self, node: Node) -> str | None:
+        """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
+        return self._unusual(self.module(node)) or self._read_directly(str(node.target))
+
+    def removable(self, node: Node) -> bool:
+        """Whether the module that `node` calls may be taken away once nothing calls it any more."""
+        module, path = self.module(node), str(node.target)
+        return self._names[id(module)] == [path] and not (
+            self._foreign_parent(path) or self._shared(path, {path})
+        )
+
+    def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
+        """What stands between two nodes that keeps them apart; `None` if nothing does.
+
+        Args:
+            first: the earlier node.
+            last: the later node.
+            value: a node whose tensor must not be written in between; without it only mode switches and
+                other unknown side effects count.
+        """
+        for position, node, written in self._effects:
+            if not self.position[first] < position < self.position[last]:
+                continue
+            if written is None:
+                return f"{node.name} has a side effect between {first.name} and {last.name}"
+            if value is not None and any(self.may_alias(value, target) for target in written):
+                return f"{node.name} may write into {value.name} between {first.name} and {last.name}"
+        return None
+
+    def writes(self, node: Node) -> bool:
+        """Whether `node` may write into a tensor or have another side effect."""
+        return self._written_by(node) != ()
+
+    def written(self, value: Node) -> Node | None:
+        """A node that may write into the tensor of `value`, anywhere in the graph."""
+        for _, node, targets in self._effects:
+            if targets and any(self.may_alias(value, target) for target in targets):
+                return node
+        return None
+
+    def may_alias(self, left: Node, right: Node) -> bool:
+        """Whether two values may share memory."""
+        return self._alias_sets[left] == self._alias_sets[right]
+
+    @functools.cached_property
+    def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:
+        found = ((index, node, self._written_by(node)) for index, node in enumerate(self.nodes))
+        return [effect for effect in found if effect[2] != ()]
+
+    def _written_by(self, node: Node) -> tuple[Node, ...] | None:
+        """The values that a node may write into; `None` for an effect of an unknown kind."""
+        if node.op == "call_method":
+            return _first_input(node) if _is_write_name(str(node.target)) else _out(node)
+        if node.op == "call_module":
+            return _written_by_module(node, self.module(node))
+        if node.op == "call_function":
+            return _written_by_function(node)
+        return ()
+
+    @functools.cached_property
+    def _alias_sets(self) -> dict[Node, int]:
+        """For each node the number of its set; nodes of different sets share no memory."""
+        parent = list(range(len(self.nodes)))
+
+        def root(index: int) -> int:
+            while parent[index] != index:
+                parent[index] = parent[parent[index]]
+                index = parent[index]
+            return index
+
+        outside: int | None = None  # the caller may pass one tensor twice, and a parameter as an input
+        for index, node in enumerate(self.nodes):
+            if node.op in ("placeholder", "get_attr"):
+                outside = index if outside is None else outside
+                parent[root(index)] = root(outside)
+            elif not self.gives_new_memory(node):
+                for value in node.all_input_nodes:
+                    parent[root(index)] = root(self.position[value])
+        return {node: root(index) for index, node in enumerate(self.nodes)}
+
+    def gives_new_memory(self, node: Node) -> bool:
+        """Whether the value of `node` surely shares no memory with its inputs."""
+        if node.op == "call_module":
+            module = self.module(node)
+            return type(module) in _FRESH_MODULES and not getattr(module, "inplace", False)
+        return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
+
+    def _unusual(self, module: nn.Module) -> str | None:
+        hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+        if hooks:
+            return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
+        if "forward" in vars(module) or module._compiled_call_impl is not None:
+            return "the forward of the module was replaced on the instance"
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+                return f"its {name} is a {type(tensor).__name__}, not a plain parameter"
+            if tensor is not None and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                return f"its {name} has hooks"
+        return None
+
+    def _foreign_parent(self, path: str) -> str | None:
+        parts = path.split(".")
+        for end in range(1, len(parts)):
+            prefix = ".".join(parts[:end])
+            if type(self.modules[prefix]) is not nn.Module or self.call_sites(self.modules[prefix]):
+                return (
+                    f"it is a part of {prefix} ({type(self.modules[prefix]).__name__}), a module that the "
+                    "graph module may share with the model it was traced from"
+                )
+        return None
+
+    def _read_directly(self, path: str) -> str | None:
+        for node in self.nodes:
+            if node.op == "get_attr" and (node.target == path or str(node.target).startswith(path + ".")):
+                return f"{node.name} reads {node.target}"
+        return None
+
+    def _shared(self, path: str, own: set[str]) -> str | None:
+        direct = self._read_directly(path)
+        if direct:
+            return direct
+        for name, tensor in _tensors(self.modules[path]).items():
+            for other_path, other_name, other in self._holders.get(_storage(tensor), ()):
+                if other_path not in own or other is not tensor:
+                    where = f"{other_path}.{other_name}" if other_path else other_name
+                    return f"its {name} shares memory with {where}"
+        return None
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
+        """For each storage, the tensors in it, with the module and the name under which it holds them."""
+        holders: dict[int, list[tuple[str, str, Tensor]]] = {}
+        for path, module in self.modules.items():
+            for name, tensor in _tensors(module).items():
+                holders.setdefault(_storage(tensor), []).append((path, name, tensor))
+        return holders
+
+
+def input_of(node: Node, module: nn.Module) -> Node | None:
+    """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
+    name = list(inspect.signature(type(module).forward).parameters)[1]  # the first one is self
+    values = [*node.args, *node.kwargs.values()]
+    if len(values) != 1 or (node.kwargs and name not in node.kwargs) or not isinstance(values[0], Node):
+        return None
+    return values[0]
+
+
+def dtype_of(node: Node) -> torch.dtype | None:
+    """The dtype of a node's tensor, from the metadata of the trace; `None` if unknown."""
+    value = node.meta.get("val", node.meta.get("tensor_meta"))
+    dtype = getattr(value, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def rank_of(node: Node) -> int | None:
+    """The number of dimensions of a node's tensor, from the metadata of the trace; `None` if unknown."""
+    shape = getattr(node.meta.get("val", node.meta.get("tensor_meta")), "shape", None)
+    return None if shape is None else len(shape)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """`"encoder.layer.0"` as `("encoder.layer", "0")`."""
+    parent, _, name = path.rpartition(".")
+    return parent, name
+
+
+def set_module(graph_module: GraphModule, path: str, module: nn.Module) -> None:
+    """Put `module` at `path`, in the place of what is there, without touching the old object."""
+    parent, name = split_path(path)
+    graph_module.get_submodule(parent).add_module(name, module)
+
+
+def remove_module(graph_module: GraphModule, path: str) -> None:
+    """Take the name `path` away; the module object stays as it is."""
+    parent, name = split_path(path)
+    del graph_module.get_submodule(parent)._modules[name]
+
+
+def child_names(graph_module: GraphModule, parent: str) -> tuple[str, ...]:
+    """The names of the children of the module at `parent`, in order."""
+    return tuple(graph_module.get_submodule(parent)._modules)
+
+
+def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
+    """Bring children back to a recorded order; those that are new since then come last."""
+    modules = graph_module.get_submodule(parent)._modules
+    for name in [*(n for n in names if n in modules), *(n for n in modules if n not in set(names))]:
+        modules[name] = modules.pop(name)
+
+
+def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
+    """`parent.name`, or with a number behind it where that name is taken."""
+    owner = graph_module.get_submodule(parent)
+    candidate, number = name, 0
+    while hasattr(owner, candidate):
+        number += 1
+        candidate = f"{name}_{number}"
+    return f"{parent}.{candidate}" if parent else candidate
+
+
+def without_tensors(module: nn.Module) -> nn.Module:
+    """A module of the same type with the same options and flags, whose parameters are all `None`."""
+    shell = type(module).__new__(type(module))
+    for name, value in vars(module).items():  # registries of hooks and such must not be shared
+        shell.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+    shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
+    return shell
+
+
+def is_plain_linear(layer: nn.Linear) -> bool:
+    """Whether a `Linear` has a weight of the shape that it says, maybe a bias, and nothing else."""
+    if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
+        return False
+    shape, bias = (layer.out_features, layer.in_features), layer._parameters["bias"]
+    return layer.weight.shape == shape and (bias is None or bias.shape == shape[:1])
+
+
+def is_torch_function(target: object) -> bool:
+    """Whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
+    module = getattr(target, "__module__", None) or ""
+    return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
+
+
+_AUGMENTED = {
+    getattr(operator, name)
+    for name in ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow")
+} | {operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, operator.delitem}
+
+_FRESH_MODULES: set[type[nn.Module]] = {
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d),
+    *(nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.GELU),
+    *(nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.MaxPool2d, nn.AvgPool2d),
+}
+_FRESH_FUNCTIONS: set[Any] = {
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
+    *(operator.pow, operator.matmul, operator.neg, operator.eq, operator.ne, operator.lt, operator.le),
+    *(operator.gt, operator.ge, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm),
+    *(torch.cat, torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.sqrt, torch.rsqrt),
+    *(torch.softmax, F.softmax, F.gelu, F.linear, F.layer_norm, F.scaled_dot_product_attention),
+}
+
+# Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
+_WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
+
+
+def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
+    if getattr(module, "_is_impure", False):
+        return None
+    if not type(module).__module__.startswith("torch."):
+        return tuple(node.all_input_nodes)
+    return _first_input(node) if getattr(module, "inplace", False) else ()
+
+
+def _written_by_function(node: Node) -> tuple[Node, ...] | None:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return tuple(node.all_input_nodes) if any(op._schema.is_mutable for op in overloads) else ()
+    if target in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm, F.embedding):
+        return tuple(node.all_input_nodes)  # running statistics, and a weight with max_norm
+    name = getattr(target, "__name__", "")
+    if target in _AUGMENTED or _is_write_name(name):
+        return _first_input(node)
+    if not is_torch_function(target):
+        return None if node.is_impure() else tuple(node.all_input_nodes)
+    if _inplace(node):
+        return _first_input(node)
+    if not _out(node) and node.is_impure(impure_random=False):
+        return None
+    return _out(node)
+
+
+def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node, ...]:
+    written: list[Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            torch.fx.node.map_arg(value, written.append)
+    return tuple(written)
+
+
+def _inplace(node: Node) -> bool:
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin without a signature
+        return bool(node.kwargs.get("inplace", False))
+    return bool(bound.arguments.get("inplace", False))
+
+
+def _out(node: Node) -> tuple[Node, ...]:
+    written: list[Node] = []
+    torch.fx.node.map_arg(node.kwargs.get("out"), written.append)
+    return tuple(written)
+
+
+def _first_input(node: Node) -> tuple[Node, ...]:
+    return tuple(node.all_input_nodes[:1]) + _out(node)
+
+
+def _is_write_name(name: str) -> bool:
+    """`add_`, `__iadd__`, `__setitem__`: torch's naming rule for what writes into its first argument."""
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_AUGMENTED)
+    return name.endswith("_")
+
+
+_NOT_AUGMENTED = {"__invert__", "__index__", "__int__", "__init__", "__iter__", "__instancecheck__"}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module itself holds."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a subclass without storage
+        return id(tensor)

@@ -1,0 +1,112 @@
+"""A BatchNorm1d in eval mode becomes a part of the Linear before or after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxopt import batch_norm, graph
+from fxopt.rewrite import Change, Refusal, Rewrite
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearNorm:
+    """A batch normalization beside a linear layer, and the layer that stands for both."""
+
+    linear: Node
+    node: Node
+    fused: nn.Module
+    removable: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
+    """Fuses `torch.nn.BatchNorm1d` in eval mode into the `torch.nn.Linear` before it, or else after it.
+
+    The first of the two must have the second as its only user, and the values between them two dimensions:
+    with three, BatchNorm1d normalises dimension 1 and Linear works on the last. The number of dimensions is
+    read from the metadata of the trace; where there is none, the place is refused. A new linear layer takes
+    the place of the old one, which stays as it is; it has a bias, also where the old one had none.
+
+    Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
+
+    Example:
+        >>> import fxopt, torch
+        >>> layers = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).eval()
+        >>> fused = FuseBatchNorm1dInLinear()(fxopt.trace(layers, (torch.ones(3, 4),)))
+        >>> [node.target for node in fused.graph.nodes if node.op == "call_module"]
+        ['1']
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[LinearNorm | Refusal]:
+        """Yield the pairs of a linear layer and a batch normalization, each layer at most once."""
+        index = graph.GraphIndex(graph_module)
+        linears = set(index.calls_of(nn.Linear))
+        taken: set[Node] = set()
+        for node in index.calls_of(nn.BatchNorm1d):
+            value = graph.input_of(node, index.module(node))
+            candidates = [other for other in (value, *node.users) if other in linears and other not in taken]
+            reasons: list[str] = []
+            for linear in candidates:
+                assert value is not None
+                fused = _obstacle(index, linear, node, value) or _fuse(index, linear, node, value)
+                if not isinstance(fused, str):
+                    taken.add(linear)
+                    yield LinearNorm(linear, node, fused, index.removable(node))
+                    break
+                reasons.append(fused)
+            else:
+                if reasons:
+                    yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
+
+    def apply(self, graph_module: GraphModule, site: LinearNorm) -> Change:
+        """Put the fused layer in the place of the old one and drop the normalization."""
+        graph.set_module(graph_module, str(site.linear.target), site.fused)
+        (value,) = site.node.all_input_nodes
+        site.node.replace_all_uses_with(value)
+        batch_norm.drop_norm(graph_module, site.node, site.removable)
+        return Change((site.linear,))
+
+
+def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> str | None:
+    layer = index.module(linear)
+    assert isinstance(layer, nn.Linear)
+    if graph.input_of(linear, layer) is None:
+        return f"the arguments of {linear.name} are not those of a Linear"
+    first, last = (linear, node) if linear is value else (node, linear)
+    if set(first.users) != {last}:
+        return f"{first.name} is also used by {', '.join(u.name for u in first.users if u is not last)}"
+    rank = graph.rank_of(node)
+    if rank is None:
+        return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"
+    if rank != 2:
+        return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the last"
+    if not graph.is_plain_linear(layer):
+        return "it does not have the weight and bias of a plain Linear"
+    channels = layer.out_features if linear is value else layer.in_features
+    return (
+        index.obstacle(linear)
+        or batch_norm.norm_obstacle(index, node, layer.weight, channels)
+        # A linear layer after the normalization will read the value later than the normalization did.
+        or index.write_between(first, last, None if linear is value else value)
+    )
+
+
+def _fuse(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> nn.Module | str:
+    layer, norm = index.module(linear), index.module(node)
+    assert isinstance(layer, nn.Linear)
+    assert isinstance(norm, nn.BatchNorm1d)
+    scale, shift = batch_norm.scale_and_shift(norm)
+    weight: Tensor = layer.weight.detach().to(scale.dtype)
+    bias = weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach().to(scale.dtype)
+    if linear is value:
+        weight, bias = weight * scale.unsqueeze(1), bias * scale + shift
+    else:
+        weight, bias = weight * scale, bias + torch.mv(weight, shift)
+    return batch_norm.layer_with(layer, weight, bias)

@@ -1,0 +1,86 @@
+"""A BatchNorm2d in eval mode becomes a part of the Conv2d before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxopt import batch_norm, graph
+from fxopt.rewrite import Change, Refusal, Rewrite
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvNorm:
+    """A convolution whose only use is a batch normalization, and the layer that stands for both."""
+
+    conv: Node
+    node: Node
+    fused: nn.Module
+    removable: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
+    """Fuses `torch.nn.BatchNorm2d` in eval mode into the `torch.nn.Conv2d` before it.
+
+    The convolution must have the batch normalization as its only user. A new convolution takes the place of
+    the old one, which stays as it is; it has a bias, also where the old one had none.
+
+    Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
+
+    Example:
+        >>> import torch
+        >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)).eval()
+        >>> fused = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(layers))
+        >>> [node.target for node in fused.graph.nodes if node.op == "call_module"]
+        ['0']
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[ConvNorm | Refusal]:
+        """Yield the convolutions that are followed by a batch normalization."""
+        index = graph.GraphIndex(graph_module)
+        for node in index.calls_of(nn.BatchNorm2d):
+            conv = graph.input_of(node, index.module(node))
+            if conv is None or conv not in index.calls_of(nn.Conv2d):
+                continue
+            fused = _obstacle(index, conv, node) or _fuse(index.module(conv), index.module(node))
+            if isinstance(fused, str):
+                yield Refusal(node, fused)
+            else:
+                yield ConvNorm(conv, node, fused, index.removable(node))
+
+    def apply(self, graph_module: GraphModule, site: ConvNorm) -> Change:
+        """Put the fused convolution in the place of the old one and drop the normalization."""
+        graph.set_module(graph_module, str(site.conv.target), site.fused)
+        site.node.replace_all_uses_with(site.conv)
+        batch_norm.drop_norm(graph_module, site.node, site.removable)
+        return Change((site.conv,))
+
+
+def _obstacle(index: graph.GraphIndex, conv: Node, node: Node) -> str | None:
+    layer = index.module(conv)
+    assert isinstance(layer, nn.Conv2d)
+    if set(conv.users) != {node}:
+        return f"{conv.name} is also used by {', '.join(u.name for u in conv.users if u is not node)}"
+    if set(layer._parameters) != {"weight", "bias"} or layer._buffers:
+        return "the convolution does not have the weight and bias of a plain Conv2d"
+    return (
+        index.obstacle(conv)
+        or batch_norm.norm_obstacle(index, node, layer.weight, layer.out_channels)
+        or index.write_between(conv, node)
+    )
+
+
+def _fuse(conv: nn.Module, norm: nn.Module) -> nn.Module | str:
+    assert isinstance(conv, nn.Conv2d)
+    assert isinstance(norm, nn.BatchNorm2d)
+    scale, shift = batch_norm.scale_and_shift(norm)
+    weight = conv.weight.detach().to(scale.dtype) * scale.reshape(-1, 1, 1, 1)
+    bias = torch.zeros_like(shift) if conv.bias is None else conv.bias.detach().to(scale.dtype)
+    return batch_norm.layer_with(conv, weight, bias * scale + shift)

@@ -1,0 +1,260 @@
+"""Match, apply, revert: the skeleton of fxopt's own passes.
+
+`match` reads only and yields sites and refusals; `apply` rewrites one site and says what undo needs; `revert`
+is its inverse. What undo needs is kept as data in the `PassRecord` of the graph module. Every rewritten node
+also carries its role in `node.meta`, and every new module a trace of the pass: if these are there and the
+record is not, the record was lost, and undoing raises.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxopt.errors import UndoError
+from fxopt.transformation import (
+    MARKS,
+    ROLES,
+    ReversibleTransformation,
+    Transformation,
+    find_record,
+    make_record,
+)
+
+TRACE = "fxopt_rewritten_by"
+"""The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
+
+
+class Site(Protocol):
+    """A place that a pass can rewrite; `node` stands for it in tables."""
+
+    @property
+    def node(self) -> Node: ...
+
+
+S = TypeVar("S", bound=Site)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A place that looks like a site and is left alone, with the reason."""
+
+    node: Node
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What `apply` did.
+
+    Attributes:
+        transformed: the nodes that now stand for the site; they are marked as transformed.
+        nodes: the nodes that `revert` needs, by role.
+        modules: the paths of the modules that were replaced, added or removed.
+        data: what else `revert` needs; it is deep-copied and pickled with the graph module.
+    """
+
+    transformed: tuple[Node, ...]
+    nodes: Mapping[str, Node] = dataclasses.field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    data: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A change as the record keeps it; nodes carry `(site, role)` in their metadata."""
+
+    site: int
+    signature: str
+    name: str
+    roles: tuple[str, ...]
+    modules: tuple[str, ...]
+    data: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a pass would do to a graph: `str()` gives a table.
+
+    Attributes:
+        name: the pass.
+        rows: for each site and refusal, in the order of matching: the node, the module that it calls (or
+            an empty string), and the reason for refusing (`None` for a site).
+    """
+
+    name: str
+    rows: tuple[tuple[str, str, str | None], ...]
+
+    @property
+    def sites(self) -> tuple[tuple[str, str], ...]:
+        """Node and module of what would be rewritten."""
+        return tuple((node, module) for node, module, reason in self.rows if reason is None)
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str, str], ...]:
+        """Node, module and reason of what would be left alone."""
+        return tuple((node, module, reason) for node, module, reason in self.rows if reason is not None)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
+        cells = [(node, module, reason or "rewritten") for node, module, reason in self.rows]
+        widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
+        lines = [f"  {n:{widths[0]}}  {m:{widths[1]}}  {reason}".rstrip() for n, m, reason in cells]
+        return "\n".join([head, *lines])
+
+    __repr__ = __str__
+
+
+class Rewrite(Transformation, Generic[S]):
+    """A transformation written as `match` and `apply`."""
+
+    @abc.abstractmethod
+    def match(self, graph_module: GraphModule) -> Iterator[S | Refusal]:
+        """Yield the sites that can be rewritten, and a refusal for each place that only looks like one.
+
+        Reads only. Sites of one call must not overlap: `apply` of one leaves the others as they are.
+        """
+
+    @abc.abstractmethod
+    def apply(self, graph_module: GraphModule, site: S) -> Change:
+        """Rewrite `site`."""
+
+    def explain(self, graph_module: GraphModule) -> Explanation:
+        """What the pass would rewrite in `graph_module`, and what it would not, and why.
+
+        Example:
+            >>> import torch
+            >>> from fxopt import FuseBatchNorm2dInConv2d
+            >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+            >>> FuseBatchNorm2dInConv2d().explain(torch.fx.symbolic_trace(layers))
+            FuseBatchNorm2dInConv2d: 0 sites, 1 refused
+              _1  1  the BatchNorm2d is in training mode: it normalises by batch statistics
+        """
+        rows = []
+        for found in self.match(graph_module):
+            reason = found.reason if isinstance(found, Refusal) else None
+            module = str(found.node.target) if found.node.op == "call_module" else ""
+            rows.append((found.node.name, module, reason))
+        return Explanation(type(self).__name__, tuple(rows))
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Rewrite all sites, and those that this opens up (two BatchNorms in a row), until there is none."""
+        while sites := [found for found in self.match(graph_module) if not isinstance(found, Refusal)]:
+            for site in sites:
+                change = self.apply(graph_module, site)
+                for node in change.transformed:
+                    self.mark_as_transformed(node)
+                self._keep(graph_module, change)
+        return graph_module
+
+    def _keep(self, graph_module: GraphModule, change: Change) -> None:
+        """A pass that is not reversible keeps nothing."""
+
+
+class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
+    """A rewrite with `revert`, the inverse of `apply`."""
+
+    @abc.abstractmethod
+    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
+        """Undo one change, given its nodes by role and its data.
+
+        Raises:
+            UndoError: the site is not as `apply` left it, so that undoing would not be exact.
+        """
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Undo all changes of this pass, the last one first.
+
+        A graph module that the pass never changed is returned as it is.
+
+        Raises:
+            UndoError: the record is gone, or something else has changed what the pass made since.
+        """
+        record = find_record(graph_module)
+        own = [entry for entry in record.entries if entry.signature == self.signature] if record else []
+        if not own:
+            self._check_no_trace(graph_module)
+        found = _nodes_by_site(graph_module) if own else {}
+        for entry in reversed(own):
+            assert record is not None
+            nodes = self._nodes_of(entry, found.get(entry.site, []))
+            self._check_order(entry, nodes, record.entries)
+            self.revert(graph_module, nodes, entry.data)
+            for node in nodes.values():
+                self._forget(node, entry.site)
+            record.entries.remove(entry)
+        return graph_module
+
+    def _keep(self, graph_module: GraphModule, change: Change) -> None:
+        entries = make_record(graph_module).entries
+        site = 1 + max((entry.site for entry in entries), default=0)
+        for role, node in change.nodes.items():
+            node.meta[ROLES] = (*node.meta.get(ROLES, ()), (site, role))
+        name = type(self).__name__
+        entries.append(Entry(site, self.signature, name, tuple(change.nodes), change.modules, change.data))
+
+    def _nodes_of(self, entry: Entry, marked: list[tuple[str, Node]]) -> dict[str, Node]:
+        found = dict(marked)
+        if len(found) != len(marked):
+            raise UndoError(
+                f"{self!r} cannot be undone: several of the nodes {', '.join(n.name for _, n in marked)} stand "
+                "for the same rewritten node; undo the pass before copying its nodes"
+            )
+        missing = [role for role in entry.roles if role not in found]
+        if missing:
+            raise UndoError(
+                f"{self!r} cannot be undone: nodes that it made are gone from the graph ({', '.join(missing)}). "
+                "Undo it before dead code elimination, and before pickling a graph that was edited by hand"
+            )
+        return found
+
+    def _check_order(self, entry: Entry, nodes: Mapping[str, Node], entries: list[Entry]) -> None:
+        sites = {site for node in nodes.values() for site, _ in node.meta.get(ROLES, ())}
+        for later in entries[entries.index(entry) + 1 :]:
+            if later.site in sites or set(later.modules) & set(entry.modules):
+                raise UndoError(
+                    f"{self!r} cannot be undone yet: {later.name} has rewritten the same place since. "
+                    f"Undo {later.name} first"
+                )
+
+    def _forget(self, node: Node, site: int) -> None:
+        node.meta[ROLES] = tuple(pair for pair in node.meta[ROLES] if pair[0] != site)
+        if not node.meta[ROLES]:
+            del node.meta[ROLES]
+        if self.signature in node.meta.get(MARKS, ()):
+            self.mark_as_restored(node)
+
+    def _check_no_trace(self, graph_module: GraphModule) -> None:
+        nodes = [node.name for node in graph_module.graph.nodes if self.signature in node.meta.get(MARKS, ())]
+        modules = [n for n, module in graph_module.named_modules() if self.signature in traces(module)]
+        if nodes or modules:
+            raise UndoError(
+                f"{self!r} cannot be undone: it rewrote {', '.join([*nodes, *modules])}, but the record of how "
+                "is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
+                "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
+            )
+
+
+def _nodes_by_site(graph_module: GraphModule) -> dict[int, list[tuple[str, Node]]]:
+    found: dict[int, list[tuple[str, Node]]] = {}
+    for node in graph_module.graph.nodes:
+        for site, role in node.meta.get(ROLES, ()):
+            found.setdefault(site, []).append((role, node))
+    return found
+
+
+def traces(module: nn.Module) -> tuple[str, ...]:
+    """The signatures of the passes that made `module`."""
+    found: tuple[str, ...] = module.__dict__.get(TRACE, ())
+    return found
+
+
+def leave_trace(module: nn.Module, pass_: Transformation, before: Iterable[nn.Module] = ()) -> None:
+    """Write on a new module that `pass_` made it, and what had made the modules `before` it."""
+    earlier = [signature for old in before for signature in traces(old)]
+    module.__dict__[TRACE] = tuple(dict.fromkeys([*earlier, pass_.signature]))
