@@ -1,5 +1,6 @@
 """fxopt: capture PyTorch models as torch.fx graphs with their modules, and rewrite them reversibly."""
 
+from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
@@ -29,7 +30,10 @@ __all__ = [
     "ReplaceActivation",
     "ReversibleTransformation",
     "TraceError",
+    "TracedModule",
     "Transformation",
     "UndoError",
     "compose",
+    "symbolic_trace",
+    "trace",
 ]
