@@ -85,3 +85,13 @@ class Record:
                 "refusals": tuple((a, b, c) for a, b, c in data["refusals"]),
             }
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check has to say about its case; the runner makes a `Record` of it."""
+
+    outcome: Outcome = Outcome.PASS
+    reason: str = ""
+    measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    refusals: tuple[tuple[str, str, str], ...] = ()

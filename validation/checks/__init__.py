@@ -1,1 +1,21 @@
-""""""
+"""The checks, one a file, each with a function `check(subject, pipeline)`: a file is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from validation.records import Check, Finding
+from validation.subject import Subject
+
+Function = Callable[[Subject, tuple[str, ...]], Finding]
+
+
+def available() -> dict[Check, Function]:
+    """Every check of this package; the file `round_trip.py` holds the check `round-trip`."""
+    found: dict[Check, Function] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        found[Check(info.name.replace("_", "-"))] = module.check
+    return found

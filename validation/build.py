@@ -1,0 +1,66 @@
+"""From an entry of the zoo to a model and its inputs, the same ones on every machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.testing import randomise
+from validation import digits
+from validation.zoo import Entry, Input, PretrainedWeights, TrainedWeights, factory
+
+
+def build_model(entry: Entry) -> nn.Module:
+    """The model of an entry in float32 on the CPU, in evaluation mode.
+
+    Unless its weights were learned, every bias, scale and running statistic gets a random value: fresh ones
+    are 0 and 1, which makes wrong folds look right.
+    """
+    weights = entry.weights
+    if isinstance(weights, PretrainedWeights):
+        place = weights.folder or weights.hub
+        cls: Any = factory(entry)
+        model = cls.from_pretrained(place, revision=weights.revision, dtype=torch.float32, **entry.config)
+        return model.eval()  # type: ignore[no-any-return]
+    with torch.random.fork_rng():
+        torch.manual_seed(weights.seed)
+        model = _from_config(entry)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{entry.name}: {entry.model} returned {type(model).__name__}, not an nn.Module")
+    if isinstance(weights, TrainedWeights):
+        digits.train(model, weights.seed)
+    else:
+        randomise(model, weights.seed)
+    return model.float().eval()
+
+
+def make_inputs(entry: Entry) -> dict[str, Tensor]:
+    """The inputs of an entry: integers as int64, noise as float32, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: _tensor(spec, generator) for name, spec in entry.inputs.items()}
+
+
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Fresh copies of inputs on a device, floating ones in `dtype`."""
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None, copy=True)
+        for name, value in inputs.items()
+    }
+
+
+def _from_config(entry: Entry) -> Any:
+    function = factory(entry)
+    config_class: Any = getattr(function, "config_class", None)
+    return function(config_class(**entry.config)) if config_class else function(**entry.config)
+
+
+def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
+    if spec.integers:
+        return torch.randint(*spec.integers, spec.shape, generator=generator)
+    if spec.padding:
+        batch, length = spec.shape
+        lengths = length - (length // 4) * torch.arange(batch).clamp(max=3)
+        return (torch.arange(length) < lengths[:, None].clamp(min=1)).long()
+    return torch.randn(spec.shape, generator=generator)

@@ -1,0 +1,85 @@
+"""Accuracy: how far a pipeline that does not preserve the computation moves the outputs, and a task's result."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.testing import compare, leaves
+from validation import digits, metrics
+from validation.comparison import not_finite, per_dtype
+from validation.records import Finding, Outcome
+from validation.subject import Subject
+from validation.zoo import TrainedWeights
+
+LEAST_COSINE = 0.99
+"""Below this the outputs point elsewhere: more than rounding or an approximation."""
+
+LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
+"""A model that never learned its task shows nothing; one that loses more of it has been damaged."""
+
+
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Every metric of the rewritten model against the original, in each dtype; and the task, if it has one."""
+    measurements: dict[str, float | int] = {}
+    problems: list[str] = []
+    for dtype in subject.dtypes:
+        rewritten = subject.rewritten(pipeline, dtype)
+        if not sum(rewritten.sites):
+            return Finding(Outcome.NO_OP, "nothing to rewrite")
+        original = subject.output(dtype)
+        with subject.entering("run the graph"):
+            output = subject.run(rewritten.module, dtype)
+        with subject.entering("compare"):
+            measured = _measure(original, output)
+            if bad := not_finite(original) or not_finite(output):
+                problems.append(f"{bad} is not finite")
+            if not measured["cosine"] >= LEAST_COSINE:
+                problems.append(f"the cosine with the original is {measured['cosine']:.4f}")
+        if isinstance(subject.entry.weights, TrainedWeights):
+            task = _task(subject, pipeline, dtype)
+            problems += _task_problems(task)
+            measured |= task
+        measurements |= per_dtype(dtype, subject.dtypes[0], measured)
+    return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), measurements)
+
+
+def _measure(original: Any, output: Any) -> dict[str, float | int]:
+    compared = compare(original, output, dtypes=False)
+    reference, candidate = _floating(original), _floating(output)
+    measured = {name: metric(reference, candidate) for name, metric in metrics.available().items()}
+    return {**measured, "tensors_compared": compared.tensors}
+
+
+def _floating(output: Any) -> dict[str, Tensor]:
+    return {
+        path: value.double()
+        for path, value in leaves(output)
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
+    modules = {"before": subject.traced(dtype), "after": subject.rewritten(pipeline, dtype).module}
+    result: dict[str, float | int] = {}
+    with subject.entering("task"):
+        for when, module in modules.items():
+            classify = functools.partial(_classify, subject, module, dtype)
+            result[f"accuracy_{when}"] = digits.accuracy(classify, dtype, subject.device)
+    return result
+
+
+def _classify(subject: Subject, module: nn.Module, dtype: torch.dtype, images: Tensor) -> Any:
+    return subject.run(module, dtype, {"pixel_values": images})
+
+
+def _task_problems(task: dict[str, float | int]) -> list[str]:
+    before, after = task["accuracy_before"], task["accuracy_after"]
+    if before < LEAST_ACCURACY:
+        return [f"the model did not learn its task: {before:.1%} right"]
+    if before - after > MOST_ACCURACY_LOST:
+        return [f"the share of right answers fell from {before:.1%} to {after:.1%}"]
+    return []

@@ -1,0 +1,68 @@
+"""Effect: what a pipeline did to the graph, and that it did what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.fx import GraphModule
+
+from validation.records import Finding, Outcome
+from validation.subject import Rewritten, Subject
+
+
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Count sites and refusals, nodes, modules and parameters; hold the sites against those of the entry."""
+    dtype = subject.dtypes[0]
+    before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
+    measurements: dict[str, float | int] = {
+        "sites": sum(rewritten.sites),
+        "refused": len(rewritten.refusals),
+        **{f"{name}_before": value for name, value in _size(before).items()},
+        **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
+    }
+    with subject.entering("compare"):
+        reason = _wrong_count(subject, pipeline, rewritten) or _wrong_effect(before, rewritten)
+    nothing = not sum(rewritten.sites)
+    outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
+    reason = reason or ("nothing to rewrite" if nothing else "")
+    return Finding(outcome, reason, measurements, rewritten.refusals)
+
+
+def _wrong_count(subject: Subject, pipeline: tuple[str, ...], rewritten: Rewritten) -> str:
+    """A pass alone must rewrite as many sites as the entry says; in company it may find more or fewer."""
+    expected = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
+    if expected is None or expected.count == rewritten.sites[0]:
+        return ""
+    why = Counter(reason for _, _, reason in rewritten.refusals).most_common(1)
+    refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
+    return f"{rewritten.sites[0]} sites rewritten, {expected.count} expected ({expected.reason}){refused}"
+
+
+def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
+    if rewritten.tampered:
+        names = ", ".join(rewritten.tampered[:3])
+        return (
+            f"changed {len(rewritten.tampered)} things that the graph shares with the user's model: {names}"
+        )
+    changed = _facts(before) != _facts(rewritten.module)
+    if changed and not sum(rewritten.sites):
+        return "marked no node as transformed, but the graph module has changed"
+    if sum(rewritten.sites) and not changed:
+        return f"marked {sum(rewritten.sites)} nodes as transformed, but the graph module is the same"
+    return ""
+
+
+def _size(module: GraphModule) -> dict[str, int | float]:
+    parameters = list(module.parameters())
+    return {
+        "nodes": len(module.graph.nodes),
+        "modules": len({node.target for node in module.graph.nodes if node.op == "call_module"}),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters_mb": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
+    }
+
+
+def _facts(module: GraphModule) -> object:
+    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()]
+    calls = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
+    return module.code, tensors, [repr(module.get_submodule(name)) for name in sorted(calls)]

@@ -1,0 +1,19 @@
+"""Round trip: undoing a reversible pipeline gives the graph back, bit for bit."""
+
+from __future__ import annotations
+
+from fxopt.testing import assert_round_trip
+from validation.records import Finding, Outcome
+from validation.subject import Subject
+
+
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Compare names, order, values, dtypes, ties, flags and code of the graph before and after, in each dtype."""
+    values = 0
+    for dtype in subject.dtypes:
+        if not sum(subject.rewritten(pipeline, dtype).sites):
+            return Finding(Outcome.NO_OP, "nothing to rewrite")
+        restored = subject.restored(pipeline, dtype)
+        with subject.entering("compare"):
+            values += assert_round_trip(subject.traced(dtype), restored)
+    return Finding(measurements={"values_compared": values})

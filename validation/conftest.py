@@ -1,0 +1,241 @@
+"""The pytest layer: options, the plan as parameters, time limits, and the records brought to the reports."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxopt.passes
+from validation import report, store
+from validation.checks.latency import timing_threads
+from validation.gather import Death, Notes, complete, received, send
+from validation.plan import members, plan
+from validation.records import Case, Check, Outcome, Record
+from validation.run import Runner
+from validation.zoo import ZooError, load_zoo
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = pytest.StashKey[dict[str, Case]]()
+LIMITS = pytest.StashKey[dict[str, float]]()
+RUNNER = pytest.StashKey[Runner]()
+NOTES = pytest.StashKey[Notes]()
+
+MOST_RESTARTS = 1000
+"""xdist gives up after four dead workers a process; here a dead worker is a result like others."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fxopt validation")
+    group.addoption("--fx-zoo", type=Path, default=ROOT / "model_zoo.yaml", help="the zoo file")
+    group.addoption("--fx-device", action="append", help="cpu or cuda, repeatable; default: all there are")
+    group.addoption("--fx-pass", action="append", help="only pipelines with this pass, repeatable")
+    group.addoption("--fx-tag", action="append", help="only models with this tag, repeatable")
+    group.addoption(
+        "--fx-report-dir", type=Path, default=ROOT / "reports", help="latest/ and history/ are written here"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    passes = {name: cls() for name, cls in fxopt.passes.available().items()}
+    try:
+        zoo = load_zoo(config.getoption("--fx-zoo"), passes)
+    except ZooError as error:
+        raise pytest.UsageError(str(error)) from error
+    tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
+    wanted = _chosen(config, "--fx-pass", passes)
+    present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = _chosen(config, "--fx-device", present) or present
+    zoo = [entry for entry in zoo if not tags or set(tags) & set(entry.tags)]
+    entries = {entry.name: entry for entry in zoo}
+    cases = [
+        case
+        for case in plan(zoo, passes, devices)
+        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
+    ]
+    config.stash[CASES] = {case.id: case for case in cases}
+    config.stash[LIMITS] = {entry.name: entry.timeout for entry in zoo}
+    if workerinput := getattr(config, "workerinput", None):
+        notes = config.stash[NOTES] = Notes(Path(workerinput["fx_notes"]), workerinput["workerid"])
+        config.stash[RUNNER] = Runner(zoo, passes, notes.enter)
+    else:
+        config.stash[RUNNER] = Runner(zoo, passes)
+        config.pluginmanager.register(Gatherer(config, devices), "fxopt-gatherer")
+        if getattr(config.option, "maxworkerrestart", None) is None:
+            config.option.maxworkerrestart = str(MOST_RESTARTS)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, timing_threads() // workers))
+    if notes := session.config.stash.get(NOTES, None):
+        notes.start()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = sorted(metafunc.config.stash[CASES].values(), key=lambda case: (_is_timed(case), case))
+        limits = metafunc.config.stash[LIMITS]
+        override = metafunc.config.getoption("--timeout")
+        metafunc.parametrize(
+            "case",
+            [
+                pytest.param(
+                    case,
+                    id=case.id,
+                    marks=pytest.mark.timeout(
+                        override or limits[case.model], method="signal", func_only=True
+                    ),
+                )
+                for case in cases
+            ],
+        )
+
+
+@pytest.fixture(scope="session")
+def runner(pytestconfig: pytest.Config) -> Runner:
+    return pytestconfig.stash[RUNNER]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A limit of its own behind pytest-timeout's, which cannot interrupt compiled code."""
+    import faulthandler
+
+    notes, mark = item.config.stash.get(NOTES, None), item.get_closest_marker("timeout")
+    if notes is not None and mark is not None:
+        notes.end_after(mark.args[0] + max(2.0, mark.args[0] / 10))
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """A case that was thrown out of `Runner.run` has a record as well."""
+    case = item.config.stash[CASES].get(_case_id(item.nodeid))
+    if case and call.when == "call" and call.excinfo and not received(item.user_properties):
+        text = call.excinfo.exconly()
+        outcome = Outcome.TIMEOUT if "from pytest-timeout" in text else Outcome.ERROR
+        record = item.config.stash[RUNNER].interrupted(case, outcome, text.removeprefix("Failed: "))
+        item.user_properties.append(send(record))
+    return (yield)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    record = received(report.user_properties) if report.when == "call" else None
+    return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from validation.scheduling import PhasedScheduling
+
+    cases = config.stash[CASES]
+    return PhasedScheduling(
+        config,
+        log,
+        group_of=lambda item: f"{cases[_case_id(item)].model}-{cases[_case_id(item)].device}",
+        is_timed=lambda item: _is_timed(cases[_case_id(item)]),
+    )
+
+
+class Gatherer:
+    """Collects the records in the controller and writes the reports at the end."""
+
+    def __init__(self, config: pytest.Config, devices: Sequence[str]) -> None:
+        self._config = config
+        self._devices = devices
+        self._directory = Path(tempfile.mkdtemp(prefix="fxopt-validation-"))
+        self._selected: list[str] = []
+        self._started: set[str] = set()
+        self._records: dict[str, Record] = {}
+        self._deaths: dict[str, Death] = {}
+        self._message = ""
+
+    def pytest_sessionstart(self) -> None:
+        self._run = store.Run.now(threads=timing_threads(), devices=self._devices)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["fx_notes"] = str(self._directory)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._select([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._select(ids)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._started.add(_case_id(nodeid))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if record := received(report.user_properties):
+            self._records[record.case.id] = record
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:
+            case, death = Notes(self._directory, node.gateway.id).read()
+            self._deaths[case] = death
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        cases = self._config.stash[CASES]
+        selected = [cases[name] for name in self._selected if name in cases]
+        if not selected or self._config.option.collectonly:
+            return
+        stopped = session.shouldstop or session.shouldfail or exitstatus not in (0, 1)
+        left = [case for case in selected if case.id not in self._records and case.id not in self._started]
+        if stopped and (left or exitstatus not in (0, 1)):
+            self._message = (
+                f"no report was written: the run stopped with {len(left)} of {len(selected)} cases left"
+            )
+            return
+        records = complete(selected, self._records, self._started, self._deaths)
+        try:
+            files = report.write_run(records, self._config.getoption("--fx-report-dir"), self._run)
+            table = store.read_run(next(file for file in files if file.name == "records.parquet"))
+        except store.ReportError as error:
+            self._message = f"no report was written: {error}"
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+            return
+        self._message = report.terminal_summary(table, files)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._message:
+            terminalreporter.section("fxopt validation")
+            terminalreporter.line(self._message)
+
+    def pytest_unconfigure(self) -> None:
+        import shutil
+
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _select(self, ids: Sequence[str]) -> None:
+        self._selected = self._selected or [_case_id(nodeid) for nodeid in ids]
+
+
+def _chosen(config: pytest.Config, option: str, known: Any) -> list[str]:
+    """The values of a repeatable option, of which all have to be known."""
+    chosen: list[str] = config.getoption(option) or []
+    if unknown := [value for value in chosen if value not in known]:
+        raise pytest.UsageError(
+            f"{option} {unknown[0]}: not known; there are {', '.join(sorted(known)) or 'none'}"
+        )
+    return chosen
+
+
+def _case_id(nodeid: str) -> str:
+    return nodeid.partition("[")[2].removesuffix("]")
+
+
+def _is_timed(case: Case) -> bool:
+    return case.check is Check.LATENCY

@@ -1,0 +1,63 @@
+"""What is validated: the zoo × the passes × the devices as a sorted list of cases. Pure functions of their arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from fxopt.transformation import ReversibleTransformation, Transformation
+from validation.records import Case, Check
+from validation.zoo import Entry
+
+ALL = "all"
+"""The pipeline of every pass that has sites in the model."""
+
+EXACT = "exact"
+"""The part of it that preserves the computation."""
+
+
+def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
+    """Every case: each model alone, × each pass, × each ordered pair of passes that have sites in it, × the
+    full pipelines `all` and `exact`; on each device.
+
+    A pass that the entry says has no sites is planned for its effect alone: that it finds nothing. A pass
+    about which the entry says nothing is planned in full, but not in pairs.
+    """
+    cases = []
+    for entry, device in itertools.product(zoo, devices):
+        cases.append(Case(entry.name, (), device, Check.TRACE))
+        for pipeline in pipelines(entry, passes):
+            cases += [Case(entry.name, pipeline, device, check) for check in checks(entry, pipeline, passes)]
+    return sorted(cases)
+
+
+def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
+    """The pipelines that are applied to a model; `all` and `exact` by name."""
+    stated = [name for name, sites in entry.sites.items() if sites.count and name in passes]
+    named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
+    return [*((name,) for name in passes), *itertools.permutations(stated, 2), *named]
+
+
+def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
+    """The passes that a pipeline stands for, in order: those of `all` and `exact` as the entry lists them."""
+    if pipeline not in ((ALL,), (EXACT,)):
+        return pipeline
+    unknown = [name for name in passes if name not in entry.sites]
+    have_sites = [name for name, sites in entry.sites.items() if sites.count and name in passes]
+    return tuple(
+        name for name in [*have_sites, *unknown] if pipeline == (ALL,) or passes[name].preserves_computation
+    )
+
+
+def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:
+    """What is checked of a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
+    parts = [passes[name] for name in members(entry, pipeline, passes)]
+    if len(pipeline) == 1 and pipeline[0] in entry.sites and not entry.sites[pipeline[0]].count:
+        return [Check.EFFECT]
+    exact = all(part.preserves_computation for part in parts)
+    wanted = [Check.EFFECT, Check.EQUIVALENCE if exact else Check.ACCURACY]
+    if all(isinstance(part, ReversibleTransformation) for part in parts):
+        wanted.append(Check.ROUND_TRIP)
+    if len(pipeline) == 1:
+        wanted.append(Check.LATENCY)
+    return wanted

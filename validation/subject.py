@@ -1,0 +1,179 @@
+"""What cases are about: a model on a device, its graph, and the graph that a pipeline makes of it.
+
+Everything is made when a check first asks for it and kept for the next cases of the same model; the
+rewritten graphs for those of the same pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxopt import capture
+from fxopt.transformation import ReversibleTransformation, Transformation
+from validation import build, plan
+from validation.zoo import Entry
+
+Refusals = tuple[tuple[str, str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A copy of the graph after a pipeline.
+
+    Attributes:
+        module: the rewritten graph module.
+        sites: for each pass of the pipeline in order, how many nodes it marked as transformed.
+        refusals: what the passes left alone, as (pass, node, reason).
+        tampered: the tensors and modules of the graph it was made from that a pass changed in place.
+    """
+
+    module: GraphModule
+    sites: tuple[int, ...]
+    refusals: Refusals
+    tampered: tuple[str, ...]
+
+
+class Subject:
+    """A model of the zoo on a device; `entered` is told the name of each stage that begins."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        device: str,
+        passes: Mapping[str, Transformation],
+        entered: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.entry = entry
+        self.device = device
+        self.passes = passes
+        self.stage = ""
+        self._entered = entered
+        self._models: dict[torch.dtype, nn.Module] = {}
+        self._outputs: dict[torch.dtype, Any] = {}
+        self._traced: dict[torch.dtype, GraphModule] = {}
+        self._rewritten: dict[tuple[tuple[str, ...], torch.dtype], Rewritten] = {}
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the entry: its own first."""
+        return [getattr(torch, name) for name in self.entry.dtypes]
+
+    @contextlib.contextmanager
+    def entering(self, stage: str) -> Iterator[None]:
+        """Marks what happens in the block as a stage; after an error, the stage stays."""
+        before = self.stage
+        self.enter(stage)
+        yield
+        self.enter(before)
+
+    def enter(self, stage: str) -> None:
+        """What happens from here on belongs to `stage`."""
+        self.stage = stage
+        self._entered(stage)
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """The model, in `dtype`."""
+        if dtype not in self._models:
+            with self.entering("load"):
+                if not self._models:
+                    self._models[torch.float32] = build.build_model(self.entry).to(self.device)
+                if dtype not in self._models:
+                    self._models[dtype] = copy.deepcopy(self._models[torch.float32]).to(dtype)
+        return self._models[dtype]
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Fresh inputs, floating ones in `dtype`."""
+        return build.cast(build.make_inputs(self.entry), dtype, self.device)
+
+    def output(self, dtype: torch.dtype) -> Any:
+        """What the model itself returns, run eagerly."""
+        if dtype not in self._outputs:
+            model = self.model(dtype)
+            with self.entering("run the model"):
+                self._outputs[dtype] = self.run(model, dtype)
+        return self._outputs[dtype]
+
+    def traced(self, dtype: torch.dtype) -> GraphModule:
+        """The captured graph of the model; it shares its leaves with the model, so rewrite a copy."""
+        if dtype not in self._traced:
+            model = self.model(dtype)
+            with self.entering("trace"):
+                if isinstance(model, transformers.PreTrainedModel):
+                    traced = capture.symbolic_trace(model, list(self.entry.inputs))
+                else:
+                    traced = capture.trace(model, kwargs=self.inputs(dtype))
+            self._traced[dtype] = traced
+        return self._traced[dtype]
+
+    def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
+        """What `module` returns for `inputs` (those of the entry by default), always under the same seed."""
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            return module(**(self.inputs(dtype) if inputs is None else inputs))
+
+    def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
+        """A copy of the graph with the pipeline applied."""
+        if (pipeline, dtype) not in self._rewritten:
+            self._rewritten = {key: kept for key, kept in self._rewritten.items() if key[0] == pipeline}
+            traced = self.traced(dtype)
+            with self.entering("transform"):
+                self._rewritten[pipeline, dtype] = _rewrite(traced, self._members(pipeline))
+        return self._rewritten[pipeline, dtype]
+
+    def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> GraphModule:
+        """A copy of the graph with the pipeline applied and undone."""
+        module = copy.deepcopy(self.rewritten(pipeline, dtype).module)
+        with self.entering("reverse"):
+            for _, pass_ in reversed(self._members(pipeline)):
+                assert isinstance(pass_, ReversibleTransformation)
+                module = pass_(module, reverse=True)
+        return module
+
+    def _members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
+        return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
+
+
+def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> Rewritten:
+    module = copy.deepcopy(traced)
+    # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
+    kept = dict(module.named_modules())
+    sites: list[int] = []
+    refusals: list[tuple[str, str, str]] = []
+    for name, pass_ in passes:
+        explain = getattr(pass_, "explain", None)  # a pass that only has `transform` explains nothing
+        if explain is not None:
+            refusals += [(name, node, reason) for node, _, reason in explain(module).refusals]
+        module = pass_(module)
+        sites.append(len(pass_.get_transformed_nodes(module)))
+    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept)))
+
+
+def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[str]:
+    """What differs between the leaves of the graph and those of its copy, which a pipeline has had since."""
+    for name, module in traced.named_modules():
+        if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
+            continue  # the containers are the graph module's own
+        other = kept[name]
+        if repr(module) != repr(other) or module.training != other.training:
+            yield name
+        mine, its = (dict(_own_tensors(m)) for m in (module, other))
+        if mine.keys() != its.keys():
+            yield name
+            continue
+        for key, tensor in mine.items():
+            if tensor.dtype != its[key].dtype or not torch.equal(tensor, its[key]):
+                yield f"{name}.{key}"
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)

@@ -1,0 +1,22 @@
+"""Every case of the plan as a test: `pytest -n auto validation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from validation.compare import FAILING
+from validation.gather import send
+from validation.records import Case, Outcome
+from validation.run import Runner
+
+
+def test_case(case: Case, runner: Runner, record_property: Callable[[str, object], None]) -> None:
+    """Run one case and send its record to the controller."""
+    record = runner.run(case)
+    record_property(*send(record))
+    if record.outcome in FAILING:
+        pytest.fail(f"{record.outcome} in {record.stage}: {record.reason}", pytrace=False)
+    if record.outcome is Outcome.EXPECTED:
+        pytest.xfail(record.reason)

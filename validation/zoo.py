@@ -1,0 +1,268 @@
+"""The zoo: `model_zoo.yaml` as checked data. A mistake in the file is one message with entry, field and line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import torch
+import yaml
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from fxopt.errors import FxoptError
+from validation.records import Case, Check
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Reason = Annotated[str, Field(min_length=1)]
+
+
+class ZooError(FxoptError):
+    """The zoo file is wrong: the message names file, line, entry and field, one line a mistake."""
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class RandomWeights(_Strict):
+    """Weights as the model initialises them under a seed."""
+
+    source: Literal["random"]
+    seed: int = 0
+
+
+class PretrainedWeights(_Strict):
+    """Weights from a local folder, or from the hub at a fixed revision."""
+
+    source: Literal["pretrained"]
+    folder: str | None = None
+    hub: str | None = None
+    revision: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_place(self) -> PretrainedWeights:
+        if (self.folder is None) == (self.hub is None):
+            raise ValueError("give either `folder` or `hub`")
+        if (self.hub is None) != (self.revision is None):
+            raise ValueError("`hub` and `revision` belong together: a hub id alone changes under your feet")
+        return self
+
+
+class TrainedWeights(_Strict):
+    """Weights trained in the run, on real data that comes with a package."""
+
+    source: Literal["trained"]
+    task: Literal["digits"]
+    seed: int = 0
+
+
+class Input(_Strict):
+    """One tensor that the forward takes, batch first: normal noise unless the entry says otherwise.
+
+    `integers` is a half-open range `[low, high)` of token or class numbers; `padding` makes a mask of ones
+    in which every row but the first ends with zeros.
+    """
+
+    shape: tuple[PositiveInt, ...]
+    integers: tuple[int, int] | None = None
+    padding: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind(self) -> Input:
+        if self.integers and self.padding:
+            raise ValueError("give `integers` or `padding`, not both")
+        if self.integers and self.integers[0] >= self.integers[1]:
+            raise ValueError(f"`integers` is the range [low, high), which {list(self.integers)} leaves empty")
+        if self.padding and len(self.shape) != 2:
+            raise ValueError(f"a padding mask has the shape [batch, length], not {list(self.shape)}")
+        return self
+
+
+class Sites(_Strict):
+    """How many sites a pass rewrites in the model, and why so many."""
+
+    count: Annotated[int, Field(ge=0)]
+    reason: Reason
+
+
+class KnownFailure(_Strict):
+    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
+
+    check: Check
+    pipeline: str = ""  # names of passes joined by "+", or a named pipeline; empty before any pass
+    device: str | None = None
+    reason: Reason
+
+    def covers(self, case: Case) -> bool:
+        """Whether `case` is one of those that fail."""
+        same_device = self.device in (None, case.device)
+        return same_device and (self.check, self.pipeline) == (case.check, "+".join(case.pipeline))
+
+
+class Entry(_Strict):
+    """One model of the zoo.
+
+    `model` is a class of transformers, or the dotted path of anything that returns an `nn.Module`; `config`
+    overrides the defaults of its config class, or is the keyword arguments of the callable. `dtypes` are
+    those it is validated in, the first also timed. The order of `sites` is the order of the full pipeline.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
+    model: str
+    config: dict[str, Any] = {}
+    weights: Annotated[RandomWeights | PretrainedWeights | TrainedWeights, Field(discriminator="source")] = (
+        RandomWeights(source="random")
+    )
+    inputs: Annotated[dict[str, Input], Field(min_length=1)]
+    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
+    tags: tuple[str, ...] = ()
+    timeout: PositiveFloat = 300.0  # seconds a case may take
+    sites: dict[str, Sites] = {}
+    known_failures: tuple[KnownFailure, ...] = ()
+
+
+class _File(_Strict):
+    models: Annotated[tuple[Entry, ...], Field(min_length=1)]
+
+
+def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
+    """The entries of the zoo file at `path`, checked against its schema, the code, and the names of passes.
+
+    Raises `ZooError` when the file cannot be read or says something wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ZooError(f"{path}: cannot be read: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ZooError(f"{path}{line}: not valid YAML: {error.problem}") from error
+    mistakes = list(_repeated_keys(root, ()))
+    if not mistakes:
+        try:
+            entries = _File.model_validate(data).models
+        except pydantic.ValidationError as error:
+            mistakes = [(e["loc"], _without_type(e["msg"])) for e in error.errors()]
+        else:
+            mistakes = [*_contradictions(entries, passes)]
+    if mistakes:
+        raise ZooError("\n".join(_message(path, root, where, what) for where, what in mistakes))
+    return list(entries)
+
+
+def factory(entry: Entry) -> Callable[..., Any]:
+    """What `entry.model` names. Raises `ValueError` when there is no such thing."""
+    module_name, _, name = entry.model.rpartition(".")
+    module_name = module_name or "transformers"
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{module_name} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{module_name} has no class or function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _contradictions(entries: Sequence[Entry], passes: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """What the schema alone cannot tell: names that stand for nothing, or for two things."""
+    seen: set[str] = set()
+    for index, entry in enumerate(entries):
+        here: tuple[Any, ...] = ("models", index)
+        if entry.name in seen:
+            yield (*here, "name"), "another entry has the same name"
+        seen.add(entry.name)
+        for name in entry.sites:
+            if name not in passes:
+                yield (*here, "sites", name), f"no such pass; there are {', '.join(sorted(passes))}"
+        for number, failure in enumerate(entry.known_failures):
+            where = (*here, "known_failures", number, "pipeline")
+            for name in failure.pipeline.split("+") if failure.pipeline else ():
+                if name not in {*passes, "all", "exact"}:
+                    yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
+        try:
+            function = factory(entry)
+        except ValueError as error:
+            yield (*here, "model"), str(error)
+            continue
+        for field, what in _mismatches(entry, function):
+            yield (*here, *field), what
+
+
+def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Config overrides and inputs that the model does not know; transformers would ignore a wrong override."""
+    config_class = getattr(function, "config_class", None)
+    if config_class is not None:
+        yield from _unknown_options(entry.config, config_class(), ("config",))
+    else:
+        try:
+            inspect.signature(function).bind(**entry.config)
+        except (TypeError, ValueError) as error:
+            yield ("config",), f"{entry.model} does not take these arguments: {error}"
+        if entry.weights.source == "pretrained":
+            yield ("weights",), "only classes of transformers have pretrained weights"
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        parameters = inspect.signature(function.forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = [name for name in parameters if name != "self"]
+            for name in entry.inputs:
+                if name not in known:
+                    yield ("inputs", name), f"the forward takes no such input; it takes {', '.join(known)}"
+
+
+def _unknown_options(
+    overrides: Mapping[str, Any], config: Any, where: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name, value in overrides.items():
+        if not hasattr(config, name) and not hasattr(config, f"_{name}"):
+            yield (*where, name), f"{type(config).__name__} has no option {name!r}"
+        elif isinstance(value, dict) and hasattr(getattr(config, name), "to_dict"):
+            yield from _unknown_options(value, getattr(config, name), (*where, name))
+
+
+def _message(path: Path, root: yaml.Node | None, where: Sequence[Any], what: str) -> str:
+    """`model_zoo.yaml:7: bert-base: inputs.input_ids.shape: ...`: file, line, entry, field, what is wrong."""
+    node, key_line, field = root, 0 if root is None else root.start_mark.line, []
+    entry = ""
+    for position, part in enumerate(where):
+        if isinstance(node, yaml.MappingNode):
+            child = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            if child is None and position < len(where) - 1:
+                continue  # the tag that pydantic adds for a union is not in the file
+            field.append(str(part))
+            if child is None:
+                break
+            key_line, node = child[0].start_mark.line, child[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            key_line = node.start_mark.line
+            if field == ["models"]:
+                names = [v.value for k, v in getattr(node, "value", ()) if k.value == "name"]
+                entry, field = f"{names[0] if names else f'entry {part + 1}'}: ", []
+            else:
+                field.append(str(part))
+    return f"{path}:{key_line + 1}: {entry}{'.'.join(field) + ': ' if field else ''}{what}"
+
+
+def _repeated_keys(node: yaml.Node | None, where: tuple[Any, ...]) -> Iterator[tuple[Any, str]]:
+    """Keys given twice in one mapping: YAML keeps the last and says nothing."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                yield (*where, key.value), "given twice"
+            seen.add(key.value)
+            yield from _repeated_keys(value, (*where, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _repeated_keys(value, (*where, index))
+
+
+def _without_type(message: str) -> str:
+    return message.removeprefix("Value error, ")
