@@ -347,7 +347,8 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if target in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm, F.embedding):
         return tuple(node.all_input_nodes)  # running statistics, and a weight with max_norm
     name = getattr(target, "__name__", "")
-    if target in _AUGMENTED or _is_write_name(name):
+    is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
+    if target in _AUGMENTED or (_is_write_name(name) and not is_operator):
         return _first_input(node)
     if not is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
