@@ -2,6 +2,7 @@
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
+from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
@@ -17,6 +18,7 @@ from fxopt.transformation import (
 )
 
 __all__ = [
+    "ChangePrecision",
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
     "FuseBatchNorm1dInLinear",

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,6 +83,25 @@ class GraphIndex:
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
         return self._unusual(module) or next((reason for reason in places if reason), None)
+
+    def obstacle_in_place(self, module: nn.Module) -> str | None:
+        """Why a module cannot be replaced under all its names by a copy with other weights; else `None`."""
+        places = (self._foreign_parent(name) for name in self.names(module))
+        parts = (self._unusual(part) for part in module.modules())
+        return next((reason for reason in (*parts, *places) if reason), None)
+
+    def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
+        """The tensors of what a `call_module` or `get_attr` node names, with all names of their memory."""
+        target = str(node.target)
+        if node.op == "call_module":
+            module = self.module(node)
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+        else:
+            owner, name = split_path(target)
+            tensors = [(name, getattr(self.modules[owner], name))]
+        for name, tensor in tensors:
+            for path, other, _ in self._holders.get(_storage(tensor), ()):
+                yield name, f"{path}.{other}" if path else other
 
     def reading_obstacle(self, node: Node) -> str | None:
         """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
@@ -301,6 +320,16 @@ def is_plain_linear(layer: nn.Linear) -> bool:
     return layer.weight.shape == shape and (bias is None or bias.shape == shape[:1])
 
 
+def is_container(target: object) -> bool:
+    """Whether a call target only packs its arguments: a tuple, a dict, a model output."""
+    return isinstance(target, type) and issubclass(target, tuple | list | dict)
+
+
+def is_torch_module(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, whose effects are known."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def is_torch_function(target: object) -> bool:
     """Whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
     module = getattr(target, "__module__", None) or ""
@@ -332,7 +361,7 @@ _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
     if getattr(module, "_is_impure", False):
         return None
-    if not type(module).__module__.startswith("torch."):
+    if not is_torch_module(module):
         return tuple(node.all_input_nodes)
     return _first_input(node) if getattr(module, "inplace", False) else ()
 
@@ -350,6 +379,8 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
     if target in _AUGMENTED or (_is_write_name(name) and not is_operator):
         return _first_input(node)
+    if is_container(target):
+        return ()
     if not is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
     if _inplace(node):
@@ -393,6 +424,7 @@ def _is_write_name(name: str) -> bool:
     return name.endswith("_")
 
 
+# What has such a name and writes nothing.
 _NOT_AUGMENTED = {"__invert__", "__index__", "__int__", "__init__", "__iter__", "__instancecheck__"}
 
 

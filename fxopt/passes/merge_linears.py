@@ -248,9 +248,10 @@ def _contiguity_obstacle(index: graph.GraphIndex, call: Node, width: int) -> str
             name = _name(user)
             if name in _NEEDS_CONTIGUOUS and not (value is call and _splits_last(user, width)):
                 return f"{user.name} ({name}) depends on the memory layout of the output"
-            if user.op == "call_module" and not type(index.module(user)).__module__.startswith("torch.nn."):
+            if user.op == "call_module" and not graph.is_torch_module(index.module(user)):
                 return f"{user.name} is a module whose use of the memory layout is unknown"
-            if user.op == "call_function" and not graph.is_torch_function(user.target):
+            known = graph.is_torch_function(user.target) or graph.is_container(user.target)
+            if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
             if user not in seen and name != "contiguous" and not index.gives_new_memory(user):
                 seen.add(user)

@@ -1,0 +1,434 @@
+"""Weights and activations in bfloat16 or float16, with chosen modules kept in float32."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_any, tree_map
+
+from fxopt import graph
+from fxopt.errors import PassError, UndoError
+from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace, traces
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangePrecision(ReversibleRewrite["Plan"]):
+    """Runs the layers of `torch.nn`, and what follows from their outputs, in a lower precision.
+
+    Layers with float32 weights are replaced by copies in the lower dtype. A value stays in float32 until it
+    meets one of lower precision; there it is cast, saturating, so that no finite number becomes infinite.
+    Inputs and outputs of the graph keep their dtypes, and so does what the model itself computes in an
+    explicit dtype. Complex numbers, `torch.linalg`, `torch.fft` and foreign modules and functions get float32.
+
+    The record keeps the float32 weights, at the cost of their memory, so that undoing gives them back bit for
+    bit; those that were changed in the meantime are cast.
+
+    Args:
+        dtype: `torch.bfloat16` or `torch.float16`.
+        keep_float32: modules and parameters to keep: qualified names, with `*` as in a shell (what is below
+            a name is kept, too), or types of modules.
+
+    Example:
+        >>> import fxopt, torch
+        >>> traced = fxopt.trace(torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(1, 2),))
+        >>> changed = ChangePrecision(torch.bfloat16)(traced)
+        >>> changed.get_submodule("0").weight.dtype, changed(torch.ones(1, 2)).dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    keep_float32: tuple[str | type[nn.Module], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {self.dtype!r}; give torch.bfloat16 or torch.float16")
+        if isinstance(self.keep_float32, str | type):
+            raise TypeError(f"keep_float32 is {self.keep_float32!r}; give a sequence of names and types")
+        object.__setattr__(self, "keep_float32", tuple(self.keep_float32))
+
+    def match(self, graph_module: GraphModule) -> Iterator[Plan | Refusal]:
+        """Yield one plan for the whole graph, and a refusal for each layer that is kept in float32."""
+        if self.get_transformed_nodes(graph_module):
+            return
+        index = graph.GraphIndex(graph_module)
+        refusal = _graph_obstacle(index)
+        if refusal:
+            yield refusal
+            return
+        kept = self._kept(index)
+        yield from (Refusal(node, reason) for node, reason in kept.items() if node.op == "call_module")
+        plan = _Planner(index, self.dtype, kept).plan()
+        if isinstance(plan, Refusal):
+            yield plan
+        elif plan.nodes:
+            yield _tie_obstacle(index, plan) or plan
+
+    def apply(self, graph_module: GraphModule, site: Plan) -> Change:
+        """Replace layers and parameters, then cast where the plan says so."""
+        lowered = _lowered_tensors(graph_module, site, self.dtype)
+        originals = {path: graph_module.get_submodule(path) for path in site.layers}
+        for path, copied in _copies(originals, lowered).items():
+            leave_trace(copied, self, [originals[path]])
+            graph.set_module(graph_module, path, copied)
+        parameters = {path: _parameter(graph_module, path) for path in site.parameters}
+        for path, parameter in parameters.items():
+            _set_parameter(graph_module, path, lowered[id(parameter)])
+
+        nodes = {f"layer {number}": node for number, node in enumerate(site.nodes)}
+        for number, cast in enumerate(_insert_casts(graph_module, site, self.dtype)):
+            nodes[f"cast {number}"] = cast
+        scalars = {}
+        for number, node in enumerate(site.saturated):
+            nodes[f"saturated {number}"] = node
+            scalars[f"saturated {number}"] = _saturate_scalars(node, self.dtype)
+        for node in site.low:
+            node.meta[_FLOAT32_VALUE] = node.meta["val"]
+            node.meta["val"] = _described(node, self.dtype)
+        paths = (*site.layers, *site.parameters)
+        data = {"modules": originals, "parameters": parameters, "scalars": scalars}
+        return Change(site.nodes, nodes, paths, data)
+
+    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
+        """Take the casts out and put the float32 weights back."""
+        current = {path: graph_module.get_submodule(path) for path in data["modules"]}
+        for path, original in data["modules"].items():
+            if type(current[path]) is not type(original) or self.signature not in traces(current[path]):
+                raise UndoError(f"{self!r} cannot be undone: {path} was replaced since")
+        restored = _restored_tensors(graph_module, data)
+        for path, original in _copies(data["modules"], restored).items():
+            graph.set_module(graph_module, path, _with_flags(original, current[path]))
+        for path, parameter in data["parameters"].items():
+            _set_parameter(graph_module, path, restored[id(parameter)])
+        for role, node in nodes.items():
+            if role.startswith("cast"):
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph_module.graph.erase_node(node)
+            elif role.startswith("saturated"):
+                _restore_scalars(node, data["scalars"][role])
+        for node in graph_module.graph.nodes:
+            if _FLOAT32_VALUE in node.meta:
+                node.meta["val"] = node.meta.pop(_FLOAT32_VALUE)
+
+    def _kept(self, index: graph.GraphIndex) -> dict[Node, str]:
+        """The calls of layers, and reads of parameters, that stay in float32, with the reason."""
+        unused = {name for name in self.keep_float32 if isinstance(name, str)}
+        types = tuple(kind for kind in self.keep_float32 if isinstance(kind, type))
+        kept: dict[Node, str] = {}
+        for node in index.nodes:
+            if node.op not in ("call_module", "get_attr"):
+                continue
+            module = index.module(node) if node.op == "call_module" else None
+            paths = [str(node.target)] if module is None else index.names(module)
+            matching = {name for name in self.keep_float32 if isinstance(name, str) and _below(paths, name)}
+            unused -= matching
+            if matching or isinstance(module, types):
+                kept[node] = "keep_float32 names it"
+            elif module is not None and any(p.dtype == torch.float32 for p in module.parameters()):
+                reason = _layer_obstacle(index, module)
+                if reason:
+                    kept[node] = f"kept in float32: {reason}"
+        if unused:
+            raise PassError(
+                f"keep_float32 names {', '.join(sorted(unused))}, but the graph calls no such module and reads "
+                "no such parameter; give a qualified name as in named_modules()"
+            )
+        return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What changes, for the whole graph.
+
+    Attributes:
+        nodes: calls of the layers and reads of the parameters that change.
+        layers: the qualified names of these layers.
+        parameters: the qualified names of parameters that the graph reads directly.
+        casts: for each operand to cast, the user, the value, and whether to the lower dtype.
+        saturated: nodes with constants that are too large for the lower dtype.
+        low: nodes whose value is in the lower dtype afterwards.
+        uncached: values that are written to, so that each use needs a cast of its own.
+    """
+
+    nodes: tuple[Node, ...]
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...]
+    casts: tuple[tuple[Node, Node, bool], ...]
+    saturated: tuple[Node, ...]
+    low: tuple[Node, ...]
+    uncached: frozenset[Node]
+
+    @property
+    def node(self) -> Node:
+        return self.nodes[0]
+
+
+class _Planner:
+    """Follows the lower precision from the layers through the graph."""
+
+    def __init__(self, index: graph.GraphIndex, dtype: torch.dtype, kept: Mapping[Node, str]) -> None:
+        self.index = index
+        self.dtype = dtype
+        self.kept = kept
+        self.low: dict[Node, None] = {}
+        self.casts: list[tuple[Node, Node, bool]] = []
+        self.saturated: list[Node] = []
+        self.changed: dict[Node, None] = {}
+
+    def plan(self) -> Plan | Refusal:
+        """The plan, or why there is none."""
+        for node in self.index.nodes:
+            self._visit(node)
+        for user, value, _ in self.casts:
+            if not isinstance(value.meta["val"], Tensor):
+                return Refusal(user, f"{value.name}, which would have to be cast, holds several tensors")
+        layers = [self.index.names(self.index.module(n)) for n in self.changed if n.op == "call_module"]
+        parameters = [str(node.target) for node in self.changed if node.op == "get_attr"]
+        return Plan(
+            tuple(self.changed),
+            tuple(dict.fromkeys(name for names in layers for name in names)),
+            tuple(dict.fromkeys(parameters)),
+            tuple(self.casts),
+            tuple(self.saturated),
+            tuple(self.low),
+            frozenset(value for _, value, _ in self.casts if self.index.written(value)),
+        )
+
+    def _visit(self, node: Node) -> None:
+        operands = [value for value in node.all_input_nodes if _is_float32(value)]
+        if self._is_changed(node):
+            self.changed[node] = None
+            self._lower(node, operands)
+        elif node.op == "get_attr" or node.op == "placeholder":
+            return
+        elif self._needs_float32(node):
+            self.casts.extend((node, value, False) for value in operands if value in self.low)
+        elif self.index.writes(node) and operands:
+            written = node.all_input_nodes[0] in self.low
+            others = [value for value in operands if value is not node.all_input_nodes[0]]
+            self.casts.extend((node, value, written) for value in others if (value in self.low) != written)
+            if written:
+                self._set_low(node)
+        elif any(value in self.low for value in operands) and not _asks_for_float32(node):
+            self._lower(node, operands)
+
+    def _lower(self, node: Node, operands: list[Node]) -> None:
+        self.casts.extend((node, value, True) for value in operands if value not in self.low)
+        self._set_low(node)
+
+    def _set_low(self, node: Node) -> None:
+        if _is_float32(node):
+            self.low[node] = None
+        if node.op != "call_module" and any(True for _ in _too_large(node, self.dtype)):
+            self.saturated.append(node)
+
+    def _is_changed(self, node: Node) -> bool:
+        if node in self.kept:
+            return False
+        if node.op == "get_attr":
+            return _is_float32(node) and isinstance(_attribute(self.index.graph_module, node), nn.Parameter)
+        if node.op != "call_module":
+            return False
+        return any(p.dtype == torch.float32 for p in self.index.module(node).parameters())
+
+    def _needs_float32(self, node: Node) -> bool:
+        if node.op == "output" or node in self.kept:
+            return True
+        if node.op == "call_module":
+            return not graph.is_torch_module(self.index.module(node))
+        if any(_holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):
+            return True
+        if node.op != "call_function":
+            return False
+        name = getattr(node.target, "__name__", "")
+        return not graph.is_torch_function(node.target) or (
+            name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm")
+        )
+
+
+def saturate(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast `value`, finite numbers to finite numbers: the largest ones of `dtype` where they are too large.
+
+    Example:
+        >>> import torch
+        >>> saturate(torch.tensor([1e30, float("inf")]), torch.float16)
+        tensor([65504.,    inf], dtype=torch.float16)
+    """
+    largest = torch.finfo(dtype).max
+    return torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)
+
+
+_FLOAT32_VALUE = "fxopt_float32_val"
+"""The key of `node.meta` that keeps the description of a value before its dtype was changed."""
+
+
+def _graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
+    for node in index.nodes:
+        container = node.op == "output" or isinstance(node.target, type)
+        if not container and "val" not in node.meta and not node.is_impure():
+            return Refusal(
+                node, "its dtype is unknown: the graph has no metadata (trace it with fxopt.trace)"
+            )
+        if _holds(node, lambda t: t.dtype in (torch.float16, torch.bfloat16)):
+            return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
+        if "autocast" in getattr(node.target, "__name__", ""):
+            return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
+        if node.op == "get_attr" and isinstance(_attribute(index.graph_module, node), nn.Parameter):
+            writer = index.written(node)
+            if writer:
+                return Refusal(writer, f"it may write into the parameter {node.target}")
+    return None
+
+
+def _layer_obstacle(index: graph.GraphIndex, module: nn.Module) -> str | None:
+    if not graph.is_torch_module(module):
+        return f"{type(module).__name__} is not a layer of torch.nn"
+    return index.obstacle_in_place(module)
+
+
+def _tie_obstacle(index: graph.GraphIndex, plan: Plan) -> Refusal | None:
+    """A tensor that is shared by what changes and what does not."""
+    inside = [*plan.layers, *plan.parameters]
+    for node in plan.nodes:
+        for path, other in index.sharing(node):
+            if not any(other == name or other.startswith(f"{name}.") for name in inside):
+                return Refusal(node, f"its {path} shares memory with {other}, which stays in float32")
+    return None
+
+
+def _is_float32(node: Node) -> bool:
+    return _holds(node, lambda tensor: tensor.dtype == torch.float32)
+
+
+def _holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
+    """Whether the value of `node` is, or contains, a tensor with a property."""
+    value = node.meta.get("val")
+    return bool(tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
+
+
+def _asks_for_float32(node: Node) -> bool:
+    """Whether a call names float32 itself: `x.float()`, `softmax(x, dtype=torch.float32)`."""
+    return torch.float32 in (*node.args, *node.kwargs.values()) or node.target == "float"
+
+
+def _below(paths: list[str], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}.*") for p in paths)
+
+
+def _lowered_tensors(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> dict[int, Tensor]:
+    """For the id of each float32 tensor that changes, its copy in the lower dtype."""
+    layers = [graph_module.get_submodule(path) for path in plan.layers]
+    tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+    tensors += [_parameter(graph_module, path) for path in plan.parameters]
+    return {id(t): _like(t, saturate(t.detach(), dtype)) for t in tensors if t.dtype == torch.float32}
+
+
+def _restored_tensors(graph_module: GraphModule, data: Any) -> dict[int, Tensor]:
+    """For the id of each recorded tensor, what it is now: itself, or its changed successor in float32."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for path, original in data["modules"].items():
+        current = graph_module.get_submodule(path)
+        for registry in ("named_parameters", "named_buffers"):
+            now = dict(getattr(current, registry)(remove_duplicate=False))
+            before = getattr(original, registry)(remove_duplicate=False)
+            pairs.extend((tensor, now[name]) for name, tensor in before)
+    for path, parameter in data["parameters"].items():
+        pairs.append((parameter, _parameter(graph_module, path)))
+    return {id(before): _restored(before, now) for before, now in pairs if before.dtype == torch.float32}
+
+
+def _restored(before: Tensor, now: Tensor) -> Tensor:
+    if before.device == now.device and (now.is_meta or torch.equal(saturate(before, now.dtype), now)):
+        return before if before.requires_grad == now.requires_grad else _like(now, before.detach())
+    moved = before.detach().to(now.device)
+    unchanged = now.is_meta or torch.equal(saturate(moved, now.dtype), now)
+    return _like(now, moved if unchanged else now.detach().to(torch.float32))
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def _copies(modules: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, nn.Module]:
+    """Copies of modules with other tensors in them; what was one module stays one."""
+    memo: dict[int, Any] = dict(tensors)
+    return {path: copy.deepcopy(module, memo) for path, module in modules.items()}
+
+
+def _with_flags(module: nn.Module, like: nn.Module) -> nn.Module:
+    for own, other in zip(module.modules(), like.modules(), strict=True):
+        own.training = other.training
+    return module
+
+
+def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> Iterator[Node]:
+    made: dict[tuple[Node, bool], Node] = {}
+    for user, value, down in plan.casts:
+        cast = made.get((value, down))
+        if cast is None:
+            with graph_module.graph.inserting_before(user):
+                cast = (
+                    graph_module.graph.call_function(saturate, (value, dtype))
+                    if down
+                    else graph_module.graph.call_method("to", (value, torch.float32))
+                )
+            cast.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
+            cast.meta["val"] = value.meta["val"].to(dtype if down else torch.float32)
+            if value not in plan.uncached:
+                made[value, down] = cast
+            yield cast
+        user.replace_input_with(value, cast)
+
+
+def _described(node: Node, dtype: torch.dtype) -> Any:
+    def lower(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return tree_map(lower, node.meta["val"])
+
+
+def _too_large(node: Node, dtype: torch.dtype) -> Iterator[float]:
+    largest = torch.finfo(dtype).max
+    for value in (*node.args, *node.kwargs.values()):
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > largest:
+            yield value
+
+
+def _saturate_scalars(node: Node, dtype: torch.dtype) -> tuple[dict[int, float], dict[str, float]]:
+    """Bring constants into the range of `dtype`, and return the old ones by place."""
+    large, largest = set(_too_large(node, dtype)), torch.finfo(dtype).max
+    args = {i: v for i, v in enumerate(node.args) if isinstance(v, float) and v in large}
+    kwargs = {k: v for k, v in node.kwargs.items() if isinstance(v, float) and v in large}
+    for index, value in args.items():
+        node.update_arg(index, math.copysign(largest, value))
+    for name, value in kwargs.items():
+        node.update_kwarg(name, math.copysign(largest, value))
+    return args, kwargs
+
+
+def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float]]) -> None:
+    for index, value in before[0].items():
+        node.update_arg(index, value)
+    for name, value in before[1].items():
+        node.update_kwarg(name, value)
+
+
+def _attribute(graph_module: GraphModule, node: Node) -> Any:
+    owner, name = graph.split_path(str(node.target))
+    return getattr(graph_module.get_submodule(owner), name)
+
+
+def _parameter(graph_module: GraphModule, path: str) -> nn.Parameter:
+    return graph_module.get_parameter(path)
+
+
+def _set_parameter(graph_module: GraphModule, path: str, parameter: Any) -> None:
+    owner, name = graph.split_path(path)
+    graph_module.get_submodule(owner)._parameters[name] = parameter
