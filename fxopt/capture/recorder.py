@@ -29,12 +29,15 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture import modes
 from fxopt.capture.canonical import canonical, named, writes
+from fxopt.capture.layers import LayerRunner
+from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.sizes import Sizes, SymbolicNumber
 from fxopt.errors import TraceError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FXOPT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
+_LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
@@ -66,6 +69,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         self,
         graph: torch.fx.Graph,
         sizes: Sizes,
+        shape_env: CaptureShapeEnv,
         parameters: dict[int, str],
         device: torch.device,
     ) -> None:
@@ -73,6 +77,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.graph = graph
         self.sizes = sizes
         self.device = device
+        # Where the forward first asked for strides.
+        self.layout_read_at: str | None = None
+        self._shape_env = shape_env
         self.constants: dict[str, torch.Tensor] = {}
         self.dtype_read_at: str | None = None
         self.read: dict[int, str] = {}
@@ -86,6 +93,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         # Tensors that the forward makes from Python data, by storage: each run must start from fresh ones.
         self._fresh: dict[int, torch.fx.Node] = {}
         self._written_storages: set[int] = set()
+        self._layers = LayerRunner()
         self._opaque = 0
 
     # --- inputs and outputs
@@ -180,14 +188,21 @@ class Recorder(PreDispatchTorchFunctionMode):
             if call.arguments.get("inplace"):
                 call.arguments["inplace"] = False
                 return self._written(call.arguments["input"], function, call.args, call.kwargs)
+        guards, ranges = len(self._shape_env.guards), dict(self._shape_env.var_to_range)
         result = function(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and not writes(getattr(function, "__name__", "")):
+        writing = writes(getattr(function, "__name__", ""))
+        if isinstance(result, torch.Tensor) and not writing:
             result = _distinct(result, args, kwargs)
-        self.record(function, args, kwargs, result)
+        if (
+            self.record(function, args, kwargs, result)
+            and not writing
+            and len(self._shape_env.guards) > guards
+        ):
+            self._shape_env.settle_at_one(guards, ranges, function, args, kwargs, result)
         return result
 
-    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Write the node for a call that has been made, unless it only asked a question."""
+    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Write the node for a call that has been made, and say so; a call that only asked a question has none."""
         name = getattr(function, "__name__", "")
         if name == "__set__":
             raise TraceError(
@@ -197,17 +212,20 @@ class Recorder(PreDispatchTorchFunctionMode):
         if name == "__get__" and isinstance(result, torch.dtype):
             if result.is_floating_point and self.dtype_read_at is None:
                 self.dtype_read_at = self.location()
-            return
+            return False
         if result is None:
             if not writes(name) and function not in _side_effectful_functions:
                 raise TraceError(f"the forward calls {name!r}, which a graph cannot hold. {self.where()}")
         elif not self._makes_something(result):
-            return
+            if name in _LAYOUT_QUERIES and self.layout_read_at is None:
+                self.layout_read_at = self.location()
+            return False
         op, target, node_args, node_kwargs = canonical(function, args, kwargs)
         node_args, node_kwargs = self._arguments(name, node_args, node_kwargs)
         if writes(name) and isinstance(args[0], torch.Tensor):
             self._written_storages.add(_storage(args[0]))
         self._create(op, target, node_args, node_kwargs, result)
+        return True
 
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
@@ -215,8 +233,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             return module._call_impl(*args, **kwargs)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         versions = [] if torch.is_inference_mode_enabled() else [t._version for t in tensors]
+        guards, ranges = len(self._shape_env.guards), dict(self._shape_env.var_to_range)
         with self.paused():
-            result = module._call_impl(*args, **kwargs)
+            result = self._layers.run(module, args, kwargs)
+            if len(self._shape_env.guards) > guards and not module.training:
+                self._shape_env.settle_at_one(guards, ranges, module._call_impl, args, kwargs, result)
             if isinstance(result, torch.Tensor) and versions == [t._version for t in tensors]:
                 result = _distinct(result, args, kwargs)
         self._written_storages.update(

@@ -15,7 +15,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.comparison import same_calls
 from fxopt.capture.guards import (
@@ -32,6 +32,7 @@ from fxopt.capture.guards import (
 )
 from fxopt.capture.interception import intercepted, lock
 from fxopt.capture.module import TracedModule
+from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.recorder import RUN_FORWARD, Recorder, is_model_code, place
 from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
 from fxopt.errors import TraceError
@@ -157,7 +158,7 @@ class Capture:
         self.leaf_modules = leaf_modules
         self.at_one = at_one
         self.layers = {id(m) for name, m in model.named_modules() if _is_layer(name, m, leaf_modules)}
-        self.shape_env = _ShapeEnv()
+        self.shape_env = CaptureShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
@@ -168,6 +169,9 @@ class Capture:
         """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
         recorder = self.record()
         guards = self.size_guards(self.shape_env.replace)
+        if recorder.layout_read_at is not None:
+            # Strides differ at sizes of 1, and asking for them leaves no guard.
+            guards += [SizeGuard(f"{symbol} != 1", recorder.layout_read_at) for symbol, _ in self._roots()]
         alternatives = [guards, *self._captured_at_one(guards)]
         self._check_asked_dimensions()
         return self._module(recorder, alternatives)
@@ -176,7 +180,7 @@ class Capture:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         device = _device(self.model, self.inputs)
         shell, parameters = self._shell()
-        recorder = Recorder(self.graph, self.sizes, parameters, device)
+        recorder = Recorder(self.graph, self.sizes, self.shape_env, parameters, device)
         self._intercept_modules(shell, recorder)
         arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
         args, kwargs = _call_arguments(self.model, arguments)
@@ -311,10 +315,7 @@ class Capture:
 
     def size_guards(self, translated: Callable[[Any], Any]) -> list[SizeGuard]:
         """The conditions on free sizes that the forward relied on, and those that were asked for."""
-        conditions = [
-            (guard.expr, origin)
-            for guard, origin in zip(self.shape_env.guards, self.shape_env.origins, strict=True)
-        ]
+        conditions = self.shape_env.conditions()
         for free in self.free:
             conditions += self._asked(free)
             bounds = self.shape_env.var_to_range.get(free.symbol)
@@ -365,9 +366,9 @@ class Capture:
             if expression.is_number and free.choice is not Dim.AUTO:
                 why = next(
                     (
-                        f": {guard.expr}, needed by {origin}"
-                        for guard, origin in zip(self.shape_env.guards, self.shape_env.origins, strict=True)
-                        if free.symbol in guard.expr.free_symbols
+                        f": {condition}, needed by {origin}"
+                        for condition, origin in self.shape_env.conditions()
+                        if free.symbol in condition.free_symbols
                     ),
                     "",
                 )
@@ -452,26 +453,6 @@ class Capture:
             shape.append(int(expression) if expression.is_number else python_expression(expression))
         strict = strict_dtype and expected.dtype.is_floating_point
         return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict)
-
-
-class _ShapeEnv(ShapeEnv):
-    """A ShapeEnv that keeps the model's line for each guard, and sizes of 0 and 1 free."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            allow_scalar_outputs=True,
-            allow_dynamic_output_shape_ops=True,
-            specialize_zero_one=False,
-            duck_shape=False,
-        )
-        self.origins: list[str] = []
-        self.location: Callable[[], str] = lambda: "the inputs"
-
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().evaluate_expr(*args, **kwargs)
-        while len(self.origins) < len(self.guards):
-            self.origins.append(self.location())
-        return result
 
 
 class _Call:

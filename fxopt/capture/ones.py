@@ -1,0 +1,131 @@
+"""Guards that exclude a size of 1 for the sake of one operator, settled on the spot.
+
+torch's operators ask whether a size is 1 (to broadcast, to choose strides) and so put a guard into the ShapeEnv,
+though mostly the answer changes nothing that anybody can see. So the operator is run once more on the same inputs
+with that size set to 1: when its output has the shape and strides that the general run predicts for 1, the graph
+holds there as well. Where the model's own Python asked, the whole forward must be captured again instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+class CaptureShapeEnv(ShapeEnv):
+    """A ShapeEnv that leaves sizes of 0 and 1 free, and keeps the model's line for each guard."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            allow_scalar_outputs=True,
+            allow_dynamic_output_shape_ops=True,
+            specialize_zero_one=False,
+            duck_shape=False,
+        )
+        self.location: Callable[[], str] = lambda: "the inputs"
+        self._origins: list[str] = []
+        self._relaxed: list[tuple[Any, str]] = []
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().evaluate_expr(*args, **kwargs)
+        while len(self._origins) < len(self.guards):
+            self._origins.append(self.location())
+        return result
+
+    def conditions(self) -> list[tuple[Any, str]]:
+        """What was assumed so far: sympy conditions, each with the line of the model that needs it."""
+        guards = [(guard.expr, origin) for guard, origin in zip(self.guards, self._origins, strict=True)]
+        return self._relaxed + guards
+
+    def settle_at_one(
+        self,
+        first: int,
+        ranges: dict[Any, Any],
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+    ) -> None:
+        """Relax the guards from index `first` on, which `call(*args, **kwargs)` has added, if they may be.
+
+        A relaxed guard is taken back, with what it did to the value ranges (`ranges` holds them as they
+        were before the call): Python that asks the same question later must get a guard of its own.
+        """
+        verdicts: dict[sympy.Symbol, bool] = {}
+        for index in reversed(range(first, len(self.guards))):
+            guard = self.replace(self.guards[index].expr)
+            if len(guard.free_symbols) != 1:
+                continue
+            (symbol,) = guard.free_symbols
+            if guard.xreplace({symbol: sympy.Integer(1)}) != sympy.false:
+                continue
+            if symbol not in verdicts:
+                verdicts[symbol] = self._same_at_one(symbol, call, args, kwargs, result)
+            if verdicts[symbol]:
+                origin = self._origins.pop(index)
+                if not _excludes_one_size(guard, symbol):
+                    self._relaxed.append((sympy.Or(guard, sympy.Eq(symbol, 1)), origin))
+                del self.guards[index]
+                self.var_to_range[symbol] = ranges[symbol]
+                self._update_version_counter()
+
+    def _same_at_one(
+        self, symbol: sympy.Symbol, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
+    ) -> bool:
+        one = {symbol: sympy.Integer(1)}
+        try:
+            with torch.no_grad():
+                at_one = call(*self._substituted(args, one), **self._substituted(kwargs, one))
+        except Exception:
+            return False  # not settled: the guard stays, or a capture of the whole forward decides
+        return self._described(result, one) == self._described(at_one, one)
+
+    def _substituted(self, value: Any, one: dict[Any, Any]) -> Any:
+        """`value` with the symbol replaced by 1 in every tensor and size."""
+        if isinstance(value, torch.SymInt):
+            expression = self.replace(value.node.expr).xreplace(one)
+            if expression.is_number:
+                return int(expression)
+            return self.create_symintnode(expression, hint=None)
+        if isinstance(value, torch.Tensor):
+            if not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
+                return value
+            shape, stride = self._substituted(tuple(value.shape), one), self._substituted(value.stride(), one)
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
+            return (list if type(value) is list else tuple)(self._substituted(item, one) for item in value)
+        if type(value) is dict:
+            return {key: self._substituted(item, one) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*self._substituted((value.start, value.stop, value.step), one))
+        return value
+
+    def _described(self, value: Any, one: dict[Any, Any]) -> Any:
+        """What can be seen of a result: shapes and strides at size 1, types, and other values as they are."""
+
+        def at_one(size: Any) -> Any:
+            expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            return self.replace(expression).xreplace(one)
+
+        if isinstance(value, torch.Tensor):
+            shape = [at_one(size) for size in value.shape]
+            # The stride of a dimension of size 1 says nothing about where elements lie.
+            stride = [at_one(s) if size != 1 else None for size, s in zip(shape, value.stride(), strict=True)]
+            return shape, stride, value.dtype
+        if isinstance(value, (tuple, list)):
+            return [self._described(item, one) for item in value]
+        if isinstance(value, torch.SymInt):
+            return at_one(value)
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            return object()  # equal to nothing
+        return value
+
+
+def _excludes_one_size(guard: Any, symbol: sympy.Symbol) -> bool:
+    """Whether a guard that is false at 1 is true everywhere else, as `s != 1` and `64*s != 64` are."""
+    return isinstance(guard, sympy.Ne) and sympy.diff(guard.lhs - guard.rhs, symbol).is_number is True
