@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -62,10 +63,9 @@ def compare(
         old, new = before.loc[case].to_dict(), after.loc[case].to_dict()
         changes += _outcome(old, new)
         changes += _sites(old, new)
-        for name in names:
-            if _both_finite(old, new, name):
-                changes += _error(old, new, name, error_factor)
-                changes += _share(old, new, name, share_drop)
+        changes += _error(old, new, names, error_factor)
+        for name in filter(functools.partial(_both_finite, old, new), names):
+            changes += _share(old, new, name, share_drop)
         changes += _latency(old, new, latency_change)
     table = pd.DataFrame(changes, columns=CHANGE)
     return table.sort_values(["regression", "kind", "id"], ascending=[False, True, True], ignore_index=True)
@@ -114,16 +114,20 @@ def _sites(old: dict[Hashable, Any], new: dict[Hashable, Any]) -> Iterator[tuple
 
 
 def _error(
-    old: dict[Hashable, Any], new: dict[Hashable, Any], name: str, factor: float
+    old: dict[Hashable, Any], new: dict[Hashable, Any], names: list[str], factor: float
 ) -> Iterator[tuple[Any, ...]]:
-    if "error" not in name:
-        return
-    was, now = old[name], new[name]
-    grown, shrunk = now > max(was, ROUNDING) * factor, was > max(now, ROUNDING) * factor
-    if grown or shrunk:
-        times = (max(was, now) / min(was, now)) if min(was, now) > 0 else math.inf
-        explanation = f"{name} {'grew' if grown else 'shrank'} by a factor of {times:.3g}"
-        yield grown, "error", new["id"], f"{was:.2e}", f"{now:.2e}", explanation
+    """The error of a case that changed most: several measures of one output grow together."""
+    errors = [name for name in names if "error" in name and "original" not in name]
+    changed = {
+        name: math.log(max(new[name], ROUNDING) / max(old[name], ROUNDING))
+        for name in errors
+        if _both_finite(old, new, name)
+    }
+    name = max(changed, key=lambda name: abs(changed[name]), default="")
+    if name and abs(changed[name]) > math.log(factor):
+        grown = changed[name] > 0
+        explanation = f"{name} {'grew' if grown else 'shrank'} by more than a factor of {factor:g}"
+        yield grown, "error", new["id"], f"{old[name]:.2e}", f"{new[name]:.2e}", explanation
 
 
 def _share(

@@ -120,12 +120,21 @@ def test_errors(was, now, expected, changes):
     assert kinds(changes(measured(max_abs_error=was), measured(max_abs_error=now))) == expected
 
 
+def test_a_case_whose_errors_grew_is_one_row_with_the_one_that_grew_most(changes):
+    before = measured(max_abs_error=1e-7, relative_error=1e-8, relative_error_original=1e-8)
+    after = measured(max_abs_error=1e-5, relative_error=1e-5, relative_error_original=1e-3)
+    table = changes(before, after)
+    assert kinds(table) == [("error", True)]
+    assert table.loc[0, "explanation"].startswith("relative_error grew")
+
+
 @pytest.mark.parametrize(
     ("name", "now", "expected"),
     [
         ("agreement", 0.97, [("accuracy", True)]),
         ("task_accuracy_after", 0.97, [("accuracy", True)]),
         ("cosine", 0.99, []),
+        ("agreement", 1.03, [("accuracy", False)]),
         ("nodes_after", 0.97, []),
     ],
 )

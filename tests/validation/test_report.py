@@ -123,6 +123,36 @@ def test_failures_come_with_stage_and_reason_the_worst_first(table):
     problems = tables.problems(table)
     assert problems["outcome"].tolist() == ["crash", "out-of-memory", "timeout", "error", "fail"]
     assert problems["reason"].iloc[0] == "the worker died and sent nothing back"
+    assert problems["stage"].tolist() == ["", "transform", "transform", "transform", "compare"]
+
+
+def test_one_reason_is_one_row_and_the_simplest_case_comes_first(run, tmp_path):
+    cases = [dataclasses.replace(CASE, check=check) for check in (Check.LATENCY, Check.EQUIVALENCE)]
+    cases += [dataclasses.replace(CASE, pipeline=(), check=Check.TRACE)]
+    cases += [dataclasses.replace(CASE, pipeline=("A", name), check=Check.EFFECT) for name in "BC"]
+    records = [Record(case, Outcome.ERROR, case.check, "cannot be captured") for case in cases]
+    problems = tables.problems(table_of(records, run, tmp_path))
+    assert problems["cases"].tolist() == [5]
+    assert problems.loc[0, "case"].startswith("bert-eager-cpu-trace, bert-MergeLinears")
+    assert problems.loc[0, "case"].endswith(" and 2 more")
+    assert problems.loc[0, "stage"] == "trace; equivalence; latency; effect"
+
+
+def test_of_one_error_in_several_checks_the_largest_is_shown(run, tmp_path):
+    records = [
+        Record(dataclasses.replace(CASE, check=check), Outcome.PASS, measurements={"logit_error": error})
+        for check, error in ((Check.EQUIVALENCE, 2e-9), (Check.ACCURACY, 1e-9))
+    ]
+    view = tables.compatibility(table_of(records, run, tmp_path), "bert")
+    assert view["logit error (limit)"].tolist() == ["2.0e-09"]
+
+
+def test_an_error_stands_beside_its_own_limit(table):
+    view = tables.compatibility(table, "bert-base").set_index(["passes", "device"])
+    row = view.loc[("MergeLinears", "cuda")]
+    assert row["relative error (limit)"].endswith("e-07 (2.0e-06)")
+    assert row["relative error float64 (limit)"].endswith("(1.0e-09)")
+    assert not any("error original" in name or "max abs" in name for name in view.columns)
 
 
 def test_a_refused_site_counts_once_however_many_checks_saw_it(run, tmp_path):
@@ -143,8 +173,19 @@ def test_counts_add_up(table):
 def test_measurements_that_nobody_announced_are_shown(run, tmp_path):
     records = [Record(CASE, Outcome.PASS, measurements={"peak_memory_mb": 12.5, "logit_error": 2e-9})]
     table = table_of(records, run, tmp_path)
-    assert tables.measurements(table, "bert")["peak memory (MB)"].tolist() == ["12.5"]
-    assert tables.compatibility(table, "bert")["logit error"].tolist() == ["2.0e-09"]
+    assert tables.measurements(table)["peak memory (MB)"].tolist() == ["12.5"]
+    assert tables.compatibility(table, "bert")["logit error (limit)"].tolist() == ["2.0e-09"]
+
+
+def test_speed_and_accuracy_have_tables_of_their_own(table):
+    speed = tables.speed(table).set_index("passes")
+    row = table[(table["pipeline"] == "MergeLinears") & (table["model"] == "bert-base")]
+    row = row[row["latency_ratio"].notna() & (row["device"] == "cpu")].iloc[0]
+    assert speed.loc["MergeLinears", "bert-base · cpu"] == tables.ratio(row)
+    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]", tables.ratio(row))
+    accuracy = tables.accuracy(table)
+    assert set(accuracy["passes"]) >= {"ChangePrecision", "ReplaceActivation"}
+    assert set(accuracy["cosine"]) == {"0.9999"}
 
 
 @pytest.mark.parametrize(
@@ -158,10 +199,28 @@ def test_measurements_that_nobody_announced_are_shown(run, tmp_path):
         ("parameters_after", 109482240.0, "109,482,240"),
         ("latency_baseline_ms", 98.7654, "98.77"),
         ("sites", 0.0, "0"),
+        ("cosine", 0.99996, "0.99996"),
+        ("agreement", 1.0, "1"),
+        ("tolerance", 2e-6, "2.0e-06"),
     ],
 )
 def test_numbers_as_text(name, value, text):
     assert tables.shown(name, value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("latency_baseline_ms", "latency baseline (ms)"),
+        ("parameters_mb_after", "parameters after (MB)"),
+        ("latency_ratio", "latency, transformed / original"),
+        ("peak_memory_bytes", "peak memory (B)"),
+        ("nodes_after", "nodes after"),
+        ("seconds_per_token", "seconds per token"),
+    ],
+)
+def test_headings_have_units(name, text):
+    assert tables.heading(name) == text
 
 
 # --- Markdown ------------------------------------------------------------------------------------------
@@ -217,6 +276,7 @@ def test_links_of_the_summary_lead_to_the_pages(records, run, tmp_path):
     "names",
     [
         ["bert", "BERT"],
+        ["aB", "Ab"],
         ["a/b", "a:b", "a b"],
         ["..", ".", "/", ""],
         ["x" * 300, "x" * 301],
@@ -258,7 +318,7 @@ def test_the_latency_plot_holds_every_interval(table):
 def test_the_error_plot_sets_each_error_beside_its_own_tolerance(table):
     rows = [row for row in values_of(plots.errors(table, "groupvit")) if row["check"] == "equivalence"]
     pairs = {(row["measured"], row["tolerance"]) for row in rows}
-    assert pairs == {("max abs error", 2e-6), ("max abs error float64", 1e-9)}
+    assert pairs == {("relative error", 2e-6), ("relative error float64", 1e-9)}
 
 
 def test_no_plot_without_measurements(run, tmp_path):
@@ -268,7 +328,7 @@ def test_no_plot_without_measurements(run, tmp_path):
 
 
 def test_plots_hold_only_numbers_that_json_has(run, tmp_path):
-    records = [Record(CASE, Outcome.FAIL, measurements={"max_abs_error": math.inf, "tolerance": 1e-9})]
+    records = [Record(CASE, Outcome.FAIL, measurements={"relative_error": math.inf, "tolerance": 1e-9})]
     text = json.dumps(plots.errors(table_of(records, run, tmp_path), "bert"), allow_nan=False)
     assert '"error": null' in text
 
@@ -315,7 +375,7 @@ def test_plots_really_render_in_a_browser(records, run, tmp_path):
     page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
     table = store.read_run(tmp_path / "latest")
-    timed, errors = tables.RATIO[0], [n for n in store.measurements_of(table) if tables.is_error(n)]
+    timed, errors = tables.RATIO[0], tables.errors_of(table)
     assert "This plot cannot be drawn" not in page
     assert page.count("<svg") == 2 * table["model"].nunique()
     assert (
@@ -339,11 +399,10 @@ def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path
 
 def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
     cases = [dataclasses.replace(CASE, model=f"model-{number}") for number in range(200)]
-    text = report.terminal_summary(
-        table_of([Record(c, Outcome.FAIL, "", "why") for c in cases], run, tmp_path)
-    )
+    records = [Record(case, Outcome.FAIL, "", f"why {case.model}") for case in cases]
+    text = report.terminal_summary(table_of(records, run, tmp_path))
     assert text.count("FAIL ") == 20
-    assert "180 more failures" in text
+    assert "180 more reasons" in text
 
 
 def test_tables_are_not_changed_by_views(table):

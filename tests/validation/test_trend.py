@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import random
 
+import pandas as pd
 import pytest
 
 from validation import store, trend
@@ -50,6 +51,33 @@ def test_a_drift_is_found(history):
     table = trend.drift(history(lambda number, night: 0.97 if number == 3 and night >= 15 else 0.9))
     assert table["id"].tolist() == [CASES[3].id]
     assert table.loc[0, "change"] == pytest.approx(0.97 / 0.9 - 1, abs=0.02)
+
+
+def drifting(shift, noise, cases=300):
+    """20 nights; the last 5 differ by `shift`."""
+    rng = random.Random(0)
+    rows = [
+        {
+            "id": f"case-{case:03d}",
+            "run": f"{night:02d}",
+            "started": night,
+            "device_name": "CPU",
+            "threads": 1,
+        }
+        | {"latency_ratio": 0.9 + shift * (night >= 15) + rng.gauss(0, noise)}
+        for case in range(cases)
+        for night in range(20)
+    ]
+    return trend.drift(pd.DataFrame(rows))
+
+
+def test_of_many_noisy_cases_none_drifts_by_chance():
+    assert drifting(0.0, noise=0.1).empty
+
+
+def test_a_shift_too_small_to_matter_is_not_a_drift():
+    assert drifting(0.01, noise=0.001).empty
+    assert len(drifting(0.05, noise=0.001)) == 300
 
 
 def test_other_hardware_is_not_a_drift(history, run):

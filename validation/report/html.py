@@ -26,20 +26,21 @@ def document(table: pd.DataFrame) -> str:
     return _template().render(
         conditions=tables.conditions(table),
         total=len(table),
-        failed=len(tables.problems(table)),
+        failed=int(table["outcome"].isin(FAILING).sum()),
         counted=[(outcome, int(counted[outcome])) for outcome in Outcome if outcome in counted],
         problems=tables.problems(table),
         matrix=tables.matrix(verdict[~composed]),
         compositions=tables.matrix(verdict[composed]) if composed.any() else None,
         counts=tables.counts(table),
         excuses=tables.excuses(table),
+        accuracy=tables.accuracy(table),
         refusals=tables.refusals(table),
         models=[
             {
                 "name": model,
                 "compatibility": tables.compatibility(table, model),
                 "checks": tables.checks(table, model),
-                "measurements": tables.measurements(table, model),
+                "measurements": tables.measurements(table[table["model"] == model]),
                 "latency": plots.latency(table, model),
                 "errors": plots.errors(table, model),
             }
@@ -69,7 +70,6 @@ def _is_number(value: Any) -> bool:
 
 @functools.cache
 def _vega() -> str:
-    """The Vega libraries in the version that altair writes for, safe inside a script element."""
+    """The Vega libraries as one script, in the version that altair writes for."""
     version = alt.SCHEMA_VERSION.lstrip("v").rsplit(".", 1)[0]
-    bundle = vl_convert.javascript_bundle(snippet=EXPORT, vl_version=version)
-    return bundle.replace("</script", "<\\/script")
+    return vl_convert.javascript_bundle(snippet=EXPORT, vl_version=version)

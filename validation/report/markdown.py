@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from validation.compare import FAILING
 from validation.records import Outcome
 from validation.report import tables
 
@@ -20,6 +21,7 @@ def summary(table: pd.DataFrame) -> str:
     verdict = tables.verdicts(table)
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
     composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
+    accuracy = tables.accuracy(table)
     stems = file_stems(table["model"].unique())
     pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
     return _page(
@@ -33,6 +35,10 @@ def summary(table: pd.DataFrame) -> str:
         _pipes(tables.matrix(single)),
         "## Compositions" if len(composed) else "",
         _pipes(tables.matrix(composed)) if len(composed) else "",
+        "## Latency, transformed / original, with 95 % intervals",
+        _pipes(tables.speed(table)) or "Nothing was timed.",
+        "## Accuracy" if len(accuracy) else "",
+        _pipes(accuracy),
         "## Cases by outcome",
         _pipes(tables.counts(table)),
         "## Skipped, or failed as expected",
@@ -60,7 +66,7 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         "## Why sites were refused",
         _pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
         "## Measurements",
-        _pipes(tables.measurements(table, model)) or "None.",
+        _pipes(tables.measurements(own)) or "None.",
     )
 
 
@@ -74,7 +80,7 @@ LEGEND = (
 def headline(table: pd.DataFrame) -> str:
     """One sentence: how many cases there are, and how they ended."""
     counted = table["outcome"].value_counts()
-    failed = len(tables.problems(table))
+    failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
     return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}."
 

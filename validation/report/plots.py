@@ -9,7 +9,6 @@ import pandas as pd
 
 from validation.compare import FAILING
 from validation.report import tables
-from validation.store import measurements_of
 
 ROW_HEIGHT = 18  # pixels for one pipeline on one device
 
@@ -40,7 +39,9 @@ def latency(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
         color=alt.Color("effect:N", scale=effects, title="transformed model is", legend=_legend()),
         tooltip=_tooltips(rows, columns),
     )
-    axis = alt.Axis(title="latency, transformed / original (left of 1 is faster)")
+    axis = alt.Axis(
+        title="latency, transformed / original (left of 1 is faster)", tickCount=8, labelOverlap=True
+    )
     interval = base.mark_rule(strokeWidth=3, opacity=0.55).encode(
         x=alt.X("latency_ratio_low:Q", scale=alt.Scale(zero=False), axis=axis),
         x2="latency_ratio_high:Q",
@@ -53,8 +54,7 @@ def latency(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
 def errors(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
     """Errors of one model on a log axis, each with its tolerance; None when no error was measured."""
     rows = table[table["model"] == model]
-    names = [name for name in measurements_of(rows) if tables.is_error(name)]
-    parts = [_one_error(rows, name) for name in names]
+    parts = [_one_error(rows, name) for name in tables.errors_of(rows)]
     long = pd.concat(parts) if parts else pd.DataFrame()
     if long.empty:
         return None
@@ -87,7 +87,7 @@ def errors(table: pd.DataFrame, model: str) -> dict[str, Any] | None:
 def _one_error(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     """One error of every case that has it, beside what it is held against."""
     rows = rows[rows[name].notna()]
-    limit = limit_of(name, list(rows.columns))
+    limit = tables.limit_of(name)
     return pd.DataFrame(
         {
             "pipeline": rows["pipeline"],
@@ -97,18 +97,10 @@ def _one_error(rows: pd.DataFrame, name: str) -> pd.DataFrame:
             "measured": tables.heading(name),
             "error": rows[name],
             "drawn": rows[name].clip(lower=EXACT),
-            "tolerance": rows[limit] if limit else float("nan"),
+            "tolerance": rows[limit] if limit in rows else float("nan"),
             "verdict": ["failed" if outcome in FAILING else outcome for outcome in rows["outcome"]],
         }
     )
-
-
-def limit_of(name: str, columns: list[str]) -> str | None:
-    """The measurement that an error is held against: the limit whose name has the most words in common."""
-    words = set(name.split("_"))
-    limits = [column for column in columns if tables.is_limit(column)]
-    fitting = [limit for limit in limits if ("float64" in limit) == ("float64" in name)]
-    return max(fitting, key=lambda limit: len(words & set(limit.split("_"))), default=None)
 
 
 def _effect(low: float, high: float) -> str:

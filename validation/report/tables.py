@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.compare import FAILING, WORST_FIRST
+from validation.compare import FAILING, SHARES, WORST_FIRST
 from validation.records import Check, Outcome
 from validation.store import measurements_of
 
@@ -22,25 +21,28 @@ HEADINGS = {
     "sites": "sites rewritten",
     "refused": "sites refused",
 }
-UNITS = {"ms": "ms", "s": "s", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
+UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
 
 
 def heading(name: str) -> str:
     """The heading of a measurement, with its unit: `latency_baseline_ms` is "latency baseline (ms)"."""
     if name in HEADINGS:
         return HEADINGS[name]
-    words, _, suffix = name.rpartition("_")
-    text = f"{words} ({UNITS[suffix]})" if words and suffix in UNITS else name
-    return text.replace("_", " ")
+    first, *words = name.split("_")
+    unit = next((word for word in words if word in UNITS), None)
+    text = " ".join([first, *(word for word in words if word != unit)])
+    return f"{text} ({UNITS[unit]})" if unit else text
 
 
 def shown(name: str, value: float) -> str:
-    """A measurement as text: counts in full, errors with their magnitude, the rest to four digits."""
+    """A measurement as text: counts in full, errors with their magnitude, the rest to a few digits."""
     if math.isnan(value):
         return ABSENT
     if value == 0 or (float(value).is_integer() and not is_error(name)):
         return f"{value:,.0f}"
-    return f"{value:.1e}" if is_error(name) or is_limit(name) else f"{value:.4g}"
+    if is_error(name) or is_limit(name):
+        return f"{value:.1e}"
+    return f"{value:.6g}" if is_share(name) else f"{value:.4g}"
 
 
 def is_error(name: str) -> bool:
@@ -48,9 +50,25 @@ def is_error(name: str) -> bool:
     return "error" in name and not is_limit(name)
 
 
+def is_share(name: str) -> bool:
+    """Whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
+    return any(share in name for share in SHARES)
+
+
 def is_limit(name: str) -> bool:
     """Whether a measurement is what an error is held against."""
-    return bool(re.search(r"tolerance|limit|bound|allowed", name))
+    return "tolerance" in name
+
+
+def limit_of(name: str) -> str:
+    """The name of what an error is held against: `tolerance_float64` for `relative_error_float64`; or empty."""
+    return name.replace("relative_error", "tolerance") if "relative_error" in name else ""
+
+
+def errors_of(table: pd.DataFrame) -> list[str]:
+    """The errors to look at first: those that are held against a limit; all of them when none is."""
+    names = [name for name in measurements_of(table) if is_error(name) and table[name].notna().any()]
+    return [name for name in names if limit_of(name) in table.columns] or names
 
 
 def worst(outcomes: Iterable[str]) -> str:
@@ -87,11 +105,16 @@ def counts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def problems(table: pd.DataFrame) -> pd.DataFrame:
-    """The cases that failed, the worst outcomes first, each with where and why."""
-    failed = table[table["outcome"].isin(FAILING)]
-    rank = failed["outcome"].map({str(outcome): rank for rank, outcome in enumerate(WORST_FIRST)})
-    failed = failed.assign(rank=rank).sort_values(["rank", "id"])
-    return failed[["outcome", "id", "stage", "reason"]].rename(columns={"id": "case"}).reset_index(drop=True)
+    """Why cases failed: one row a reason, the worst outcomes first, with some of the cases it befell.
+
+    A model that cannot be captured fails in every case for one reason; its first case is the simplest one.
+    """
+    failed = _ordered(table[table["outcome"].isin(FAILING)])
+    grouped = failed.groupby(["outcome", "reason"], sort=False)
+    rows = grouped.agg(case=("id", _some), stage=("stage", _distinct), cases=("id", "size")).reset_index()
+    rank = rows["outcome"].map({str(outcome): rank for rank, outcome in enumerate(WORST_FIRST)})
+    rows = rows.iloc[rank.argsort(kind="stable")].reset_index(drop=True)
+    return rows[["outcome", "case", "stage", "reason", "cases"]]
 
 
 def excuses(table: pd.DataFrame) -> pd.DataFrame:
@@ -110,7 +133,7 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
     measured = measurements_of(table)
     how = {name: "max" if is_error(name) else "first" for name in measured}
     groups = table.groupby(["model", "device", "pipeline"], sort=False)
-    merged = groups.agg({"outcome": worst, "reason": _reasons, **how}).rename(columns={"outcome": "verdict"})
+    merged = groups.agg({"outcome": worst, "reason": _distinct, **how}).rename(columns={"outcome": "verdict"})
     by_check = table.pivot_table(
         index=["model", "device", "pipeline"], columns="check", values="outcome", aggfunc=worst
     )
@@ -118,13 +141,8 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def matrix(verdict: pd.DataFrame) -> pd.DataFrame:
-    """Pipeline × model: the verdicts as words; a model on several devices has a column for each."""
-    several = verdict["device"].nunique() > 1
-    column = verdict["model"] + (" · " + verdict["device"] if several else "")
-    words = verdict.assign(column=column).pivot(index="pipeline", columns="column", values="verdict")
-    words = words.reindex(verdict["pipeline"].unique()).fillna(ABSENT)
-    words.index = words.index.map(pipeline_label)
-    return words.rename_axis(index="passes", columns=None).reset_index()
+    """Pipeline × model: the verdicts as words; when there are several devices, each has its columns."""
+    return _crossed(verdict, "verdict")
 
 
 def compatibility(table: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -137,11 +155,15 @@ def compatibility(table: pd.DataFrame, model: str) -> pd.DataFrame:
             "verdict": rows["verdict"],
         }
     )
-    shown_names = [name for name in measurements_of(table) if rows[name].notna().any()]
-    for name in ["sites", "refused", *filter(is_error, shown_names)]:
-        if name in shown_names:
+    measured = [name for name in measurements_of(table) if rows[name].notna().any()]
+    for name in ["sites", "refused"]:
+        if name in measured:
             view[heading(name)] = [shown(name, value) for value in rows[name]]
-    if "latency_ratio" in shown_names:
+    for name in errors_of(rows):
+        view[f"{heading(name)} (limit)"] = [_with_limit(row, name) for _, row in rows.iterrows()]
+    for name in filter(is_share, measured):
+        view[heading(name)] = [shown(name, value) for value in rows[name]]
+    if "latency_ratio" in measured:
         view[f"{heading('latency_ratio')} (95 % interval)"] = [ratio(row) for _, row in rows.iterrows()]
     view["reason"] = rows["reason"].replace("", ABSENT)
     return view
@@ -155,16 +177,29 @@ def checks(table: pd.DataFrame, model: str) -> pd.DataFrame:
     return view
 
 
-def measurements(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    """Everything that was measured on one model, one row a case; what no case has is left out."""
-    rows = _ordered(table[table["model"] == model])
-    names = [name for name in measurements_of(table) if rows[name].notna().any()]
-    rows = rows[rows[names].notna().any(axis=1)]
+def measurements(rows: pd.DataFrame) -> pd.DataFrame:
+    """Everything that was measured in some cases, one row a case; what no case has is left out."""
+    names = [name for name in measurements_of(rows) if rows[name].notna().any()]
+    rows = _ordered(rows[rows[names].notna().any(axis=1)])
     view = pd.DataFrame({"passes": rows["pipeline"].map(pipeline_label)})
-    view[["device", "check", "dtype"]] = rows[["device", "check", "dtype"]]
+    view[["model", "device", "check", "dtype"]] = rows[["model", "device", "check", "dtype"]]
     for name in names:
         view[heading(name)] = [shown(name, value) for value in rows[name]]
     return view
+
+
+def accuracy(table: pd.DataFrame) -> pd.DataFrame:
+    """What was measured of pipelines that do not preserve the computation, in all models."""
+    return measurements(table[table["check"] == Check.ACCURACY]).drop(columns="check")
+
+
+def speed(table: pd.DataFrame) -> pd.DataFrame:
+    """Pipeline × model: latency ratios with their intervals; no rows when nothing was timed."""
+    if "latency_ratio" not in table:
+        return pd.DataFrame()
+    timed = table[table["latency_ratio"].notna()]
+    words = timed.assign(text=[ratio(row) for _, row in timed.iterrows()])
+    return _crossed(words, "text")
 
 
 def refusals(table: pd.DataFrame) -> pd.DataFrame:
@@ -196,8 +231,30 @@ def pipeline_label(pipeline: str) -> str:
     return pipeline.replace("+", " → ") or NO_PASS
 
 
-def _reasons(reasons: pd.Series[str]) -> str:
-    return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+def _crossed(rows: pd.DataFrame, values: str) -> pd.DataFrame:
+    rows = _ordered(rows)
+    several = rows["device"].nunique() > 1
+    column = rows["model"] + (" · " + rows["device"] if several else "")
+    words = rows.assign(column=column).pivot(index="pipeline", columns="column", values=values)
+    words = words.reindex(rows["pipeline"].unique()).fillna(ABSENT)
+    words.index = words.index.map(pipeline_label)
+    return words.rename_axis(index="passes", columns=None).reset_index()
+
+
+def _with_limit(row: pd.Series, name: str) -> str:
+    limit = float(row.get(limit_of(name), math.nan))
+    text = shown(name, row[name])
+    return text if math.isnan(limit) else f"{text} ({shown(limit_of(name), limit)})"
+
+
+def _some(ids: pd.Series[str], most: int = 3) -> str:
+    cases = ids.tolist()
+    more = f" and {len(cases) - most} more" if len(cases) > most else ""
+    return ", ".join(cases[:most]) + more
+
+
+def _distinct(texts: pd.Series[str]) -> str:
+    return "; ".join(dict.fromkeys(text for text in texts if text))
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:

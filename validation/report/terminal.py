@@ -10,16 +10,15 @@ import pandas as pd
 
 from validation.report import tables
 
-# A broken build fails everywhere for the same reason: the first failures say it all, the report has the rest.
-MOST_FAILURES = 20
+MOST_REASONS = 20
 
 
 def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
     """Failures with their reasons, the counts of each model, and where the reports are, as plain text."""
     problems = tables.problems(table)
-    lines = [_failure(row) for row in problems.head(MOST_FAILURES).to_dict("records")]
-    if len(problems) > MOST_FAILURES:
-        lines.append(f"... and {len(problems) - MOST_FAILURES} more failures, all in the report")
+    lines = [_failure(row) for row in problems.head(MOST_REASONS).to_dict("records")]
+    if len(problems) > MOST_REASONS:
+        lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
     counts = tables.counts(table).to_string(index=False)
     return "\n\n".join(filter(None, ["\n".join(lines), counts, "\n".join(map(str, files))]))
 
