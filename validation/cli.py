@@ -44,7 +44,7 @@ def compare_command(
     baseline: Run,
     current: Run,
     error_factor: Annotated[float, typer.Option(help="An error that grew by more is a regression.")] = 10.0,
-    latency_change: Annotated[float, typer.Option(help="So is a latency ratio that rose by more.")] = 0.1,
+    latency_change: Annotated[float, typer.Option(help="So is a latency ratio that rose by more.")] = 0.25,
     share_drop: Annotated[float, typer.Option(help="And an agreement or accuracy that fell by more.")] = 0.02,
 ) -> None:
     """Says what changed from BASELINE to CURRENT; exit status 1 when something got worse."""

@@ -19,14 +19,18 @@ def write_run(records: Sequence[Record], directory: Path, run: store.Run) -> lis
     """Writes the table of the run and its views to `directory/latest`, and adds it to `directory/history`.
 
     Returns the files that were written. All or nothing: whatever goes wrong, the previous `latest` stays.
-    Raises `store.ReportError` when there are no records, or when `latest` is a directory of something else.
+    Raises `store.ReportError` when there are no records, when `latest` is a directory of something else, or
+    when the files cannot be written.
     """
     table = store.table_of(records, run)
     latest = directory / "latest"
-    with store.replacing(latest) as unfinished:
-        store.write_table(table, unfinished)
-        write_views(store.read_run(unfinished), unfinished)
-    history = store.append_history(table, directory / "history")
+    try:
+        with store.replacing(latest) as unfinished:
+            store.write_table(table, unfinished)
+            write_views(store.read_run(unfinished), unfinished)
+        history = store.append_history(table, directory / "history")
+    except OSError as error:
+        raise store.ReportError(f"{directory}: cannot be written ({error})") from error
     return [*sorted(file for file in latest.rglob("*") if file.is_file()), history]
 
 
