@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -107,7 +106,7 @@ class Subject:
         if dtype not in self._traced:
             model = self.model(dtype)
             with self.entering("trace"):
-                if isinstance(model, transformers.PreTrainedModel):
+                if self.entry.sizes == "dynamic":
                     traced = capture.symbolic_trace(model, list(self.entry.inputs))
                 else:
                     traced = capture.trace(model, kwargs=self.inputs(dtype))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import torch
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from fxopt.errors import FxoptError
 from validation.records import Case, Check
@@ -67,7 +67,7 @@ class Input(_Strict):
     in which every row but the first ends with zeros.
     """
 
-    shape: tuple[PositiveInt, ...]
+    shape: tuple[Annotated[int, Field(gt=0, strict=True)], ...]
     integers: tuple[int, int] | None = None
     padding: bool = False
 
@@ -82,10 +82,18 @@ class Input(_Strict):
         return self
 
 
-class Sites(_Strict):
-    """How many sites a pass rewrites in the model, and why so many."""
+def _count(value: object) -> int | Literal["some"]:
+    if value == "some":
+        return "some"
+    if type(value) is int and value >= 0:  # YAML's `no` is a bool, and a bool an int
+        return value
+    raise ValueError(f"give a number of sites, or `some`, not {value!r}")
 
-    count: Annotated[int, Field(ge=0)]
+
+class Sites(_Strict):
+    """How many sites a pass rewrites in the model, and why so many; `some` where the number says nothing."""
+
+    count: Annotated[int | Literal["some"], pydantic.PlainValidator(_count)]
     reason: Reason
 
 
@@ -107,8 +115,10 @@ class Entry(_Strict):
     """One model of the zoo.
 
     `model` is a class of transformers, or the dotted path of anything that returns an `nn.Module`; `config`
-    overrides the defaults of its config class, or is the keyword arguments of the callable. `dtypes` are
-    those it is validated in, the first also timed. The order of `sites` is the order of the full pipeline.
+    overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
+    whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
+    or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
+    The order of `sites` is the order of the full pipeline.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
@@ -118,6 +128,7 @@ class Entry(_Strict):
         RandomWeights(source="random")
     )
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
+    sizes: Literal["dynamic", "fixed"] = "dynamic"
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
@@ -149,7 +160,13 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
         try:
             entries = _File.model_validate(data).models
         except pydantic.ValidationError as error:
-            mistakes = [(e["loc"], _without_type(e["msg"])) for e in error.errors()]
+            places = [e["loc"] for e in error.errors()]
+            mistakes = [
+                (e["loc"], e["msg"].removeprefix("Value error, "))
+                for e in error.errors()
+                # a list whose items are wrong is also too short for pydantic
+                if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
+            ]
         else:
             mistakes = [*_contradictions(entries, passes)]
     if mistakes:
@@ -207,9 +224,12 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
             yield ("config",), f"{entry.model} does not take these arguments: {error}"
         if entry.weights.source == "pretrained":
             yield ("weights",), "only classes of transformers have pretrained weights"
+        if entry.sizes == "dynamic":
+            yield ("sizes",), "only classes of transformers are captured for all sizes: say `sizes: fixed`"
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         parameters = inspect.signature(function.forward).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        # The forwards of transformers take any keyword, but name those that are tensors.
+        if config_class or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             known = [name for name in parameters if name != "self"]
             for name in entry.inputs:
                 if name not in known:
@@ -232,7 +252,8 @@ def _message(path: Path, root: yaml.Node | None, where: Sequence[Any], what: str
     entry = ""
     for position, part in enumerate(where):
         if isinstance(node, yaml.MappingNode):
-            child = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            # of a key given twice the last one counts
+            child = next((pair for pair in reversed(node.value) if pair[0].value == str(part)), None)
             if child is None and position < len(where) - 1:
                 continue  # the tag that pydantic adds for a union is not in the file
             field.append(str(part))
@@ -262,7 +283,3 @@ def _repeated_keys(node: yaml.Node | None, where: tuple[Any, ...]) -> Iterator[t
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _repeated_keys(value, (*where, index))
-
-
-def _without_type(message: str) -> str:
-    return message.removeprefix("Value error, ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fxopt.testing import RTOL_FLOAT64, compare
 from validation.comparison import judge, per_dtype
 from validation.records import Finding, Outcome
 from validation.subject import Subject
@@ -11,8 +12,9 @@ from validation.subject import Subject
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare eager and traced, in float64 and in each dtype of the entry."""
-    truth = subject.output(torch.float64)
-    wide = subject.run(subject.traced(torch.float64), torch.float64)
+    truth, traced = subject.output(torch.float64), subject.traced(torch.float64)
+    with subject.entering("run the graph"):
+        wide = subject.run(traced, torch.float64)
     measurements: dict[str, float | int] = {}
     for dtype in subject.dtypes:
         original, traced = subject.output(dtype), subject.traced(dtype)
@@ -23,4 +25,19 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         measurements |= per_dtype(dtype, subject.dtypes[0], finding.measurements)
         if finding.outcome is not Outcome.PASS:
             return Finding(finding.outcome, finding.reason, measurements)
+    if subject.entry.sizes == "dynamic":
+        measurements["relative_error_other_batch"] = _other_batch(subject)
     return Finding(measurements={**measurements, "nodes": len(subject.traced(subject.dtypes[0]).graph.nodes)})
+
+
+def _other_batch(subject: Subject) -> float:
+    """The error in float64 with one more row in every input; raises `AssertionError` if it is too large."""
+    inputs = {name: torch.cat([value, value[:1]]) for name, value in subject.inputs(torch.float64).items()}
+    model, traced = subject.model(torch.float64), subject.traced(torch.float64)
+    with subject.entering("run the graph"):
+        expected, actual = (subject.run(module, torch.float64, inputs) for module in (model, traced))
+    with subject.entering("compare"):
+        error = compare(expected, actual).max_rel
+        if not error <= RTOL_FLOAT64:
+            raise AssertionError(f"with one more row in the batch, in float64, the graph is {error:.3g} off")
+    return error

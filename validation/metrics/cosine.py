@@ -14,8 +14,8 @@ def cosine(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> 
 
     Example:
         >>> import torch
-        >>> cosine({"a": torch.tensor([1.0, 0.0])}, {"a": torch.tensor([1.0, 1.0])})
-        0.7071067690849304
+        >>> cosine({"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([4.0, 3.0])})
+        0.96
     """
 
     def one(left: Tensor, right: Tensor) -> float:

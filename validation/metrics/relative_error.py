@@ -12,8 +12,8 @@ def relative_error(reference: Mapping[str, Tensor], candidate: Mapping[str, Tens
 
     Example:
         >>> import torch
-        >>> relative_error({"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([3.0, 5.0])})
-        0.20000000298023224
+        >>> relative_error({"a": torch.tensor([0.0, 4.0])}, {"a": torch.tensor([3.0, 4.0])})
+        0.75
     """
 
     def one(left: Tensor, right: Tensor) -> float:

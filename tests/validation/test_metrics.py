@@ -1,0 +1,75 @@
+"""The metrics, on outputs whose answer is known."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+import pkgutil
+
+import pytest
+import torch
+
+from validation import metrics
+from validation.metrics.agreement import agreement
+from validation.metrics.cosine import cosine
+from validation.metrics.max_abs_error import max_abs_error
+from validation.metrics.relative_error import relative_error
+
+ONES = {"a": torch.ones(2, 3, dtype=torch.float64)}
+
+
+def test_every_file_is_found_and_nothing_else() -> None:
+    assert set(metrics.available()) == {"agreement", "cosine", "max_abs_error", "relative_error"}
+
+
+@pytest.mark.parametrize("info", list(pkgutil.iter_modules(metrics.__path__)), ids=lambda info: info.name)
+def test_the_examples_run(info: pkgutil.ModuleInfo) -> None:
+    result = doctest.testmod(importlib.import_module(f"validation.metrics.{info.name}"))
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize(
+    ("name", "best"), [("agreement", 1), ("cosine", 1), ("max_abs_error", 0), ("relative_error", 0)]
+)
+def test_equal_outputs_have_the_best_value(name: str, best: float) -> None:
+    output = {"logits": torch.randn(4, 5, dtype=torch.float64), "state": torch.randn(3, dtype=torch.float64)}
+    assert metrics.available()[name](output, dict(output)) == pytest.approx(best)
+
+
+def test_agreement_counts_predictions_of_logits_alone() -> None:
+    reference = {"logits": torch.eye(4), "state": torch.eye(2)}
+    candidate = {"logits": torch.eye(4)[[0, 1, 3, 2]], "state": -torch.eye(2)}
+    assert agreement(reference, candidate) == 0.5
+
+
+def test_agreement_without_logits_counts_every_vector() -> None:
+    assert agreement({"a": torch.eye(2), "b": torch.eye(2)}, {"a": torch.eye(2), "b": -torch.eye(2)}) == 0.5
+
+
+def test_agreement_needs_something_to_compare() -> None:
+    with pytest.raises(AssertionError, match="no vectors"):
+        agreement({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(1.0)})
+
+
+def test_cosine_is_that_of_the_worst_tensor() -> None:
+    assert cosine({**ONES, "b": torch.tensor([1.0])}, {**ONES, "b": torch.tensor([-1.0])}) == -1
+
+
+def test_cosine_of_zero_vectors() -> None:
+    zero = {"a": torch.zeros(2, 3, dtype=torch.float64)}
+    assert (cosine(zero, zero), cosine(zero, ONES)) == (1, 0)
+
+
+def test_errors_are_those_of_the_worst_tensor() -> None:
+    candidate = {"a": ONES["a"] * 1.5, "b": torch.tensor([8.0])}
+    reference = {**ONES, "b": torch.tensor([10.0])}
+    assert max_abs_error(reference, candidate) == 2
+    assert relative_error(reference, candidate) == pytest.approx(0.5)
+
+
+def test_the_relative_error_of_a_zero_reference() -> None:
+    zero = {"a": torch.zeros(2, 3)}
+    assert relative_error(zero, zero) == 0
+    assert math.isinf(relative_error(zero, {"a": torch.ones(2, 3)}))

@@ -1,0 +1,112 @@
+"""What is planned: every model, pass and device, pairs of what has sites, and only checks that make sense."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from torch.fx import GraphModule
+
+from fxopt.transformation import ReversibleTransformation, Transformation
+from validation.plan import checks, members, pipelines, plan
+from validation.records import Case, Check
+from validation.zoo import Entry
+
+
+class Exact(ReversibleTransformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        return graph_module
+
+
+class OneWay(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return graph_module
+
+
+class Rough(Exact):
+    preserves_computation = False
+
+
+PASSES = {"Exact": Exact(), "OneWay": OneWay(), "Rough": Rough()}
+
+
+def entry(name: str = "model", **sites: int | str) -> Entry:
+    return Entry.model_validate(
+        {
+            "name": name,
+            "model": "BertModel",
+            "inputs": {"input_ids": {"shape": [1, 2]}},
+            "sites": {name: {"count": count, "reason": "why"} for name, count in sites.items()},
+        }
+    )
+
+
+def test_every_model_pass_and_device_is_planned() -> None:
+    cases = plan([entry("a"), entry("b", Exact=0)], PASSES, ["cpu", "cuda"])
+    planned = {(case.model, case.device, name) for case in cases for name in case.pipeline}
+    assert {(m, d, p) for m in "ab" for d in ("cpu", "cuda") for p in PASSES} <= planned
+    traced = [(case.model, case.device) for case in cases if case.check is Check.TRACE]
+    assert traced == [("a", "cpu"), ("a", "cuda"), ("b", "cpu"), ("b", "cuda")]
+
+
+def test_the_plan_is_sorted_stable_and_has_no_case_twice() -> None:
+    entries = [entry(name, Exact=1, OneWay=2, Rough="some") for name in "abc"]
+    cases = plan(entries, PASSES, ["cpu"])
+    random.Random(1).shuffle(entries)
+    assert plan(entries, PASSES, ["cpu"]) == cases == sorted(cases)
+    assert len({case.id for case in cases}) == len(cases)
+
+
+def test_all_ordered_pairs_of_passes_with_sites_are_planned() -> None:
+    pairs = {p for p in pipelines(entry(Exact=1, OneWay="some", Rough=0), PASSES) if len(p) == 2}
+    assert pairs == {("Exact", "OneWay"), ("OneWay", "Exact")}
+
+
+def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
+    assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
+
+
+def test_a_pass_about_which_nothing_is_said_is_planned_in_full_but_not_in_pairs() -> None:
+    model = entry(OneWay=1)
+    assert Check.EQUIVALENCE in checks(model, ("Exact",), PASSES)
+    assert not [pipeline for pipeline in pipelines(model, PASSES) if len(pipeline) == 2]
+    assert members(model, ("all",), PASSES) == ("OneWay", "Exact", "Rough")
+
+
+def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:
+    model = entry(Rough=1, OneWay=1, Exact=1)
+    assert members(model, ("all",), PASSES) == ("Rough", "OneWay", "Exact")
+    assert members(model, ("exact",), PASSES) == ("OneWay", "Exact")
+
+
+def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
+    assert ("exact",) not in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
+    assert ("all",) in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "expected"),
+    [
+        (("Exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.ROUND_TRIP, Check.LATENCY}),
+        (("OneWay",), {Check.EFFECT, Check.EQUIVALENCE, Check.LATENCY}),
+        (("Rough",), {Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP, Check.LATENCY}),
+        (("Exact", "OneWay"), {Check.EFFECT, Check.EQUIVALENCE}),
+        (("Exact", "Rough"), {Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP}),
+        (("all",), {Check.EFFECT, Check.ACCURACY, Check.LATENCY}),
+        (("exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.LATENCY}),
+    ],
+)
+def test_checks_fit_the_pipeline(pipeline: tuple[str, ...], expected: set[Check]) -> None:
+    assert set(checks(entry(Exact=1, OneWay=1, Rough=1), pipeline, PASSES)) == expected
+
+
+def test_ids_are_readable() -> None:
+    case = Case("bert-base", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
+    assert case.id == "bert-base-MergeLinears-cpu-equivalence"
