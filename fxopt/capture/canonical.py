@@ -7,6 +7,8 @@ a target that fx knows to be impure, a function is itself.
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -83,24 +85,17 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     Raises TraceError when the function has no importable name, so that no code could be generated for it.
     """
     name = getattr(function, "__name__", "")
-    is_method = getattr(torch.Tensor, name, None) is function
     if name == "__get__":
         return "call_function", getattr, (args[0], _property_name(function)), {}
-    if not kwargs:
-        if is_method and name in _REFLECTED and len(args) == 2:
-            return "call_function", _REFLECTED[name], (args[1], args[0]), {}
-        if is_method and name == "__setitem__":
-            return "call_function", operator.setitem, args, {}
-        operation = _operator(name, is_method)
-        if operation is not None and len(args) == (1 if operation in _UNARY.values() else 2):
-            if is_method or getattr(torch, name, None) is function:
-                return "call_function", operation, args, {}
-    if is_method:
-        if writes(name):
-            return "call_function", has_side_effect(function), args, kwargs
-        return "call_method", name, args, kwargs
-    if writes(name):
+    method = _method(function, name)
+    operation = _operation(function, name, method, len(args)) if not kwargs else None
+    if operation is not None:
+        return "call_function", operation, args[::-1] if method in _REFLECTED else args, {}
+    if writes(method or name):
         has_side_effect(function)
+        return "call_function", function if method else named(function), args, kwargs
+    if method:
+        return "call_method", method, args, kwargs
     return "call_function", named(function), args, kwargs
 
 
@@ -112,8 +107,11 @@ def writes(name: str) -> bool:
 def named(function: Any) -> Any:
     """`function`, if code generation can name it; TraceError otherwise."""
     try:
-        _get_qualified_name(function)
-    except (RuntimeError, AttributeError, TypeError) as error:
+        name = _get_qualified_name(function)
+        # fx writes names in torch as they are; other functions it hands to the code as globals.
+        if name.startswith("torch.") and find(name) != function:
+            raise AttributeError(name)
+    except (RuntimeError, AttributeError, TypeError, ImportError) as error:
         raise TraceError(
             f"{function!r} has no importable name, so no code can be generated for a call of it. "
             "Define it at the top level of a module, or make the module that calls it a leaf."
@@ -121,13 +119,39 @@ def named(function: Any) -> Any:
     return function
 
 
-def _operator(name: str, is_method: bool) -> Callable[..., Any] | None:
-    if name in _UNARY:
-        return _UNARY[name]
-    bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name
-    if not is_method and bare in _METHODS_ONLY:
+def find(name: str) -> Any:
+    """Import what has this qualified name; ImportError or AttributeError when there is no such thing."""
+    parts = name.split(".")
+    if len(parts) == 1:
+        return getattr(builtins, name)
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(name)
+
+
+def _method(function: Any, name: str) -> str | None:
+    """The name under which `torch.Tensor` has this function, or None."""
+    return next((m for m in (name, f"__{name}__") if getattr(torch.Tensor, m, None) is function), None)
+
+
+def _operation(function: Any, name: str, method: str | None, operands: int) -> Callable[..., Any] | None:
+    """The operator that means the same as this call with so many positional operands, or None."""
+    if method == "__setitem__":
+        return operator.setitem
+    if method in _REFLECTED:
+        return _REFLECTED[method] if operands == 2 else None
+    if method is None and (name in _METHODS_ONLY or getattr(torch, name, None) is not function):
         return None
-    return _BINARY.get(bare)
+    if operands == 1:
+        return _UNARY.get(method or name)
+    bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    return _BINARY.get(bare) if operands == 2 else None
 
 
 def _property_name(getter: Any) -> str:

@@ -11,12 +11,16 @@ import torch
 from fxopt.capture.sizes import SymbolicNumber
 
 
-def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, translated: Callable[[Any], Any]) -> bool:
+def same_calls(
+    graph: torch.fx.Graph,
+    other: torch.fx.Graph,
+    assumed: Callable[[Any], Any],
+    translated: Callable[[Any], Any],
+) -> bool:
     """Whether both graphs call the same things with the same arguments, in the same order.
 
-    Sizes are compared by what they are, not by the nodes that compute them; `translated` rewrites a sympy
-    expression over the symbols of `other` (or of `graph`, for which it only applies what is assumed) in
-    the symbols of `graph`.
+    Sizes are compared by what they are, not by the nodes that compute them: `assumed` rewrites a sympy
+    expression of `graph` under what is assumed of its sizes, `translated` one of `other` in the same symbols.
     """
     calls, others = list(filter(_is_call, graph.nodes)), list(filter(_is_call, other.nodes))
     if len(calls) != len(others):
@@ -27,9 +31,7 @@ def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, translated: Callabl
         mine_size, its_size = _size(mine), _size(its)
         if mine_size is not None or its_size is not None:
             return (
-                mine_size is not None
-                and its_size is not None
-                and translated(mine_size) == translated(its_size)
+                mine_size is not None and its_size is not None and assumed(mine_size) == translated(its_size)
             )
         if isinstance(mine, torch.fx.Node):
             return isinstance(its, torch.fx.Node) and (counterpart.get(mine) is its or _is_device(mine, its))

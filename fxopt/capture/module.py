@@ -9,7 +9,6 @@ dicts fit both ways.
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import writes
+from fxopt.capture.canonical import find, writes
 from fxopt.errors import GuardError
 
 # What `torch.fx.GraphModule` derives from the graph; made anew when a module is rebuilt.
@@ -159,7 +158,7 @@ class _Importable:
         else:
             name = _get_qualified_name(target)
         try:
-            found = cls(name).find()
+            found = find(name)
         except (ImportError, AttributeError):
             found = None
         if found != target:
@@ -168,21 +167,6 @@ class _Importable:
                 "pickled. Define it at the top level of a module."
             )
         return cls(name)
-
-    def find(self) -> Any:
-        """Import the target."""
-        parts = self.name.split(".")
-        if len(parts) == 1:
-            return getattr(importlib.import_module("builtins"), parts[0])
-        for cut in range(len(parts) - 1, 0, -1):
-            try:
-                found: Any = importlib.import_module(".".join(parts[:cut]))
-            except ModuleNotFoundError:
-                continue
-            for part in parts[cut:]:
-                found = getattr(found, part)
-            return found
-        raise ImportError(self.name)
 
 
 def _node_data(node: torch.fx.Node) -> dict[str, Any]:
@@ -207,7 +191,7 @@ def _graph(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> torch.fx.Graph
         return made[value.name] if isinstance(value, _Reference) else value
 
     for data, meta in nodes:
-        target = data["target"].find() if isinstance(data["target"], _Importable) else data["target"]
+        target = find(data["target"].name) if isinstance(data["target"], _Importable) else data["target"]
         if data["op"] == "call_function" and writes(getattr(target, "__name__", "")):
             has_side_effect(target)
         args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)  # type: ignore[misc]

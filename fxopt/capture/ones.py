@@ -8,8 +8,9 @@ holds there as well. Where the model's own Python asked, the whole forward must 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -30,49 +31,62 @@ class CaptureShapeEnv(ShapeEnv):
         self.location: Callable[[], str] = lambda: "the inputs"
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
-
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().evaluate_expr(*args, **kwargs)
-        while len(self._origins) < len(self.guards):
-            self._origins.append(self.location())
-        return result
+        self._questions: dict[Any, bool] | None = None
 
     def conditions(self) -> list[tuple[Any, str]]:
         """What was assumed so far: sympy conditions, each with the line of the model that needs it."""
         guards = [(guard.expr, origin) for guard, origin in zip(self.guards, self._origins, strict=True)]
         return self._relaxed + guards
 
-    def settle_at_one(
-        self,
-        first: int,
-        ranges: dict[Any, Any],
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        result: Any,
-    ) -> None:
-        """Relax the guards from index `first` on, which `call(*args, **kwargs)` has added, if they may be.
+    @contextlib.contextmanager
+    def in_operator(self) -> Iterator[dict[Any, bool]]:
+        """Collect the questions about sizes of 1 that are asked in the block, instead of guarding on them.
 
-        A relaxed guard is taken back, with what it did to the value ranges (`ranges` holds them as they
-        were before the call): Python that asks the same question later must get a guard of its own.
+        Each must then go to `settle_at_one` or to `guard`.
         """
+        outer, self._questions = self._questions, {}
+        try:
+            yield self._questions
+        finally:
+            self._questions = outer
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._questions is not None
+            and isinstance(orig_expr, sympy.Rel)
+            and len(orig_expr.free_symbols) == 1
+        ):
+            with self.suppress_guards():
+                answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+            at_one = orig_expr.xreplace(dict.fromkeys(orig_expr.free_symbols, sympy.Integer(1)))
+            if at_one in (sympy.true, sympy.false) and bool(answer) != bool(at_one):
+                self._questions[orig_expr] = bool(answer)
+                return answer
+        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        while len(self._origins) < len(self.guards):
+            self._origins.append(self.location())
+        return answer
+
+    def guard(self, questions: dict[Any, bool]) -> None:
+        """Put guards for collected questions after all."""
+        for question in questions:
+            self.evaluate_expr(question)
+
+    def settle_at_one(
+        self, questions: dict[Any, bool], call: Callable[..., Any], args: Any, kwargs: Any, result: Any
+    ) -> None:
+        """Drop the questions that `call(*args, **kwargs)` asked, if its `result` at size 1 is as predicted."""
         verdicts: dict[sympy.Symbol, bool] = {}
-        for index in reversed(range(first, len(self.guards))):
-            guard = self.replace(self.guards[index].expr)
-            if len(guard.free_symbols) != 1:
-                continue
-            (symbol,) = guard.free_symbols
-            if guard.xreplace({symbol: sympy.Integer(1)}) != sympy.false:
-                continue
+        for question, answer in questions.items():
+            (symbol,) = question.free_symbols
             if symbol not in verdicts:
                 verdicts[symbol] = self._same_at_one(symbol, call, args, kwargs, result)
-            if verdicts[symbol]:
-                origin = self._origins.pop(index)
-                if not _excludes_one_size(guard, symbol):
-                    self._relaxed.append((sympy.Or(guard, sympy.Eq(symbol, 1)), origin))
-                del self.guards[index]
-                self.var_to_range[symbol] = ranges[symbol]
-                self._update_version_counter()
+            if not verdicts[symbol]:
+                self.guard({question: answer})
+                continue
+            assumed = question if answer else sympy.Not(question)
+            if not _excludes_one_size(assumed, symbol):
+                self._relaxed.append((sympy.Or(assumed, sympy.Eq(symbol, 1)), self.location()))
 
     def _same_at_one(
         self, symbol: sympy.Symbol, call: Callable[..., Any], args: Any, kwargs: Any, result: Any

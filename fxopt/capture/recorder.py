@@ -188,17 +188,147 @@ class Recorder(PreDispatchTorchFunctionMode):
             if call.arguments.get("inplace"):
                 call.arguments["inplace"] = False
                 return self._written(call.arguments["input"], function, call.args, call.kwargs)
-        guards, ranges = len(self._shape_env.guards), dict(self._shape_env.var_to_range)
-        result = function(*args, **kwargs)
+        with self._shape_env.in_operator() as questions:
+            result = function(*args, **kwargs)
         writing = writes(getattr(function, "__name__", ""))
         if isinstance(result, torch.Tensor) and not writing:
             result = _distinct(result, args, kwargs)
-        if (
-            self.record(function, args, kwargs, result)
-            and not writing
-            and len(self._shape_env.guards) > guards
+        if self.record(function, args, kwargs, result) and not writing:
+            self._shape_env.settle_at_one(questions, function, args, kwargs, result)
+        else:
+            self._shape_env.guard(questions)
+        return result
+
+    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Write the node for a call that has been made, and say so; a call that only asked a question has none."""
+        name = getattr(function, "__name__", "")
+        if name == "__set__":
+            raise TraceError(
+                f"the forward assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph "
+                f"cannot hold. {self.where()}"
+            )
+        if name == "__get__" and isinstance(result, torch.dtype):
+            if result.is_floating_point and self.dtype_read_at is None:
+                self.dtype_read_at = self.location()
+            return False
+        if result is None:
+            if not writes(name) and function not in _side_effectful_functions:
+                raise TraceError(f"the forward calls {name!r}, which a graph cannot hold. {self.where()}")
+        elif not self._makes_something(result):
+            if name in _LAYOUT_QUERIES and self.layout_read_at is None:
+                self.layout_read_at = self.location()
+            return False
+        op, target, node_args, node_kwargs = canonical(function, args, kwargs)
+        node_args, node_kwargs = self._arguments(name, node_args, node_kwargs)
+        if writes(name) and isinstance(args[0], torch.Tensor):
+            self._written_storages.add(_storage(args[0]))
+        self._create(op, target, node_args, node_kwargs, result)
+        return True
+
+    def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
+        if self._opaque:
+            return module._call_impl(*args, **kwargs)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        versions = [] if torch.is_inference_mode_enabled() else [t._version for t in tensors]
+        with self.paused():
+            with self._shape_env.in_operator() as questions:
+                result = self._layers.run(module, args, kwargs)
+            if isinstance(result, torch.Tensor) and versions == [t._version for t in tensors]:
+                result = _distinct(result, args, kwargs)
+            if module.training:
+                self._shape_env.guard(questions)
+            else:
+                self._shape_env.settle_at_one(questions, module._call_impl, args, kwargs, result)
+        self._written_storages.update(_storage(tensor) for tensor in _tensors(value))
+        for storage, node in self._fresh.items():
+            if storage in self._written_storages:
+                with self.graph.inserting_after(node):
+                    clone = self.graph.call_method("clone", (node,))
+                clone.meta = dict(node.meta)
+                node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)  # type: ignore[misc]
+                if result is node:
+                    result = clone
+        self.graph.output(result)
+
+    def argument(self, value: Any) -> Any:
+        """`value` as an argument of a node; TraceError when code cannot name it."""
+        if isinstance(value, torch.Tensor):
+            return self._node_of(value)
+        if isinstance(value, SymbolicNumber):
+            return self.sizes.node(value)
+        if isinstance(value, torch.device):
+            return self._device(value)
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            value = value.item()  # its repr is no Python literal
+        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._create(
+                "call_function", named(type(value)), tuple(map(self.argument, value)), {}, None
+            )
+        if type(value) is list:
+            return [self.argument(item) for item in value]
+        if isinstance(value, (tuple, range)):
+            return tuple(self.argument(item) for item in value)
+        if type(value) is dict:
+            return {key: self.argument(item) for key, item in value.items()}
+        if type(value) is collections.OrderedDict:
+            pairs = [(key, self.argument(item)) for key, item in value.items()]
+            return self._create("call_function", collections.OrderedDict, (pairs,), {}, None)
+        if isinstance(value, slice):
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._construct(value)
+        raise TraceError(
+            f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
+            f"numbers, strings, dtypes, devices, and tuples, lists, dicts and dataclasses of those. {self.where()}"
+        )
+
+    def _construct(self, value: Any) -> torch.fx.Node:
+        """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
+        fields = {
+            field.name: self.argument(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init and getattr(value, field.name) is not None
+        }
+        return self._create("call_function", named(type(value)), (), fields, None)
+
+    # --- calls
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._opaque:
+            return function(*args, **kwargs)
+        if function is torch.amp._enter_autocast or function is torch.amp._exit_autocast:
+            return self._autocast(function, args)
+        if function is torch._C._set_grad_enabled:
+            return self._set_grad_enabled(args[0])
+        if function in _FROM_DATA and not _contains(
+            args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
-            self._shape_env.settle_at_one(guards, ranges, function, args, kwargs, result)
+            return self._tensor_from_data(function, args, kwargs)
+        if kwargs.get("out") is not None:
+            out = kwargs["out"]
+            return self._written(out, function, args, {key: kwargs[key] for key in kwargs if key != "out"})
+        if _has_inplace_flag(function):
+            call = inspect.signature(function).bind(*args, **kwargs)
+            if call.arguments.get("inplace"):
+                call.arguments["inplace"] = False
+                return self._written(call.arguments["input"], function, call.args, call.kwargs)
+        with self._shape_env.in_operator() as questions:
+            result = function(*args, **kwargs)
+        writing = writes(getattr(function, "__name__", ""))
+        if isinstance(result, torch.Tensor) and not writing:
+            result = _distinct(result, args, kwargs)
+        if self.record(function, args, kwargs, result) and not writing:
+            self._shape_env.settle_at_one(questions, function, args, kwargs, result)
+        else:
+            self._shape_env.guard(questions)
         return result
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:

@@ -130,6 +130,10 @@ def _normalise_dynamic_shapes(dynamic_shapes: Any, inputs: dict[str, Any]) -> di
     return {name.lstrip("*"): spec for name, spec in zip(inputs, dynamic_shapes, strict=True)}
 
 
+# A sympy condition on sizes, and the line of the model that needs it.
+Condition = tuple[Any, str]
+
+
 @dataclasses.dataclass
 class _FreeDimension:
     """One dimension that was asked to be free."""
@@ -168,7 +172,7 @@ class Capture:
     def run(self) -> TracedModule:
         """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
         recorder = self.record()
-        guards = self.size_guards(self.shape_env.replace)
+        guards = _guards(self._assumed() + self._asked(), self.shape_env.replace)
         if recorder.layout_read_at is not None:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
             guards += [SizeGuard(f"{symbol} != 1", recorder.layout_read_at) for symbol, _ in self._roots()]
@@ -313,23 +317,39 @@ class Capture:
 
     # --- what the graph assumes of sizes
 
-    def size_guards(self, translated: Callable[[Any], Any]) -> list[SizeGuard]:
-        """The conditions on free sizes that the forward relied on, and those that were asked for."""
+    def _assumed(self) -> list[Condition]:
+        """What the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
         conditions = self.shape_env.conditions()
         for free in self.free:
-            conditions += self._asked(free)
             bounds = self.shape_env.var_to_range.get(free.symbol)
             if bounds is not None and bounds.lower > 0:
                 conditions.append((sympy.Ge(free.symbol, bounds.lower), "a check in torch"))
             if bounds is not None and bounds.upper < 2**31:
                 conditions.append((sympy.Le(free.symbol, bounds.upper), "a check in torch"))
-        guards: dict[str, SizeGuard] = {}
-        for condition, origin in conditions:
-            expression = translated(condition)
-            if expression is not sympy.true:
-                text = python_expression(expression)
-                guards.setdefault(text, SizeGuard(text, origin))
-        return list(guards.values())
+        return conditions
+
+    def _asked(self) -> list[Condition]:
+        """The conditions that named `Dim`s state: their limits, and to be the same wherever they stand."""
+        conditions: list[Condition] = []
+        first: dict[str, _FreeDimension] = {}
+        named = [free for free in self.free if isinstance(free.choice, Dim)]
+        for free in named:
+            choice: Any = free.choice
+            origin = f"dynamic_shapes: {choice!r}"
+            of = first.setdefault(choice.__name__, free)
+            root = getattr(choice, "root", None)
+            if root is not None:
+                base = next((f for f in named if f.choice.__name__ == root.__name__), None)
+                if base is None:
+                    raise TraceError(f"dynamic_shapes uses {choice!r}, but gives {root!r} to no dimension.")
+                conditions.append((sympy.Eq(free.symbol, choice.fn(base.symbol)), origin))
+            elif of is not free:
+                conditions.append((sympy.Eq(free.symbol, of.symbol), origin))
+            else:
+                conditions.append((sympy.Ge(free.symbol, choice.min), origin))
+                if choice.max < 2**31:
+                    conditions.append((sympy.Le(free.symbol, choice.max), origin))
+        return conditions
 
     def _roots(self) -> list[tuple[Any, _FreeDimension]]:
         """The symbols that remain after unification, each with one dimension that it is the size of."""
@@ -339,26 +359,6 @@ class Capture:
             if isinstance(expression, sympy.Symbol):
                 roots.setdefault(expression, free)
         return list(roots.items())
-
-    def _asked(self, free: _FreeDimension) -> list[tuple[Any, str]]:
-        """The conditions that a named `Dim` states: its limits, and to be the same wherever it stands."""
-        choice = free.choice
-        if not isinstance(choice, Dim):
-            return []
-        origin = f"dynamic_shapes: {choice!r}"
-        root = getattr(choice, "root", None)
-        if root is not None:
-            of_root = next((f for f in self.free if f.choice is root), None)
-            if of_root is None:
-                raise TraceError(f"dynamic_shapes uses {choice!r}, but gives {root!r} to no dimension.")
-            return [(sympy.Eq(free.symbol, choice.fn(of_root.symbol)), origin)]
-        first = next(
-            f for f in self.free if isinstance(f.choice, Dim) and f.choice.__name__ == choice.__name__
-        )
-        if first is not free:
-            return [(sympy.Eq(free.symbol, first.symbol), origin)]
-        limits = [(sympy.Ge(free.symbol, choice.min), origin)] if choice.min > 0 else []
-        return limits + ([(sympy.Le(free.symbol, choice.max), origin)] if choice.max < 2**31 else [])
 
     def _check_asked_dimensions(self) -> None:
         for free in self.free:
@@ -397,10 +397,6 @@ class Capture:
 
     def _captured_with_ones(self, ones: set[Any]) -> list[SizeGuard] | None:
         """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
-        if any(
-            isinstance(free.choice, Dim) and free.choice.min > 1 for s, free in self._roots() if s in ones
-        ):
-            return None
         at_one = {(f.where, f.dim) for f in self.free if self.shape_env.replace(f.symbol) in ones}
         other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, at_one)
         try:
@@ -410,14 +406,16 @@ class Capture:
         mine = {(free.where, free.dim): free.symbol for free in self.free}
         names = {free.symbol: mine[free.where, free.dim] for free in other.free}
 
-        def translated(expression: Any) -> Any:
-            expression = self.shape_env.replace(other.shape_env.replace(expression).xreplace(names))
-            return expression.xreplace(dict.fromkeys(ones, sympy.Integer(1)))
+        def at_one(expression: Any) -> Any:
+            return self.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
 
-        if not same_calls(self.graph, other.graph, translated):
+        def translated(expression: Any) -> Any:
+            return at_one(other.shape_env.replace(expression).xreplace(names))
+
+        if not same_calls(self.graph, other.graph, at_one, translated):
             return None
-        guards = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
-        return guards + other.size_guards(translated)
+        sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
+        return sizes + _guards(other._assumed(), translated) + _guards(self._asked(), at_one)
 
     # --- the result
 
@@ -453,6 +451,17 @@ class Capture:
             shape.append(int(expression) if expression.is_number else python_expression(expression))
         strict = strict_dtype and expected.dtype.is_floating_point
         return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict)
+
+
+def _guards(conditions: list[Condition], translated: Callable[[Any], Any]) -> list[SizeGuard]:
+    """The conditions that say something, once each."""
+    guards: dict[str, SizeGuard] = {}
+    for condition, origin in conditions:
+        expression = translated(condition)
+        if expression is not sympy.true:
+            text = python_expression(expression)
+            guards.setdefault(text, SizeGuard(text, origin))
+    return list(guards.values())
 
 
 class _Call:

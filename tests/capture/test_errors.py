@@ -1,0 +1,149 @@
+"""What cannot be captured, or run, is one clear error: what, where, what to do."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from tests.capture.models import InputContainers, Keywords, Point
+
+X = torch.randn(3, 4)
+
+
+class BranchOnValue(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class BranchOnItem(nn.Module):
+    def forward(self, x):
+        n = x.argmax().item()
+        return x if n > 2 else -x
+
+
+class ReplacesBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * self.count
+
+
+class AssignsGrad(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y.data = x
+        return y
+
+
+class ReturnsObject(nn.Module):
+    def forward(self, x):
+        return threading.Lock(), x
+
+
+class Uncopyable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        return x
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        return x @ torch.zeros(9, 9)
+
+
+class TwoDevices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4, device="meta")
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class LocalHook(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y.register_hook(lambda grad: grad)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (BranchOnValue(), r"decides on the value of a tensor.*test_errors\.py:\d+: `if x\.sum\(\) > 0:`"),
+        (BranchOnItem(), r"decides on the value of a tensor.*`return x if n > 2 else -x`"),
+        (ReplacesBuffer(), r"assigns another tensor to 'count'.*copy_"),
+        (AssignsGrad(), r"assigns to the attribute 'data'.*`y\.data = x`"),
+        (ReturnsObject(), r"lock"),
+        (Uncopyable(), r"Uncopyable cannot be copied"),
+        (Raises(), r"forward failed under capture.*`return x @ torch\.zeros\(9, 9\)`"),
+        (TwoDevices(), r"several devices \(.*cpu.*meta"),
+        (LocalHook(), r"register_hook"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_cannot_be_a_graph(model, message):
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(model, (X,))
+
+
+def test_example_inputs_that_do_not_fit_the_forward():
+    with pytest.raises(fxopt.TraceError, match="do not fit Raises.forward.*too many positional"):
+        fxopt.trace(Raises(), (X, X))
+    with pytest.raises(fxopt.TraceError, match=r"args must be a tuple.*\(x,\)"):
+        fxopt.trace(Raises(), X)
+
+
+def test_an_input_that_is_no_tensor_there():
+    gm = fxopt.trace(nn.Linear(4, 4), (X,))
+    with pytest.raises(fxopt.GuardError, match="'input' is list; the graph takes a tensor"):
+        gm([1.0])
+    with pytest.raises(
+        fxopt.GuardError, match="'input' is torch.int64; the graph was captured with torch.float32"
+    ):
+        gm(torch.ones(3, 4, dtype=torch.long))
+    with pytest.raises(fxopt.GuardError, match="'input' has 3 dimensions; the graph was captured with 2"):
+        gm(torch.ones(1, 3, 4))
+
+
+def test_a_constant_is_accepted_and_another_value_refused():
+    gm = fxopt.trace(Keywords(), (X,), {"scale": 2.0, "extra": X})
+    gm(X, scale=2.0, extra=X)
+    with pytest.raises(fxopt.GuardError, match=r"'scale' is 3\.0; the graph was captured for 2\.0"):
+        gm(X, scale=3.0, extra=X)
+
+
+def test_a_constant_at_the_end_can_be_left_out():
+    class Flag(nn.Module):
+        def forward(self, x, flag=False):
+            return -x if flag else x
+
+    gm = fxopt.trace(Flag(), (X,), {"flag": True})
+    assert torch.equal(gm(X), -X)
+    with pytest.raises(fxopt.GuardError, match="'flag' is False"):
+        gm(X, flag=False)
+
+
+def test_a_container_of_another_form():
+    gm = fxopt.trace(InputContainers(), ((X, [X]), {"a": X}, Point(X, X)))
+    with pytest.raises(
+        fxopt.GuardError, match=r"'pair\[1\]' has entries \[0, 1\]; the graph was captured with \[0\]"
+    ):
+        gm((X, [X, X]), {"a": X}, Point(X, X))
+    with pytest.raises(fxopt.GuardError, match=r"'named' has entries \['b'\]"):
+        gm((X, [X]), {"b": X}, Point(X, X))
+    with pytest.raises(fxopt.GuardError, match=r"'point' is tuple"):
+        gm((X, [X]), {"a": X}, (X, X))
+    with pytest.raises(fxopt.GuardError, match=r"'point\.y'.*dimension 0 is 2"):
+        gm((X, [X]), {"a": X}, Point(X, torch.zeros(2, 4)))

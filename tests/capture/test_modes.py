@@ -1,0 +1,201 @@
+"""Modes that a forward switches keep their meaning, or are refused; none is dropped."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fxopt
+from fxopt.capture import modes
+
+X = torch.randn(3, 4)
+
+
+class NoGrad(torch.nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            y = x * 2
+        return y, x * 3
+
+
+class NestedGrad(torch.nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            with torch.enable_grad():
+                inner = x * 2
+            outer = x * 3
+            with torch.set_grad_enabled(True):
+                again = x * 4
+        return inner, outer, again, x * 5
+
+
+class Decorated(torch.nn.Module):
+    @torch.no_grad()
+    def scaled(self, x):
+        return x * 2
+
+    def forward(self, x):
+        return self.scaled(x), x + 1
+
+
+class Autocast(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.dense(x)
+            with torch.autocast("cpu", enabled=False):
+                z = self.dense(x)
+        return y, z, self.dense(x)
+
+
+class Inference(torch.nn.Module):
+    def forward(self, x):
+        with torch.inference_mode():
+            y = x * 2
+        return y, x + 1
+
+
+class Kernel(torch.nn.Module):
+    def forward(self, q):
+        with sdpa_kernel([SDPBackend.MATH]):
+            inside = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        return inside, torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+class Cube(torch.autograd.Function):
+    """Forward x**3, backward the wrong gradient on purpose: only this function can have made it."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        return x**3 * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 100 * grad, None
+
+
+taken_before = Cube.apply
+
+
+class Custom(torch.nn.Module):
+    def forward(self, x):
+        return Cube.apply(x, 2) + 1
+
+
+class CustomByReference(torch.nn.Module):
+    def forward(self, x):
+        return taken_before(x, 2)
+
+
+def assert_same_gradients(model, gm, x):
+    for make in (torch.enable_grad, torch.no_grad):
+        with make():
+            a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+            expected, actual = model(a), gm(b)
+            assert [t.requires_grad for t in actual] == [t.requires_grad for t in expected]
+            assert all(map(torch.equal, actual, expected))
+            assert [t.dtype for t in actual] == [t.dtype for t in expected]
+            assert [t.is_inference() for t in actual] == [t.is_inference() for t in expected]
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "model", [NoGrad(), NestedGrad(), Decorated(), Inference(), Autocast()], ids=lambda m: type(m).__name__
+)
+def test_blocks_keep_their_meaning_in_every_mode_of_the_caller(model):
+    gm = fxopt.trace(model, (X.clone().requires_grad_(),))
+    assert any(modes.switches(node.target) for node in gm.graph.nodes)
+    assert_same_gradients(model, gm, X)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    assert_same_gradients(model, gm, X)
+
+
+def test_sdpa_kernel_is_entered_and_left():
+    gm = fxopt.trace(Kernel(), (torch.randn(1, 2, 3, 4),))
+    order = [n.target for n in gm.graph.nodes if n.op == "call_function"]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert order == [modes.enter_sdpa_kernel, attention, modes.leave, attention]
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is attention:
+                seen.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        gm(torch.randn(1, 2, 3, 4))
+    assert seen == [(False, True), (True, True)]
+
+
+def test_an_error_inside_a_block_gives_the_modes_back():
+    class Fails(torch.nn.Module):
+        def forward(self, x, index):
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel([SDPBackend.MATH]):
+                return x[index] * 2
+
+    gm = fxopt.trace(Fails(), (X, torch.tensor([1])))
+    with pytest.raises(IndexError):
+        gm(X, torch.tensor([9]))
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_custom_autograd_function_keeps_its_backward():
+    gm = fxopt.trace(Custom(), (X,))
+    x = X.clone().requires_grad_()
+    y = gm(x)
+    assert torch.equal(y, Custom()(X))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(X, 100.0))
+
+
+def test_an_autograd_function_that_cannot_be_seen_is_an_error():
+    with pytest.raises(fxopt.TraceError, match=r"Cube is called through a reference.*Write `Cube.apply"):
+        fxopt.trace(CustomByReference(), (X,))
+    assert Cube.apply(X, 1) is not None  # torch is as it was
+
+
+def test_vmap_is_an_error_and_not_a_wrong_graph():
+    class Mapped(torch.nn.Module):
+        def forward(self, x):
+            return torch.vmap(lambda row: row * 2)(x)
+
+    with pytest.raises(fxopt.TraceError, match=r"torch\.vmap"):
+        fxopt.trace(Mapped(), (X,))
+
+
+def test_two_threads_capture_at_once_while_a_third_runs_models():
+    stop, failures = threading.Event(), []
+    eager = Autocast()
+
+    def run():
+        while not stop.is_set():
+            y, z, _ = eager(X)
+            if (y.dtype, z.dtype) != (torch.bfloat16, torch.float32) or not torch.equal(
+                Custom()(X), X**3 * 2 + 1
+            ):
+                failures.append("eager model changed")
+
+    def capture():
+        for _ in range(5):
+            gm = fxopt.trace(Inference(), (X,))
+            if not all(map(torch.equal, gm(X), Inference()(X))):
+                failures.append("captured graph wrong")
+
+    runner = threading.Thread(target=run)
+    captures = [threading.Thread(target=capture) for _ in range(2)]
+    for thread in [runner, *captures]:
+        thread.start()
+    for thread in captures:
+        thread.join()
+    stop.set()
+    runner.join()
+    assert failures == []
