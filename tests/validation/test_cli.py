@@ -6,7 +6,7 @@ import datetime
 import pytest
 from typer.testing import CliRunner
 
-from validation import report, store
+from validation import store
 from validation.cli import app
 from validation.records import Outcome, Record
 
@@ -18,23 +18,25 @@ def call():
 
 @pytest.fixture
 def runs(make_records, run, tmp_path):
-    """Two nights: in the second one, one case fails."""
+    """Two nights: in the second one, one case fails. Their tables alone, without views."""
     records = make_records(0)
-    report.write_run(records, tmp_path / "first", run)
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     failed = Record(records[0].case, Outcome.FAIL, "compare", "logits [bold]differ[/bold]")
-    report.write_run([failed, *records[1:]], tmp_path / "second", later)
-    return tmp_path / "first/latest", tmp_path / "second/latest"
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+    nights = [tmp_path / "first", tmp_path / "second"]
+    for night, made, found in zip(nights, (run, later), (records, [failed, *records[1:]]), strict=True):
+        table = store.table_of(found, made)
+        store.append_history(table, night / "history")
+        (night / "latest").mkdir()
+        store.write_table(table, night / "latest")
+    return [night / "latest" for night in nights]
 
 
 def test_report_writes_the_views_beside_the_table(runs, call):
-    page = runs[1] / "report.html"
-    before = page.read_text()
-    page.unlink()
     result = call("report", runs[1] / "records.parquet")
     assert result.exit_code == 0, result.output
-    assert page.read_text() == before
-    assert str(page) in result.output
+    for name in ("report.html", "summary.md", "compatibility/bert-base.md"):
+        assert "bert-base" in (runs[1] / name).read_text()
+        assert str(runs[1] / name) in result.output
     assert "FAIL bert-base-eager-cpu-trace" in result.output
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import html.parser
 import json
 import math
@@ -409,3 +410,10 @@ def test_tables_are_not_changed_by_views(table):
     before = table.copy(deep=True)
     html_view.document(table), markdown.summary(table), markdown.compatibility(table, "groupvit")
     pd.testing.assert_frame_equal(table, before)
+
+
+@pytest.mark.parametrize("module", [tables, markdown])
+def test_the_examples_of_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

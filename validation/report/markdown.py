@@ -86,14 +86,24 @@ def headline(table: pd.DataFrame) -> str:
 
 
 def escape(text: object) -> str:
-    """Text as it is, in a Markdown table: nothing in it is markup, and it stays on one line."""
+    """Text as it is, in a Markdown table: nothing in it is markup, and it stays on one line.
+
+    Example:
+        >>> print(escape("<b> | __add__"))
+        &lt;b> \\| \\_\\_add\\_\\_
+    """
     line = " ".join(str(text).split())
     line = re.sub(r"([\\`*|\[\]])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", line)
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each model: its own where every file system takes it, else a safe one with a digest."""
+    """A file name for each model: its own where every file system takes it, else a safe one with a digest.
+
+    Example:
+        >>> file_stems(["bert-base", "org/bert"])
+        {'bert-base': 'bert-base', 'org/bert': 'org-bert-8fe84004'}
+    """
     stems: dict[str, str] = {}
     taken: set[str] = set()
     for name in sorted(names):

@@ -25,7 +25,12 @@ UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
 
 
 def heading(name: str) -> str:
-    """The heading of a measurement, with its unit: `latency_baseline_ms` is "latency baseline (ms)"."""
+    """The heading of a measurement, with its unit.
+
+    Example:
+        >>> heading("latency_baseline_ms")
+        'latency baseline (ms)'
+    """
     if name in HEADINGS:
         return HEADINGS[name]
     first, *words = name.split("_")
@@ -35,7 +40,12 @@ def heading(name: str) -> str:
 
 
 def shown(name: str, value: float) -> str:
-    """A measurement as text: counts in full, errors with their magnitude, the rest to a few digits."""
+    """A measurement as text: counts in full, errors with their magnitude, the rest to a few digits.
+
+    Example:
+        >>> shown("parameters_after", 109482240.0), shown("relative_error", 3.16e-7), shown("latency_ms", 98.765)
+        ('109,482,240', '3.2e-07', '98.77')
+    """
     if math.isnan(value):
         return ABSENT
     if value == 0 or (float(value).is_integer() and not is_error(name)):
@@ -61,7 +71,12 @@ def is_limit(name: str) -> bool:
 
 
 def limit_of(name: str) -> str:
-    """The name of what an error is held against: `tolerance_float64` for `relative_error_float64`; or empty."""
+    """The name of what an error is held against, or empty.
+
+    Example:
+        >>> limit_of("relative_error_float64"), limit_of("max_abs_error")
+        ('tolerance_float64', '')
+    """
     return name.replace("relative_error", "tolerance") if "relative_error" in name else ""
 
 
@@ -72,7 +87,12 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 
 def worst(outcomes: Iterable[str]) -> str:
-    """What several outcomes come to together."""
+    """What several outcomes come to together; empty for none.
+
+    Example:
+        >>> worst(["pass", "skip", "fail"]), worst(["pass", "no-op"])
+        ('fail', 'no-op')
+    """
     present = set(outcomes)
     return next((str(outcome) for outcome in WORST_FIRST if outcome in present), "")
 
@@ -227,7 +247,12 @@ def ratio(row: pd.Series) -> str:
 
 
 def pipeline_label(pipeline: str) -> str:
-    """A pipeline as text: `MergeLinears → FuseBiasInLinear`."""
+    """A pipeline as text.
+
+    Example:
+        >>> pipeline_label("MergeLinears+FuseBiasInLinear"), pipeline_label("")
+        ('MergeLinears → FuseBiasInLinear', '(no pass)')
+    """
     return pipeline.replace("+", " → ") or NO_PASS
 
 
