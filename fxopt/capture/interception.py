@@ -91,9 +91,8 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     is_setup_context_defined = torch.autograd.function._is_setup_context_defined
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if active():
-            return recorder.call_autograd_function(cls, original.__func__, args, kwargs)
-        return original.__func__(cls, *args, **kwargs)
+        bound = original.__get__(None, cls)
+        return recorder.call_autograd_function(bound, args, kwargs) if active() else bound(*args, **kwargs)
 
     def first_call_of_the_original(setup_context: Any) -> bool:
         # Reached while recording only when the original was bound before the capture began.
