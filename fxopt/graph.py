@@ -97,8 +97,7 @@ class GraphIndex:
             module = self.module(node)
             tensors = [*module.named_parameters(), *module.named_buffers()]
         else:
-            owner, name = split_path(target)
-            tensors = [(name, getattr(self.modules[owner], name))]
+            tensors = [(split_path(target)[1], attribute(self.graph_module, target))]
         for name, tensor in tensors:
             for path, other, _ in self._holders.get(_storage(tensor), ()):
                 yield name, f"{path}.{other}" if path else other
@@ -173,15 +172,22 @@ class GraphIndex:
                 index = parent[index]
             return index
 
-        outside: int | None = None  # the caller may pass one tensor twice, and a parameter as an input
+        outside: dict[int, int] = {}  # the caller may pass one tensor twice; two names may share a storage
         for index, node in enumerate(self.nodes):
             if node.op in ("placeholder", "get_attr"):
-                outside = index if outside is None else outside
-                parent[root(index)] = root(outside)
+                parent[root(index)] = root(outside.setdefault(self._memory(node), index))
             elif not self.gives_new_memory(node):
-                for value in node.all_input_nodes:
+                # What writes into a tensor returns that tensor; anything else may return a view of any input.
+                for value in self._written_by(node) or node.all_input_nodes:
                     parent[root(index)] = root(self.position[value])
         return {node: root(index) for index, node in enumerate(self.nodes)}
+
+    def _memory(self, node: Node) -> int:
+        """What memory an input of the graph may share: one number for all placeholders."""
+        if node.op == "placeholder":
+            return 0
+        value = attribute(self.graph_module, str(node.target))
+        return _storage(value) if isinstance(value, Tensor) else id(value)
 
     def gives_new_memory(self, node: Node) -> bool:
         """Whether the value of `node` surely shares no memory with its inputs."""
@@ -269,6 +275,12 @@ def split_path(path: str) -> tuple[str, str]:
     return parent, name
 
 
+def attribute(graph_module: GraphModule, path: str) -> Any:
+    """The tensor, or whatever a `get_attr` node reads, at `path`."""
+    owner, name = split_path(path)
+    return getattr(graph_module.get_submodule(owner), name)
+
+
 def set_module(graph_module: GraphModule, path: str, module: nn.Module) -> None:
     """Put `module` at `path`, in the place of what is there, without touching the old object."""
     parent, name = split_path(path)
@@ -327,7 +339,7 @@ def is_container(target: object) -> bool:
 
 def is_torch_module(module: nn.Module) -> bool:
     """Whether a module is one of torch's own layers, whose effects are known."""
-    return type(module).__module__.startswith("torch.nn.")
+    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
 
 
 def is_torch_function(target: object) -> bool:

@@ -83,8 +83,8 @@ class Explanation:
 
     Attributes:
         name: the pass.
-        rows: for each site and refusal, in the order of matching: the node, the module that it calls (or
-            an empty string), and the reason for refusing (`None` for a site).
+        rows: for each site and refusal, in the order of matching: the node, the module that it calls or
+            belongs to, as far as that is known, and the reason for refusing (`None` for a site).
     """
 
     name: str
@@ -138,8 +138,7 @@ class Rewrite(Transformation, Generic[S]):
         rows = []
         for found in self.match(graph_module):
             reason = found.reason if isinstance(found, Refusal) else None
-            module = str(found.node.target) if found.node.op == "call_module" else ""
-            rows.append((found.node.name, module, reason))
+            rows.append((found.node.name, _module_path(found.node), reason))
         return Explanation(type(self).__name__, tuple(rows))
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -238,6 +237,13 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
                 "is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
                 "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
             )
+
+
+def _module_path(node: Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _nodes_by_site(graph_module: GraphModule) -> dict[int, list[tuple[str, Node]]]:

@@ -185,7 +185,7 @@ def compose(*args: Transformation, inplace: bool = True) -> Composition:
     return Composition(args, inplace)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Composition(Transformation):
     """Transformations applied one after the other: what `compose` returns."""
 
@@ -200,16 +200,23 @@ class Composition(Transformation):
         """Apply the parts in order."""
         if not self.inplace:
             graph_module = copy.deepcopy(graph_module)
-        for part in self.parts:
-            graph_module = part(graph_module, lint_and_recompile=False)
+        for number, part in enumerate(self.parts):
+            try:
+                graph_module = part(graph_module, lint_and_recompile=False)
+            except Exception as error:
+                error.add_note(f"applied before it: {', '.join(map(repr, self.parts[:number])) or 'nothing'}")
+                raise
         return graph_module
 
     def transformed(self, node: Node) -> bool:
         """Whether any part transformed `node`."""
         return super().transformed(node) or any(part.transformed(node) for part in self.parts)
 
+    def __repr__(self) -> str:
+        return f"compose({''.join(f'{part!r}, ' for part in self.parts)}inplace={self.inplace})"
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class ReversibleComposition(Composition, ReversibleTransformation):
     """A composition whose parts can all be undone."""
 

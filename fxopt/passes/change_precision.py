@@ -75,10 +75,10 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
         """Replace layers and parameters, then cast where the plan says so."""
         lowered = _lowered_tensors(graph_module, site, self.dtype)
         originals = {path: graph_module.get_submodule(path) for path in site.layers}
+        parameters = {path: _parameter(graph_module, path) for path in site.parameters}
         for path, copied in _copies(originals, lowered).items():
             leave_trace(copied, self, [originals[path]])
             graph.set_module(graph_module, path, copied)
-        parameters = {path: _parameter(graph_module, path) for path in site.parameters}
         for path, parameter in parameters.items():
             _set_parameter(graph_module, path, lowered[id(parameter)])
 
@@ -233,7 +233,9 @@ class _Planner:
         if node in self.kept:
             return False
         if node.op == "get_attr":
-            return _is_float32(node) and isinstance(_attribute(self.index.graph_module, node), nn.Parameter)
+            return _is_float32(node) and isinstance(
+                graph.attribute(self.index.graph_module, str(node.target)), nn.Parameter
+            )
         if node.op != "call_module":
             return False
         return any(p.dtype == torch.float32 for p in self.index.module(node).parameters())
@@ -280,7 +282,9 @@ def _graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
             return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
         if "autocast" in getattr(node.target, "__name__", ""):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
-        if node.op == "get_attr" and isinstance(_attribute(index.graph_module, node), nn.Parameter):
+        if node.op == "get_attr" and isinstance(
+            graph.attribute(index.graph_module, str(node.target)), nn.Parameter
+        ):
             writer = index.written(node)
             if writer:
                 return Refusal(writer, f"it may write into the parameter {node.target}")
@@ -418,11 +422,6 @@ def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float
         node.update_arg(index, value)
     for name, value in before[1].items():
         node.update_kwarg(name, value)
-
-
-def _attribute(graph_module: GraphModule, node: Node) -> Any:
-    owner, name = graph.split_path(str(node.target))
-    return getattr(graph_module.get_submodule(owner), name)
 
 
 def _parameter(graph_module: GraphModule, path: str) -> nn.Parameter:

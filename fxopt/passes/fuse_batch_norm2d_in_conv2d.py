@@ -45,9 +45,10 @@ class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
     def match(self, graph_module: GraphModule) -> Iterator[ConvNorm | Refusal]:
         """Yield the convolutions that are followed by a batch normalization."""
         index = graph.GraphIndex(graph_module)
+        convs = set(index.calls_of(nn.Conv2d))
         for node in index.calls_of(nn.BatchNorm2d):
             conv = graph.input_of(node, index.module(node))
-            if conv is None or conv not in index.calls_of(nn.Conv2d):
+            if conv not in convs:
                 continue
             fused = _obstacle(index, conv, node) or _fuse(index.module(conv), index.module(node))
             if isinstance(fused, str):

@@ -261,7 +261,7 @@ def _contiguity_obstacle(index: graph.GraphIndex, call: Node, width: int) -> str
 
 def _splits_last(view: Node, width: int) -> bool:
     """Whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
-    if view.target != "view" or view.kwargs:
+    if view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
         return False
     value = view.meta.get("val")
     shape: Any = value.shape if isinstance(value, Tensor) else view.args[1:]

@@ -122,13 +122,17 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             graph.set_module(graph_module, path, self._new_module(graph_module))
             node.op, node.target, node.kwargs = "call_module", path, {}
         node.args = (value,)
-        data = FunctionCall(before, (node.op, node.target, dict(node.kwargs)), path)
+        data = FunctionCall(before, path)
         return Change((node,), {"0": node}, (path,) if path else (), data)
 
     def _restore_function(self, graph_module: GraphModule, node: Node, data: FunctionCall) -> None:
-        if (node.op, node.target, dict(node.kwargs)) != data.after or len(node.args) != 1:
+        if isinstance(self.target, str):  # fx's pickle may have spelled defaults out
+            as_left = _calls(node, ACTIVATIONS[self.target])
+        else:
+            as_left = (node.op, node.target, len(node.args)) == ("call_module", data.path, 1)
+        if not as_left:
             raise UndoError(f"{self!r} cannot be undone: {node.name} was changed since")
-        value = node.args[0]
+        (value,) = node.all_input_nodes
         node.op, node.target, args, kwargs = data.before
         node.args, node.kwargs = _mapped(args, kwargs, INPUT, value)
         if data.path:
@@ -189,10 +193,9 @@ INPUT = Input()
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-    """What undo needs of a call of a function: what it was, what it is now, and the module made for it."""
+    """What undo needs of a call of a function: what it was, and the module made for it."""
 
     before: tuple[str, Any, Any, Any]
-    after: tuple[str, Any, dict[str, Any]]
     path: str | None
 
 

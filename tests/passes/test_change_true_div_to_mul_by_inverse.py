@@ -1,0 +1,128 @@
+"""ChangeTrueDivToMulByInverse: where an inverse is as good as a division, and where it is not."""
+
+import math
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import ChangeTrueDivToMulByInverse, UndoError
+from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+
+X = torch.randn(3, 4)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def div(denominator):
+    return Function(lambda x: x / denominator)
+
+
+@pytest.mark.parametrize("denominator", [49, 8, 3.7, -49, 1, math.sqrt(64), 1e-3, 1e30])
+def test_float_tensors_of_known_dtype(denominator):
+    after = rewritten(ChangeTrueDivToMulByInverse(), div(denominator), X, sites=1, trace=fxopt_trace)
+    (node,) = ChangeTrueDivToMulByInverse().get_transformed_nodes(after)
+    assert node.target is operator.mul
+    assert node.args[1] == 1 / denominator
+
+
+SPELLINGS = [
+    lambda x: torch.div(x, 4),
+    lambda x: torch.true_divide(x, other=4),
+    lambda x: x.div(4),
+    lambda x: x.divide(other=4),
+]
+
+
+@pytest.mark.parametrize("function", SPELLINGS)
+def test_every_spelling_comes_back(function):
+    rewritten(ChangeTrueDivToMulByInverse(), Function(function), X, sites=1)
+
+
+def test_a_power_of_two_needs_no_metadata_and_is_exact():
+    model = div(8)
+    after = rewritten(ChangeTrueDivToMulByInverse(), model, X, sites=1)
+    for x in (X, X.bfloat16(), torch.arange(10), X > 0):
+        assert torch.equal(model(x), after(x))
+        assert model(x).dtype == after(x).dtype
+
+
+def test_a_layer_makes_the_numerator_known():
+    class Scores(Function):
+        def forward(self, x):
+            return self.linear(x).view(2, 6).transpose(0, 1) / 7
+
+    rewritten(ChangeTrueDivToMulByInverse(), Scores(None), X, sites=1)
+
+
+@pytest.mark.parametrize("denominator", [0, 0.0, math.inf, -math.inf, math.nan, 1e300, 1e-42])
+def test_extreme_denominators(denominator):
+    reason = "outside of the normal range" if denominator in (1e300, 1e-42) else "the denominator is"
+    refused(ChangeTrueDivToMulByInverse(), div(denominator), X, reason=reason, trace=fxopt_trace)
+
+
+def test_the_range_of_an_unknown_dtype_is_that_of_float16():
+    refused(ChangeTrueDivToMulByInverse(), div(2.0**20), X, reason="normal range of float16")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "trace"),
+    [
+        (lambda x: x / 49, "not known to be a floating tensor", fx_trace),
+        (lambda x: x / True, "is a bool", fx_trace),
+        (lambda x: x / x.abs().sum(), "computed in the graph", fx_trace),
+        (lambda x: x.size(0) / 49, "not known to be a floating tensor", fx_trace),
+        (lambda x: (x / 49).floor(), "amplifies the error", fxopt_trace),
+        (lambda x: torch.round(x.abs() / 49 + 1), "amplifies the error", fxopt_trace),
+        (lambda x: (x / 49).reshape(-1).int(), "amplifies the error", fxopt_trace),
+        (lambda x: (x / 49).to(torch.int64), "amplifies the error", fxopt_trace),
+        (lambda x: (x / 49)[0] >= 1, "amplifies the error", fxopt_trace),
+        (lambda x: x / 49 % 1, "amplifies the error", fxopt_trace),
+        (lambda x: (x / 49).argmax(), "amplifies the error", fxopt_trace),
+    ],
+)
+def test_refusals(function, reason, trace):
+    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=trace)
+
+
+def test_complex_and_integer_numerators():
+    reason = "the numerator is complex"
+    refused(ChangeTrueDivToMulByInverse(), div(4), X.to(torch.complex64), reason=reason, trace=fxopt_trace)
+    reason = "not known to be a floating tensor"
+    refused(ChangeTrueDivToMulByInverse(), div(49), torch.arange(4), reason=reason, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: 2 / x,
+        lambda x: x.div(3, rounding_mode="floor"),
+        lambda x: torch.div(x, 4, rounding_mode="trunc"),
+        lambda x: x // 4,
+        lambda x: (x + 0).div_(4),
+    ],
+)
+def test_what_is_no_division_by_a_constant(function):
+    traced = torch.fx.symbolic_trace(Function(function))
+    assert not ChangeTrueDivToMulByInverse().explain(traced).sites
+
+
+def test_a_power_of_two_before_floor_is_exact():
+    rewritten(ChangeTrueDivToMulByInverse(), Function(lambda x: (x / 4).floor()), X, sites=1)
+
+
+def test_undo_of_a_changed_node_raises():
+    after = ChangeTrueDivToMulByInverse()(torch.fx.symbolic_trace(div(4)))
+    (node,) = after.graph.find_nodes(op="call_function", target=operator.mul)
+    node.update_arg(1, 0.5)
+    with pytest.raises(UndoError, match="changed since"):
+        ChangeTrueDivToMulByInverse()(after, reverse=True)

@@ -1,0 +1,107 @@
+"""FuseBatchNorm1dInLinear: before and after a linear layer, on two dimensions only."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import FuseBatchNorm1dInLinear
+from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+
+X = torch.randn(5, 4)
+
+
+def check(model, *inputs, sites, **options):
+    return rewritten(FuseBatchNorm1dInLinear(), model, *inputs, sites=sites, trace=fxopt_trace, **options)
+
+
+def refuse(model, *inputs, reason):
+    refused(FuseBatchNorm1dInLinear(), model.eval(), *inputs, reason=reason, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_folds(bias, affine, before):
+    linear = nn.Linear(4, 3, bias=bias)
+    norm = nn.BatchNorm1d(4 if before else 3, affine=affine)
+    after = check(nn.Sequential(norm, linear) if before else nn.Sequential(linear, norm), X, sites=1)
+    assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm1d)]
+
+
+def test_norms_on_both_sides_and_in_chains():
+    layers = (nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2))
+    after = check(nn.Sequential(*layers, nn.BatchNorm1d(2)), X, sites=2)
+    assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm1d)]
+
+
+def test_as_many_features_on_both_sides():
+    check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), X, sites=1)
+    check(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), X, sites=1)
+
+
+def test_one_feature():
+    check(nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Linear(1, 2)), X, sites=1)
+
+
+def test_three_dimensions_are_refused_also_where_sizes_agree():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    refuse(model, torch.randn(2, 4, 4), reason="the values have 3 dimensions")
+
+
+def test_an_unknown_rank_is_refused():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    refused(FuseBatchNorm1dInLinear(), model, X, reason="number of dimensions is unknown", trace=fx_trace)
+
+
+class Use(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.linear, self.norm, self.use = nn.Linear(4, 4), nn.BatchNorm1d(4), use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def output_used_twice(m, x):
+    y = m.linear(x)
+    return m.norm(y), y.relu()
+
+
+def norm_used_twice(m, x):
+    y = m.norm(x)
+    return m.linear(y), y.relu()
+
+
+def write_before_the_linear(m, x):
+    x = x * 1
+    y = m.norm(x)
+    x.add_(1)
+    return m.linear(y)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (output_used_twice, "linear is also used by"),
+        (norm_used_twice, "norm is also used by"),
+        (write_before_the_linear, "may write into"),
+    ],
+)
+def test_other_uses_are_refused(use, reason):
+    refuse(Use(use), X, reason=reason)
+
+
+def test_training_mode_and_missing_statistics_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).train()
+    refused(FuseBatchNorm1dInLinear(), model, X, reason="in training mode", trace=fxopt_trace)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    refuse(model, X, reason="no running statistics")
+
+
+def test_a_write_to_another_value_is_no_obstacle():
+    def use(m, x):
+        y = m.norm(x)
+        (x * 2).add_(1)
+        return m.linear(y)
+
+    check(Use(use), X, sites=1)

@@ -1,0 +1,118 @@
+"""FuseBiasInLinear: the bias as a column of the weight, in any dtype, and back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import FuseBiasInLinear, UndoError
+from fxopt.testing import assert_equivalent, assert_round_trip, randomise
+from tests.before_after import fxopt_trace, refused, rewritten
+
+X = torch.randn(2, 3, 4)
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.lin(input=x)
+
+
+@pytest.mark.parametrize(
+    ("model", "sites"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), 2),
+        (nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2)), 1),
+        (Keyword(), 1),
+    ],
+)
+def test_fuses(model, sites):
+    after = rewritten(FuseBiasInLinear(), model, X, sites=sites)
+    assert not any(name.endswith("bias") for name in after.state_dict())
+
+
+def test_a_vector_as_input():
+    rewritten(FuseBiasInLinear(), nn.Sequential(nn.Linear(4, 3)), torch.randn(4), sites=1)
+
+
+def test_no_bias_is_no_site():
+    explanation = FuseBiasInLinear().explain(torch.fx.symbolic_trace(nn.Linear(4, 2, bias=False)))
+    assert not explanation.rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision(dtype):
+    model = randomise(nn.Sequential(nn.Linear(4, 3))).to(dtype)
+    fused = FuseBiasInLinear()(torch.fx.symbolic_trace(model))
+    out = fused(X.to(dtype))
+    assert out.dtype == dtype
+    assert_equivalent(model, fused, [X.to(dtype)], factor=4)
+
+
+def test_the_ones_follow_the_input():
+    fused = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3))))
+    assert copy.deepcopy(fused).double()(X.double()).dtype == torch.float64
+    assert copy.deepcopy(fused).to("meta")(X.to("meta")).device.type == "meta"
+
+
+def test_with_metadata():
+    after = rewritten(FuseBiasInLinear(), nn.Sequential(nn.Linear(4, 3)), X, sites=1, trace=fxopt_trace)
+    (pad,) = [node for node in after.graph.nodes if node.name.startswith("pad")]
+    assert pad.meta["val"].shape == (2, 3, 5)
+
+
+def test_mixed_gradients_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    refused(FuseBiasInLinear(), model, X, reason="only one of its weight and bias requires gradients")
+
+
+def test_mixed_dtypes_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].bias = nn.Parameter(model[0].bias.detach().double())
+    refused(FuseBiasInLinear(), model, X, reason="differ in dtype")
+
+
+def test_a_layer_called_twice_is_refused():
+    class Twice(Keyword):
+        def forward(self, x):
+            return self.lin(x), self.lin(x + 1)
+
+    refused(FuseBiasInLinear(), Twice(), X, reason="also called by")
+
+
+def test_frozen_layers_stay_frozen():
+    model = nn.Sequential(nn.Linear(4, 3)).requires_grad_(False)
+    after = rewritten(FuseBiasInLinear(), model, X, sites=1)
+    assert not any(p.requires_grad for p in after.parameters())
+
+
+def test_undo_keeps_training():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3)))
+    before = copy.deepcopy(traced)
+    fused = FuseBiasInLinear()(traced)
+    with torch.no_grad():
+        fused.get_parameter("0.weight").add_(1)
+    restored = FuseBiasInLinear()(fused, reverse=True)
+    assert torch.equal(restored.get_parameter("0.bias"), before.get_parameter("0.bias") + 1)
+    with pytest.raises(AssertionError, match=r"0\.bias differs"):
+        assert_round_trip(before, restored)
+
+
+@pytest.mark.parametrize("damage", ["pad", "module", "user"])
+def test_undo_of_a_changed_site_raises(damage):
+    fused = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3))))
+    (pad,) = fused.graph.find_nodes(op="call_function", target=torch.nn.functional.pad)
+    if damage == "pad":
+        pad.update_kwarg("value", 2.0)
+    elif damage == "module":
+        setattr(fused, "0", nn.Linear(5, 3))
+    else:
+        with fused.graph.inserting_after(pad):
+            fused.graph.call_function(torch.relu, (pad,))
+    with pytest.raises(UndoError, match="changed since"):
+        FuseBiasInLinear()(fused, reverse=True)

@@ -1,0 +1,397 @@
+"""MergeLinears: merged where the outputs stay the same, refused with a reason where they would not."""
+
+import copy
+import operator
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import FuseBiasInLinear, MergeLinears, UndoError
+from fxopt.testing import assert_round_trip, randomise
+from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+
+
+class Heads(nn.Module):
+    """Three linear layers on one input, used as `use` says."""
+
+    def __init__(self, use=None, width=(8, 8, 4), **options):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, size, **options) for size in width)
+        self.use = use or (lambda model, x: (model.q(x), model.k(x), model.v(x)))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+X = torch.randn(2, 3, 8)
+
+
+def attention(model, x):
+    q = model.q(x).view(2, 3, 2, 4).transpose(1, 2)
+    k = model.k(input=x).view(2, 3, 2, 4).transpose(1, 2)
+    return (q @ k.transpose(-1, -2)).softmax(-1), model.v(x)
+
+
+def test_merges_layers_on_the_same_input():
+    after = rewritten(MergeLinears(), Heads(), X, sites=1)
+    assert [n.target for n in after.graph.nodes if n.op == "call_module"] == ["fxopt_merged_q_k_v"]
+    assert list(after.state_dict()) == ["fxopt_merged_q_k_v.weight", "fxopt_merged_q_k_v.bias"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Heads(attention),
+        Heads(bias=False),
+        Heads(lambda m, x: (m.q(x), m.k(x) + 1)),
+        Heads(lambda m, x: {"q": m.q(x), "rest": [m.k(x), (m.v(x), x)]}),
+        Heads(lambda m, x: (m.q(x)[..., 1:], m.k(x).unsqueeze(0), m.v(x).reshape(-1))),
+        nn.Sequential(Heads()),
+    ],
+    ids=["attention", "no bias", "two of three", "nested output", "slices", "below a numeric name"],
+)
+def test_keeps_the_outputs(model):
+    rewritten(MergeLinears(), model, X, sites=1)
+
+
+def test_a_vector_as_input():
+    rewritten(MergeLinears(), Heads(), torch.randn(8), sites=1)
+
+
+def test_with_metadata_of_the_trace():
+    def dynamic_view(m, x):
+        return m.q(x).view(x.shape[0], x.shape[1], -1, 4), m.k(x)
+
+    after = rewritten(MergeLinears(), Heads(dynamic_view), X, sites=1, trace=fxopt_trace)
+    (node,) = MergeLinears().get_transformed_nodes(after)
+    assert node.meta["val"].shape == (2, 3, 16)
+
+
+def test_layers_with_different_parents():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Sequential(nn.Linear(8, 2)), nn.Sequential(nn.ReLU(), nn.Linear(8, 3))
+
+        def forward(self, x):
+            return self.a(x), self.b[1](x)
+
+    after = rewritten(MergeLinears(), Two(), X, sites=1)
+    assert "fxopt_merged_a_0_b_1" in dict(after.named_modules())
+
+
+def test_a_taken_name_gets_a_number():
+    class Clash(Heads):
+        def __init__(self):
+            super().__init__()
+            self.fxopt_merged_q_k_v = nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.fxopt_merged_q_k_v(x * 2), self.q(x), self.k(x), self.v(x)
+
+    after = rewritten(MergeLinears(), Clash(), X, sites=1)
+    assert after.get_submodule("fxopt_merged_q_k_v_1").out_features == 20
+
+
+def test_groups_by_bias_and_gradients():
+    model = Heads(lambda m, x: (m.q(x), m.k(x), m.v(x), m.o(x), m.p(x)))
+    model.o, model.p = nn.Linear(8, 2, bias=False), nn.Linear(8, 3, bias=False)
+    model.v.requires_grad_(False)
+    after = rewritten(MergeLinears(), model, X, sites=2)
+    assert {n.target for n in MergeLinears().get_transformed_nodes(after)} == {
+        "fxopt_merged_q_k",
+        "fxopt_merged_o_p",
+    }
+
+
+def test_a_write_to_the_input_splits_the_group():
+    def use(m, x):
+        h = x + 0
+        q, k = m.q(h), m.k(h)
+        h.add_(1)
+        return q, k, m.v(h), m.o(h)
+
+    model = Heads(use)
+    model.o = nn.Linear(8, 2)
+    rewritten(MergeLinears(), model, X, sites=2)
+
+
+def between(statement):
+    def use(m, x):
+        h = x * 1
+        view = h[0]
+        q = m.q(h)
+        statement(m, h, view)
+        return q, m.k(h)
+
+    return use
+
+
+WRITES = {
+    "method": lambda m, h, v: h.mul_(2),
+    "through a view": lambda m, h, v: v.add_(1),
+    "through a detached alias": lambda m, h, v: h.detach().zero_(),
+    "out": lambda m, h, v: torch.add(v, 1, out=h),
+    "setitem": lambda m, h, v: operator.setitem(h, 0, 1.0),
+    "inplace functional": lambda m, h, v: torch.nn.functional.relu(h, inplace=True),
+    "inplace positional": lambda m, h, v: torch.nn.functional.relu(h, True),
+    "inplace module": lambda m, h, v: m.act(h),
+    "operator library": lambda m, h, v: torch.ops.aten.mul_.Tensor(h, 2),
+    "operator packet": lambda m, h, v: torch.ops.aten.mul_(h, 2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_between_keeps_layers_apart(name):
+    model = Heads(between(WRITES[name]))
+    model.act = nn.ReLU(inplace=True)
+    trace = fxopt_trace if name == "setitem" else fx_trace  # fx cannot trace it
+    refused(MergeLinears(), model, X, reason="a write or side effect stands between", trace=trace)
+
+
+def test_a_write_elsewhere_does_not():
+    rewritten(MergeLinears(), Heads(between(lambda m, h, v: (h * 2).add_(1))), X, sites=1)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda m, x: (m.q(x).view(-1), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (m.q(x).transpose(0, 1).view(3, 16), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (m.q(x).as_strided((2,), (1,)), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (m.q(x).is_contiguous(), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (torch.as_strided(m.q(x), (2,), (1,)), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (m.q(x).add_(1), m.k(x)), "may write into its output"),
+    ],
+)
+def test_outputs_that_must_be_contiguous_or_are_written(use, reason):
+    refused(MergeLinears(), Heads(use, width=(8, 8, 8)), X, reason=reason)
+
+
+def test_a_mode_switch_between():
+    def use(m, x):
+        q = m.q(x)
+        with torch.no_grad():
+            return q, m.k(x)
+
+    refused(MergeLinears(), Heads(use), X, reason="side effect stands between", trace=fxopt_trace)
+
+
+class TwiceCalled(Heads):
+    def forward(self, x):
+        return self.q(x), self.k(x), self.q(x + 1), self.k(x + 1)
+
+
+class ReadWeight(Heads):
+    def forward(self, x):
+        return self.q(x), self.k(x), self.q.weight + 1, self.k.weight + 1
+
+
+def hooked():
+    model = Heads()
+    for layer in (model.q, model.k, model.v):
+        layer.register_forward_hook(lambda module, args, output: output + 1)
+    return model
+
+
+def parametrized():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    torch.nn.utils.parametrizations.weight_norm(model.q)
+    return model
+
+
+def old_weight_norm():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(model.q)
+    return model
+
+
+def subclass():
+    class Lora(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    model.q = Lora(8, 8)
+    return model
+
+
+def own_forward():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    model.q.forward = lambda x: x
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (TwiceCalled(), "also called by"),
+        (ReadWeight(), "reads q.weight"),
+        (hooked(), "hooks"),
+        (own_forward(), "replaced on the instance"),
+    ],
+)
+def test_layers_that_cannot_be_replaced(model, reason):
+    refused(MergeLinears(), model, X, reason=reason)
+
+
+@pytest.mark.parametrize("make", [parametrized, old_weight_norm, subclass])
+def test_what_only_looks_like_a_linear_is_left_alone(make):
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, nn.Linear)
+
+    model = make()
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    code = traced.code
+    assert MergeLinears()(traced).code == code
+    assert traced.q is model.q
+
+
+def test_a_layer_under_two_names():
+    traced = torch.fx.symbolic_trace(Heads())
+    traced.alias = traced.q
+    assert MergeLinears().explain(traced).refusals[0] == (
+        "q",
+        "q",
+        "the module has several names: q, alias",
+    )
+    merged = MergeLinears()(traced)
+    assert merged.q is merged.alias
+
+
+def test_ties_inside_the_site_come_back():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    model.k.weight = model.q.weight
+    rewritten(MergeLinears(), model, X, sites=1)
+
+
+def test_a_tie_to_the_outside_is_refused():
+    model = Heads(lambda m, x: (m.q(x), m.k(x), m.o(x + 1)))
+    model.o = nn.Linear(8, 8)
+    model.o.weight = model.q.weight
+    refused(MergeLinears(), model, X, reason="shares memory with o.weight")
+
+
+def test_a_tie_to_a_layer_that_is_not_merged_with_it():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)), bias=True)
+    model.k = nn.Linear(8, 8, bias=False)
+    model.k.weight = model.q.weight
+    refused(MergeLinears(), model, X, reason="shares memory")
+
+
+def test_training_breaks_a_tie_and_undo_says_so():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)))
+    model.k.weight = model.q.weight
+    merged = MergeLinears()(torch.fx.symbolic_trace(model))
+    with torch.no_grad():
+        merged.get_submodule("fxopt_merged_q_k").weight[0] += 1
+    with pytest.raises(UndoError, match="the tie cannot be restored"):
+        MergeLinears()(merged, reverse=True)
+
+
+def test_undo_keeps_training_and_dtype():
+    model = randomise(Heads())
+    merged = MergeLinears()(torch.fx.symbolic_trace(model))
+    with torch.no_grad():
+        merged.get_submodule("fxopt_merged_q_k_v").weight.mul_(2)
+    restored = MergeLinears()(merged.half(), reverse=True)
+    assert torch.equal(restored.k.weight, (model.k.weight * 2).half())
+    assert restored.q.bias.dtype == torch.float16
+    assert torch.equal(model.k.weight, randomise(Heads()).k.weight) is False
+
+
+def test_plain_attributes_come_back():
+    model = Heads()
+    model.q.note = "kept"
+    merged = MergeLinears()(torch.fx.symbolic_trace(model))
+    restored = MergeLinears()(merged, reverse=True)
+    assert restored.q.note == "kept"
+    assert restored.q is not model.q
+    assert restored.q._forward_hooks is not model.q._forward_hooks
+
+
+def test_undoing_in_the_wrong_order_names_the_right_one():
+    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
+    both = FuseBiasInLinear()(merged)
+    with pytest.raises(UndoError, match="Undo FuseBiasInLinear first"):
+        MergeLinears()(both, reverse=True)
+    MergeLinears()(FuseBiasInLinear()(both, reverse=True), reverse=True)
+
+
+def test_undo_after_dead_code_elimination_raises():
+    merged = MergeLinears()(torch.fx.symbolic_trace(Heads(lambda m, x: (m.q(x), m.k(x), m.v(x))[:2])))
+    merged.graph.eliminate_dead_code()
+    with pytest.raises(UndoError, match="are gone"):
+        MergeLinears()(merged, reverse=True)
+
+
+@pytest.mark.parametrize("damage", ["slice", "use", "module"])
+def test_undo_of_a_changed_site_raises(damage):
+    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
+    (node,) = MergeLinears().get_transformed_nodes(merged)
+    if damage == "slice":
+        first = next(iter(node.users))
+        first.args = (node, (Ellipsis, slice(0, 7)))
+    elif damage == "use":
+        with merged.graph.inserting_after(node):
+            merged.graph.call_function(torch.relu, (node,))
+    else:
+        merged.fxopt_merged_q_k_v = nn.Linear(8, 21)
+    with pytest.raises(UndoError, match="were changed since"):
+        MergeLinears()(merged, reverse=True)
+
+
+def test_a_shared_container_is_not_written_to():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 2), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return x
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            return self.block(x), self.block.a(x), self.block.b(x)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Block | nn.Linear)
+
+    model = Outer()
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    explanation = MergeLinears().explain(traced)
+    assert not explanation.sites
+    assert "may share with the model" in explanation.refusals[0][2]
+
+
+def test_gradients_are_those_of_the_original():
+    model = Heads(attention)
+    merged = MergeLinears()(torch.fx.symbolic_trace(model))
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for graph, x in zip((model, merged), inputs, strict=True):
+        sum(out.pow(2).sum() for out in graph(x)).backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    joined = torch.cat([layer.weight.grad for layer in (model.q, model.k, model.v)])
+    torch.testing.assert_close(merged.fxopt_merged_q_k_v.weight.grad, joined)
+
+
+def test_a_bert_layer():
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=30)
+    traced = fxopt.trace(BertModel(config).eval(), (torch.arange(6).reshape(2, 3),))
+    before = copy.deepcopy(traced)
+    after = pickle.loads(pickle.dumps(MergeLinears()(traced)))
+    assert len(MergeLinears().get_transformed_nodes(after)) == 2
+    assert_round_trip(before, MergeLinears()(after, reverse=True))

@@ -1,0 +1,158 @@
+"""ReplaceActivation: any activation for another, however it is called."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxopt import ReplaceActivation, UndoError
+from fxopt.passes.replace_activation import ACTIVATIONS
+from fxopt.testing import compare
+from tests.before_after import fxopt_trace, refused, rewritten
+
+X = torch.randn(2, 3)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x) + 1
+
+
+def test_gelu_becomes_its_tanh_form():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.GELU()
+
+        def forward(self, x):
+            return self.act(x), F.gelu(x), F.gelu(x, approximate="none"), F.gelu(x, approximate="tanh")
+
+    after = rewritten(ReplaceActivation(), Both(), X, sites=3)
+    tanh = F.gelu(X, approximate="tanh")
+    for out in after(X):
+        assert torch.equal(out, tanh)
+    assert not torch.equal(Both()(X)[0], tanh)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_every_name_works_as_source_and_as_target(name):
+    activation = ACTIVATIONS[name]
+    other = "relu" if name != "relu" else "silu"
+    expected = ACTIVATIONS[other].make()(X)
+    after = rewritten(ReplaceActivation(name, other), nn.Sequential(activation.make()), X, sites=1)
+    assert torch.equal(after(X), expected)
+    call = Function(lambda x: activation.function(x, **activation.options))
+    after = rewritten(ReplaceActivation(name, other), call, X, sites=1)
+    assert torch.equal(after(X), expected + 1)
+    after = ReplaceActivation(other, name)(torch.fx.symbolic_trace(nn.Sequential(ACTIVATIONS[other].make())))
+    assert torch.equal(after(X), activation.make()(X))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.relu(), torch.relu, F.relu, lambda x: F.relu(input=x), lambda x: F.relu(x, False)],
+)
+def test_every_spelling_comes_back(function):
+    rewritten(ReplaceActivation("relu", "gelu"), Function(function), X, sites=1)
+
+
+def test_with_metadata():
+    rewritten(ReplaceActivation(), Function(F.gelu), X, sites=1, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("leaky_relu", nn.LeakyReLU(0.3)),
+        ("elu", nn.ELU(2.0)),
+        ("gelu", nn.GELU("tanh")),
+        ("softplus", Function(lambda x: F.softplus(x, 2))),
+        ("elu", Function(lambda x: F.elu(x, 2.0))),
+    ],
+)
+def test_other_options_make_another_activation(name, module):
+    traced = torch.fx.symbolic_trace(nn.Sequential(module))
+    assert not ReplaceActivation(name, "relu").explain(traced).rows
+
+
+def test_one_module_called_twice_under_two_names_is_one_site():
+    act = nn.GELU()
+    model = nn.Sequential(act, nn.Linear(3, 3), act, nn.Sequential(act))
+    after = rewritten(ReplaceActivation(), model, X, sites=1)
+    assert len(ReplaceActivation().get_transformed_nodes(after)) == 3
+
+
+class Swish(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.5 * x)
+
+
+class LeafTracer(torch.fx.Tracer):
+    def is_leaf_module(self, m, name):
+        return isinstance(m, Swish) or super().is_leaf_module(m, name)
+
+
+def trace_leaf(model, inputs):
+    return torch.fx.GraphModule(model, LeafTracer().trace(model))
+
+
+def test_types_of_modules_as_options():
+    after = rewritten(ReplaceActivation("gelu", Swish), nn.Sequential(nn.GELU()), X, sites=1)
+    assert torch.equal(after(X), Swish()(X))
+    after = rewritten(ReplaceActivation(Swish, "relu"), nn.Sequential(Swish()), X, sites=1, trace=trace_leaf)
+    assert torch.equal(after(X), X.relu())
+
+
+def test_a_function_becomes_a_new_module_and_comes_back():
+    after = ReplaceActivation("gelu", Swish)(torch.fx.symbolic_trace(Function(F.gelu)))
+    assert torch.equal(after(X), Swish()(X) + 1)
+    assert isinstance(after.fxopt_activation_gelu, Swish)
+    restored = ReplaceActivation("gelu", Swish)(after, reverse=True)
+    assert not hasattr(restored, "fxopt_activation_gelu")
+    assert compare(F.gelu(X) + 1, restored(X)).max_abs == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.ReLU(inplace=True)), Function(lambda x: F.relu(x * 1, inplace=True))],
+)
+def test_in_place_activations_are_refused(model):
+    refused(ReplaceActivation("relu", "silu"), model, X, reason="writes into its input")
+
+
+def test_hooks_and_parameters_are_refused():
+    model = nn.Sequential(nn.GELU())
+    model[0].register_forward_hook(lambda module, args, out: out)
+    refused(ReplaceActivation(), model, X, reason="hooks")
+    refused(ReplaceActivation(nn.PReLU, "relu"), nn.Sequential(nn.PReLU()), X, reason="has parameters")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("geluu", "relu"), "known names are"),
+        (("gelu", 3), "give a name or a type"),
+        (("relu", "relu"), "nothing to replace"),
+    ],
+)
+def test_bad_options(options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        ReplaceActivation(*options)
+
+
+def test_undo_of_a_changed_site_raises():
+    after = ReplaceActivation()(torch.fx.symbolic_trace(nn.Sequential(nn.GELU())))
+    setattr(after, "0", nn.ReLU())
+    with pytest.raises(UndoError, match="replaced since"):
+        ReplaceActivation()(after, reverse=True)
+    after = ReplaceActivation()(torch.fx.symbolic_trace(Function(F.gelu)))
+    (node,) = ReplaceActivation().get_transformed_nodes(after)
+    node.target, node.kwargs = operator.neg, {}
+    with pytest.raises(UndoError, match="changed since"):
+        ReplaceActivation()(after, reverse=True)
