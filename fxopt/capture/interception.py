@@ -92,7 +92,9 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls)
-        return recorder.call_autograd_function(bound, args, kwargs) if active() else bound(*args, **kwargs)
+        return (
+            recorder.call_autograd_function(cls, bound, args, kwargs) if active() else bound(*args, **kwargs)
+        )
 
     def first_call_of_the_original(setup_context: Any) -> bool:
         # Reached while recording only when the original was bound before the capture began.

@@ -8,6 +8,7 @@ a side effect: dead code elimination keeps it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,23 @@ def restored_on_error() -> Iterator[None]:
             _entered().pop().__exit__(None, None, None)
         torch._C._set_grad_enabled(grad_enabled)
         raise
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyFunction:
+    """The target of a node that applies a `torch.autograd.Function`.
+
+    `SomeFunction.apply` itself will not do: fx would write its name as `torch.autograd.function.apply`.
+    """
+
+    function: type
+
+    @property
+    def __name__(self) -> str:
+        return f"apply_{self.function.__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def switches(target: object) -> bool:

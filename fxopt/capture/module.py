@@ -150,13 +150,13 @@ class _Importable:
     @classmethod
     def of(cls, node: torch.fx.Node) -> Any:
         target: Any = node.target
-        owner = getattr(target, "__self__", None)
-        if isinstance(owner, type):  # `SomeFunction.apply`
-            name = f"{owner.__module__}.{owner.__qualname__}.{target.__name__}"
-        elif isinstance(target, type):
-            name = f"{target.__module__}.{target.__qualname__}"
-        else:
-            name = _get_qualified_name(target)
+        if isinstance(target, modes.ApplyFunction):
+            return target  # pickled as the class that it holds
+        name = (
+            f"{target.__module__}.{target.__qualname__}"
+            if isinstance(target, type)
+            else _get_qualified_name(target)
+        )
         try:
             found = find(name)
         except (ImportError, AttributeError):

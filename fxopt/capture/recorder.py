@@ -385,12 +385,12 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self._inside(name, module):
             return module._call_impl(*args, **kwargs)
 
-    def call_autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_autograd_function(self, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward."""
         with self.paused():
             result = apply(*args, **kwargs)
-        node_args, node_kwargs = self._arguments(apply.__qualname__, args, kwargs)
-        self._create("call_function", apply, node_args, node_kwargs, result)
+        node_args, node_kwargs = self._arguments(f"{cls.__qualname__}.apply", args, kwargs)
+        self._create("call_function", modes.ApplyFunction(cls), node_args, node_kwargs, result)
         return result
 
     @contextlib.contextmanager
