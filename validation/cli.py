@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,21 @@ def compare_command(
     typer.echo(f"{worse} regressions, {len(changes) - worse} other changes")
     if worse:
         raise typer.Exit(1)
+
+
+@app.command("baseline")
+def baseline_command(
+    run: Run,
+    directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
+) -> None:
+    """Makes a run the one that others are compared with; refuses a run in which cases failed."""
+    with _one_line_errors():
+        table = store.read_run(run)
+        if failed := int(table["outcome"].isin(compare.FAILING).sum()):
+            raise store.ReportError(f"{run}: {failed} cases failed, so that it cannot be a baseline")
+        with store.replacing(directory) as unfinished:
+            shutil.copyfile(store.file_of(run), unfinished / "records.parquet")
+    typer.echo(f"{directory}: {len(table)} cases of run {table['run'].iloc[0]}")
 
 
 @app.command("history")

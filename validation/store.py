@@ -109,12 +109,17 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=schema)
 
 
+def file_of(run: Path) -> Path:
+    """The Parquet file of a run: the path itself, or the `records.parquet` in it."""
+    return run / "records.parquet" if run.is_dir() else run
+
+
 def read_run(path: Path) -> pd.DataFrame:
     """The table of one run, from its Parquet file or from the directory that holds `records.parquet`.
 
     Raises `ReportError` when there is no such file, or when it is not the table of a run.
     """
-    file = path / "records.parquet" if path.is_dir() else path
+    file = file_of(path)
     if not file.is_file():
         raise ReportError(f"{file}: no such file; `pytest validation` writes one")
     try:

@@ -68,6 +68,23 @@ def test_what_got_better_is_no_failure(runs, call):
     assert call("compare", *reversed(runs)).exit_code == 0
 
 
+def test_a_green_run_becomes_the_baseline(runs, call, tmp_path):
+    baseline = tmp_path / "baseline"
+    for _ in range(2):  # the second time it takes the place of the first
+        result = call("baseline", runs[0], "--directory", baseline)
+        assert result.exit_code == 0, result.output
+    assert [file.name for file in baseline.iterdir()] == ["records.parquet"]
+    assert call("compare", baseline, runs[0]).exit_code == 0
+    assert call("compare", baseline, runs[1]).exit_code == 1
+
+
+def test_a_run_with_failures_is_no_baseline(runs, call, tmp_path):
+    result = call("baseline", runs[1], "--directory", tmp_path / "baseline")
+    assert result.exit_code == 2
+    assert "1 cases failed" in result.stderr
+    assert not (tmp_path / "baseline").exists()
+
+
 def test_history_lists_runs(runs, run, call):
     result = call("history", runs[0].parent / "history")
     assert result.exit_code == 0

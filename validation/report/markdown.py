@@ -73,7 +73,7 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
     "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `skip` was not run. "
-    "A dash means that there was nothing to measure."
+    "A dash: not planned, or nothing to measure."
 )
 
 
