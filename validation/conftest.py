@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,8 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    torch.set_num_threads(max(1, timing_threads() // workers))
+    # Many workers share the machine, and what they find must not depend on how many; timing sets its own.
+    torch.set_num_threads(1)
     if notes := session.config.stash.get(NOTES, None):
         notes.start()
 

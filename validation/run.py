@@ -52,8 +52,7 @@ class Runner:
             finding = _finding_of(error, subject.stage)
             self.forget()
         else:
-            if finding.outcome not in FAILING:
-                subject.enter("")
+            subject.enter("compare" if finding.outcome in FAILING else "")
         return self._record(finding, subject)
 
     def interrupted(self, case: Case, outcome: Outcome, reason: str) -> Record:

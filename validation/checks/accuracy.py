@@ -65,10 +65,11 @@ def _floating(output: Any) -> dict[str, Tensor]:
 def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
     modules = {"before": subject.traced(dtype), "after": subject.rewritten(pipeline, dtype).module}
     result: dict[str, float | int] = {}
+    batch = len(subject.inputs(dtype)["pixel_values"])
     with subject.entering("task"):
         for when, module in modules.items():
             classify = functools.partial(_classify, subject, module, dtype)
-            result[f"accuracy_{when}"] = digits.accuracy(classify, dtype, subject.device)
+            result[f"accuracy_{when}"] = digits.accuracy(classify, dtype, subject.device, batch)
     return result
 
 
