@@ -30,6 +30,8 @@ class TensorInput:
     dtype: torch.dtype
     strict_dtype: bool
     shape: tuple[int | str, ...]
+    # For dimensions that were left free and that the forward fixed all the same: the line that did.
+    fixed_by: tuple[tuple[int, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +197,8 @@ def _check_tensor(
         if isinstance(wanted, int):
             if size != wanted:
                 raise GuardError(
-                    f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured with {wanted} "
-                    "fixed. Name the dimension in `dynamic_shapes` to leave it free."
+                    f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured for {wanted} "
+                    f"alone. {_why_fixed(expected, dim)}"
                 )
         elif not wanted.isidentifier():
             deferred.append((expected, dim, size, wanted))
@@ -205,6 +207,13 @@ def _check_tensor(
                 f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
                 "as in the inputs before it."
             )
+
+
+def _why_fixed(expected: TensorInput, dim: int) -> str:
+    line = dict(expected.fixed_by).get(dim)
+    if line is None:
+        return "Name the dimension in `dynamic_shapes` to leave it free."
+    return f"The forward fixes it, at {line}: capture again with the size that you need."
 
 
 def _check_structure(expected: StructureInput, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -176,7 +177,7 @@ class Capture:
         if recorder.layout_read_at is not None:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
             guards += [SizeGuard(f"{symbol} != 1", recorder.layout_read_at) for symbol, _ in self._roots()]
-        alternatives = [guards, *self._captured_at_one(guards)]
+        alternatives = [guards, *self._captured_at_one(recorder, guards)]
         self._check_asked_dimensions()
         return self._module(recorder, alternatives)
 
@@ -199,6 +200,8 @@ class Capture:
         except TraceError:
             raise
         except Exception as error:
+            if _is_own(error):
+                raise
             raise _explained(error, recorder) from error
         _check_state(shell, state, recorder)
         return recorder
@@ -364,20 +367,17 @@ class Capture:
         for free in self.free:
             expression = self.shape_env.replace(free.symbol)
             if expression.is_number and free.choice is not Dim.AUTO:
-                why = next(
-                    (
-                        f": {condition}, needed by {origin}"
-                        for condition, origin in self.shape_env.conditions()
-                        if free.symbol in condition.free_symbols
-                    ),
-                    "",
-                )
                 raise TraceError(
                     f"dimension {free.dim} of {free.where} was asked to be free, but the forward fixes it to "
-                    f"{expression}{why}. Leave it out of dynamic_shapes, or give Dim.AUTO."
+                    f"{expression}, at {self._origin(free.symbol)}. Leave it out of dynamic_shapes, or give Dim.AUTO."
                 )
 
-    def _captured_at_one(self, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+    def _origin(self, symbol: Any) -> str:
+        """The line that needed the last condition on a size."""
+        lines = [line for condition, line in self.shape_env.conditions() if symbol in condition.free_symbols]
+        return lines[-1] if lines else "an unknown place"
+
+    def _captured_at_one(self, recorder: Recorder, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
         """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
         Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
@@ -392,15 +392,15 @@ class Capture:
             )
         ]
         subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
-        found = (self._captured_with_ones(set(subset)) for subset in subsets)
+        found = (self._captured_with_ones(recorder, set(subset)) for subset in subsets)
         return [alternative for alternative in found if alternative is not None]
 
-    def _captured_with_ones(self, ones: set[Any]) -> list[SizeGuard] | None:
+    def _captured_with_ones(self, recorder: Recorder, ones: set[Any]) -> list[SizeGuard] | None:
         """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
         at_one = {(f.where, f.dim) for f in self.free if self.shape_env.replace(f.symbol) in ones}
         other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, at_one)
         try:
-            other.record()
+            constants = other.record().constants
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
         mine = {(free.where, free.dim): free.symbol for free in self.free}
@@ -412,7 +412,9 @@ class Capture:
         def translated(expression: Any) -> Any:
             return at_one(other.shape_env.replace(expression).xreplace(names))
 
-        if not same_calls(self.graph, other.graph, at_one, translated):
+        if not same_calls(self.graph, other.graph, at_one, translated) or not all(
+            map(torch.equal, recorder.constants.values(), constants.values())
+        ):
             return None
         sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
         return sizes + _guards(other._assumed(), translated) + _guards(self._asked(), at_one)
@@ -450,7 +452,12 @@ class Capture:
             expression = self.shape_env.replace(sympy.sympify(size))
             shape.append(int(expression) if expression.is_number else python_expression(expression))
         strict = strict_dtype and expected.dtype.is_floating_point
-        return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict)
+        fixed = tuple(
+            (dim, self._origin(size))
+            for dim, size in enumerate(expected.shape)
+            if isinstance(size, sympy.Symbol) and isinstance(shape[dim], int)
+        )
+        return dataclasses.replace(expected, shape=tuple(shape), strict_dtype=strict, fixed_by=fixed)
 
 
 def _guards(conditions: list[Condition], translated: Callable[[Any], Any]) -> list[SizeGuard]:
@@ -589,6 +596,12 @@ def _copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: set[int
             new.add_module(name, made[id(child)])
 
     fill(source, target)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(os.path.dirname(__file__))
 
 
 def _explained(error: Exception, recorder: Recorder) -> TraceError:
