@@ -176,7 +176,7 @@ class GraphIndex:
         for index, node in enumerate(self.nodes):
             if node.op in ("placeholder", "get_attr"):
                 parent[root(index)] = root(outside.setdefault(self._memory(node), index))
-            elif not self.gives_new_memory(node):
+            elif node.op != "output" and not self.gives_new_memory(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
                 for value in self._written_by(node) or node.all_input_nodes:
                     parent[root(index)] = root(self.position[value])

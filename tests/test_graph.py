@@ -1,0 +1,200 @@
+"""Questions about graphs: what is written when, what shares memory, what may be replaced."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt import graph
+from fxopt.graph import GraphIndex
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(2, 2)
+        self.act = nn.ReLU(inplace=True)
+        self.register_buffer("state", torch.zeros(2))
+
+    def forward(self, x, y):
+        return self.function(self, x, y)
+
+
+def index_of(function):
+    return GraphIndex(torch.fx.symbolic_trace(Function(function)))
+
+
+def node(index, name):
+    return next(n for n in index.nodes if n.name == name)
+
+
+WRITES = {
+    "add_": lambda m, x, y: x.add_(1),
+    "__iadd__": lambda m, x, y: x.__iadd__(1),
+    "out": lambda m, x, y: torch.add(y * 1, 1, out=x),
+    "inplace keyword": lambda m, x, y: F.relu(x, inplace=True),
+    "inplace by position": lambda m, x, y: F.elu(x, 1.0, True),
+    "inplace module": lambda m, x, y: m.act(x),
+    "aten": lambda m, x, y: torch.ops.aten.add_.Tensor(x, 1),
+    "aten out": lambda m, x, y: torch.ops.aten.add.out(y * 1, 1, out=x),
+    "foreach": lambda m, x, y: torch._foreach_add_([x], 1),
+    "batch_norm statistics": lambda m, x, y: F.batch_norm(y * 1, x, x, training=True),
+    "through a view": lambda m, x, y: x[0].t().zero_(),
+    "through detach": lambda m, x, y: x.detach().zero_(),
+    "resize_": lambda m, x, y: x.resize_(3),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_seen(name):
+    index = index_of(lambda m, x, y: (WRITES[name](m, x, y), x + 1))
+    assert index.written(node(index, "x")) is not None
+    first, last = index.nodes[0], index.nodes[-1]
+    assert "may write into x" in index.write_between(first, last, node(index, "x"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x.add(1),
+        lambda m, x, y: (x * 2).add_(1),
+        lambda m, x, y: F.relu(x, inplace=False),
+        lambda m, x, y: operator.and_(x, y),
+        lambda m, x, y: x.__index__(),
+        lambda m, x, y: torch.ops.aten.add.Tensor(x, 1),
+        lambda m, x, y: m.linear(x),
+    ],
+)
+def test_no_write_is_not_seen(function):
+    index = index_of(function)
+    assert index.written(node(index, "x")) is None
+
+
+def test_setitem_and_modes_in_captured_graphs():
+    def function(m, x, y):
+        z = x * 1
+        with torch.no_grad():
+            z[0] = y[0]
+        return z
+
+    index = GraphIndex(fxopt.trace(Function(function).eval(), (torch.ones(2), torch.ones(2))))
+    mul = node(index, "mul")
+    assert "setitem" in index.written(mul).name
+    assert "has a side effect" in index.write_between(mul, index.nodes[-1])
+
+
+def test_containers_do_not_write_and_unknown_functions_may():
+    index = index_of(lambda m, x, y: x + y)
+    for target, writes in ((dict, False), (print, False), (test_writes_are_seen, True)):
+        with index.graph_module.graph.inserting_before(index.nodes[-1]):
+            call = index.graph_module.graph.call_function(target, (index.nodes[0],))
+        assert GraphIndex(index.graph_module).writes(call) is writes
+        index.graph_module.graph.erase_node(call)
+
+
+def test_aliases():
+    index = index_of(lambda m, x, y: (x.view(-1), x + 1, m.linear(x), x.reshape(2), m.act(y)))
+    x = node(index, "x")
+    aliases = [n.name for n in index.nodes[:-1] if index.may_alias(x, n)]
+    assert aliases == ["x", "y", "view", "reshape", "act"]
+
+
+def test_buffers_share_memory_by_storage():
+    class Buffers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4))
+            self.b = nn.Parameter(self.a.detach()[1:])
+            self.c = nn.Parameter(torch.zeros(4))
+
+        def forward(self):
+            return self.a, self.b, self.c
+
+    index = GraphIndex(torch.fx.symbolic_trace(Buffers()))
+    a, b, c = index.nodes[:3]
+    assert index.may_alias(a, b)
+    assert not index.may_alias(a, c)
+
+
+def test_calls_are_found_by_identity():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    traced = torch.fx.symbolic_trace(model)
+    traced.alias = traced.get_submodule("0")
+    with traced.graph.inserting_before(list(traced.graph.nodes)[-1]):
+        other = traced.graph.call_module("alias", (next(iter(traced.graph.nodes)),))
+    index = GraphIndex(traced)
+    assert index.call_sites(traced.alias) == [list(traced.graph.nodes)[1], other]
+    assert index.names(traced.alias) == ["0", "alias"]
+    assert not index.removable(other)
+
+
+def test_input_of():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.linear(x), self.linear(input=x)
+
+    index = GraphIndex(torch.fx.symbolic_trace(Calls()))
+    x, *calls, _ = index.nodes
+    assert [graph.input_of(call, index.module(call)) for call in calls] == [x, x]
+    calls[0].args, calls[1].kwargs = (x, x), {"wrong": x}
+    assert [graph.input_of(call, index.module(call)) for call in calls] == [None, None]
+
+
+def test_dtype_and_rank():
+    traced = fxopt.trace(nn.Linear(2, 2), (torch.ones(3, 2),))
+    linear = next(n for n in traced.graph.nodes if n.op == "call_module" and n.users)
+    assert (graph.dtype_of(linear), graph.rank_of(linear)) == (torch.float32, 2)
+    bare = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert (
+        {graph.dtype_of(n) for n in bare.graph.nodes}
+        == {graph.rank_of(n) for n in bare.graph.nodes}
+        == {None}
+    )
+
+
+def test_children_keep_their_order():
+    traced = torch.fx.symbolic_trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+    order = graph.child_names(traced, "")
+    graph.remove_module(traced, "1")
+    graph.set_module(traced, "new", nn.ReLU())
+    graph.set_module(traced, "1", nn.ReLU())
+    graph.order_children(traced, "", order)
+    assert graph.child_names(traced, "") == ("0", "1", "2", "new")
+    assert graph.free_path(traced, "", "new") == "new_1"
+
+
+def test_a_shell_shares_nothing_that_can_change():
+    layer = nn.Linear(2, 2).eval()
+    layer.note = "kept"
+    shell = graph.without_tensors(layer)
+    shell.register_forward_hook(lambda *args: None)
+    shell._parameters["weight"] = nn.Parameter(torch.zeros(1))
+    assert not layer._forward_hooks
+    assert layer.weight.shape == (2, 2)
+    assert (shell.note, shell.training, shell.in_features) == ("kept", False, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.register_hook(lambda g: g),
+        lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda p: None),
+        lambda layer: layer.register_full_backward_hook(lambda *a: None),
+        lambda layer: layer.register_state_dict_pre_hook(lambda *a: None),
+        lambda layer: layer.compile(),
+        lambda layer: setattr(layer, "weight", type("Odd", (nn.Parameter,), {})(torch.ones(2, 2))),
+    ],
+)
+def test_unusual_modules_are_not_replaced(change):
+    model = nn.Sequential(nn.Linear(2, 2))
+    change(model[0])
+    index = GraphIndex(torch.fx.symbolic_trace(model))
+    assert index.obstacle(index.nodes[1])

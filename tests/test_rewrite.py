@@ -1,0 +1,222 @@
+"""The skeleton of passes: explaining, recording, and raising where the record of a rewrite is lost."""
+
+import copy
+import dataclasses
+import operator
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import (
+    ChangePrecision,
+    ChangeTrueDivToMulByInverse,
+    FuseBiasInLinear,
+    MergeLinears,
+    ReplaceActivation,
+    UndoError,
+)
+from fxopt.passes import available
+from fxopt.rewrite import Change, Explanation, Refusal, Rewrite
+from fxopt.testing import assert_round_trip, randomise
+
+
+class Model(nn.Module):
+    """Something for every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = nn.GELU()
+        self.norm = nn.BatchNorm1d(4)
+        self.conv, self.norm2d = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        image = self.norm2d(self.conv(x[None, None]))
+        return self.act(self.q(x)) / 8, self.k(x) / 3, image, self.norm(self.other(x))
+
+    def other(self, x):
+        return x + 1
+
+
+X = torch.randn(3, 4)
+REVERSIBLE = [cls for cls in available().values() if issubclass(cls, fxopt.ReversibleTransformation)]
+
+
+def traced():
+    return fxopt.trace(randomise(Model()).eval(), (X,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    node: torch.fx.Node
+
+
+class Negate(Rewrite[Site]):
+    """A pass of a user on the skeleton: a function whose input is not a module becomes its negative."""
+
+    def match(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.pos):
+            if node.args[0].op == "placeholder":
+                yield Refusal(node, "it works on an input")
+            else:
+                yield Site(node)
+
+    def apply(self, graph_module, site):
+        site.node.target = operator.neg
+        return Change((site.node,))
+
+
+class Signs(nn.Module):
+    def forward(self, x):
+        return operator.pos(x), operator.pos(x + 1)
+
+
+def test_explain_gives_a_table():
+    graph_module = torch.fx.symbolic_trace(Signs())
+    explanation = Negate().explain(graph_module)
+    assert explanation == Explanation("Negate", (("pos", "", "it works on an input"), ("pos_1", "", None)))
+    assert explanation.sites == (("pos_1", ""),)
+    assert explanation.refusals == (("pos", "", "it works on an input"),)
+    assert str(explanation) == (
+        "Negate: 1 sites, 1 refused\n  pos      it works on an input\n  pos_1    rewritten"
+    )
+
+
+def test_sites_are_marked_and_refusals_are_not():
+    after = Negate()(torch.fx.symbolic_trace(Signs()))
+    assert [node.name for node in Negate().get_transformed_nodes(after)] == ["pos_1"]
+
+
+@pytest.mark.parametrize("cls", REVERSIBLE)
+def test_undo_of_what_was_never_rewritten_returns_it_unchanged(cls):
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    assert cls()(graph_module, reverse=True) is graph_module
+    assert_round_trip(before, graph_module)
+
+
+def without_record(graph_module):
+    return torch.fx.GraphModule(graph_module, graph_module.graph)
+
+
+def without_unused_modules(graph_module):
+    graph_module.delete_all_unused_submodules()
+    return graph_module
+
+
+def retraced(graph_module):
+    return torch.fx.symbolic_trace(graph_module)
+
+
+@pytest.mark.parametrize("lose", [without_record, without_unused_modules])
+@pytest.mark.parametrize("cls", REVERSIBLE)
+def test_a_lost_record_is_an_error(cls, lose):
+    model = torch.fx.symbolic_trace(nn.Sequential(Model())) if cls is not ChangePrecision else traced()
+    after = cls()(model)
+    assert cls().get_transformed_nodes(after)
+    with pytest.raises(UndoError, match="the record of how is gone"):
+        cls()(lose(after), reverse=True)
+
+
+@pytest.mark.parametrize("cls", [MergeLinears, FuseBiasInLinear])
+def test_new_modules_tell_of_a_rewrite_also_after_retracing(cls):
+    after = retraced(cls()(torch.fx.symbolic_trace(Model())))
+    assert not cls().get_transformed_nodes(after)
+    with pytest.raises(UndoError, match="the record of how is gone"):
+        cls()(after, reverse=True)
+
+
+def test_copied_nodes_make_undo_ambiguous():
+    after = ChangeTrueDivToMulByInverse()(torch.fx.symbolic_trace(Model()))
+    node = ChangeTrueDivToMulByInverse().get_transformed_nodes(after)[0]
+    with after.graph.inserting_after(node):
+        after.graph.node_copy(node)
+    with pytest.raises(UndoError, match="stand for the same rewritten node"):
+        ChangeTrueDivToMulByInverse()(after, reverse=True)
+
+
+def test_an_edited_and_pickled_graph_raises():
+    after = ChangeTrueDivToMulByInverse()(torch.fx.symbolic_trace(Model()))
+    with after.graph.inserting_before(next(n for n in after.graph.nodes if n.op == "output")):
+        after.graph.call_function(operator.neg, (next(iter(after.graph.nodes)),))
+    after.recompile()
+    with pytest.raises(UndoError, match="are gone"):
+        ChangeTrueDivToMulByInverse()(pickle.loads(pickle.dumps(after)), reverse=True)
+
+
+def test_passes_on_different_places_are_undone_in_any_order():
+    graph_module = torch.fx.symbolic_trace(Model())
+    before = copy.deepcopy(graph_module)
+    first, second = MergeLinears(), ChangeTrueDivToMulByInverse()
+    after = second(first(graph_module))
+    assert_round_trip(before, second(first(after, reverse=True), reverse=True))
+
+
+def test_other_options_are_another_pass():
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.GELU()))
+    before = copy.deepcopy(graph_module)
+    one, two = ReplaceActivation("relu", "silu"), ReplaceActivation("gelu", "silu")
+    after = two(one(graph_module))
+    assert type(one(after, reverse=True).get_submodule("1")) is nn.SiLU
+    assert_round_trip(before, two(after, reverse=True))
+
+
+def test_applied_twice_at_different_times_all_is_undone():
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    before = copy.deepcopy(graph_module)
+    fuse = FuseBiasInLinear()
+    after = fuse(graph_module)
+    with after.graph.inserting_before(next(n for n in after.graph.nodes if n.op == "output")):
+        after.add_module("late", nn.Linear(2, 2))
+        node = after.graph.call_module("late", (list(after.graph.nodes)[-2],))
+    list(after.graph.nodes)[-1].args = (node,)
+    assert len(fuse.get_transformed_nodes(fuse(after))) == 3
+    restored = fuse(after, reverse=True)
+    assert restored.late.bias is not None
+    assert restored.get_submodule("0").bias.shape == before.get_submodule("0").bias.shape
+
+
+UNDO = """
+import sys, torch, fxopt
+module = torch.load(sys.argv[1], weights_only=False)
+passes = fxopt.compose(fxopt.MergeLinears(), fxopt.FuseBiasInLinear(), fxopt.ReplaceActivation(),
+                       fxopt.ChangeTrueDivToMulByInverse(), fxopt.ChangePrecision())
+torch.save(passes(module, reverse=True), sys.argv[1])
+"""
+
+
+def test_undo_in_another_process(tmp_path):
+    passes = fxopt.compose(
+        MergeLinears(),
+        FuseBiasInLinear(),
+        ReplaceActivation(),
+        ChangeTrueDivToMulByInverse(),
+        ChangePrecision(),
+    )
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    path = tmp_path / "module.pt"
+    torch.save(passes(graph_module), path)
+    subprocess.run([sys.executable, "-c", UNDO, str(path)], check=True)
+    assert_round_trip(before, torch.load(path, weights_only=False))
+
+
+@pytest.mark.parametrize("first", available())
+@pytest.mark.parametrize("second", available())
+def test_every_order_of_two_passes(first, second):
+    """Each pass after each other: outputs stay, and what is reversible comes back."""
+    graph_module, passes = traced(), [available()[first](), available()[second]()]
+    expected = graph_module(X)
+    tolerance = 1e-5 if all(p.preserves_computation for p in passes) else 0.1
+    for pass_ in passes:
+        before_second = copy.deepcopy(graph_module)
+        graph_module = pass_(graph_module)
+    for out, right in zip(graph_module(X), expected, strict=True):
+        torch.testing.assert_close(out, right, rtol=tolerance, atol=tolerance)
+    if first != second and isinstance(passes[1], fxopt.ReversibleTransformation):
+        assert_round_trip(before_second, passes[1](graph_module, reverse=True))
