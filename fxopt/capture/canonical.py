@@ -156,5 +156,5 @@ def _operation(function: Any, name: str, method: str | None, operands: int) -> C
 
 def _property_name(getter: Any) -> str:
     owner = getter.__self__
-    name: str = owner.fget.__name__ if isinstance(owner, property) else owner.__name__
+    name: str = owner.fget.__name__ if isinstance(owner, property) and owner.fget else owner.__name__
     return name

@@ -53,7 +53,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _inference_mode(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+    enter: Any = torch.inference_mode.__enter__
+    leave: Any = torch.inference_mode.__exit__
 
     def __enter__(self: Any) -> None:
         enter(self)
@@ -70,7 +71,7 @@ def _inference_mode(stack: contextlib.ExitStack, recorder: Recorder, active: Any
 
 
 def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    switch = torch.nn.attention._sdpa_kernel
+    switch: Any = torch.nn.attention._sdpa_kernel
 
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         switch(backends, set_priority)
@@ -88,7 +89,7 @@ def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -
 def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     function = torch.autograd.function.Function
     original: Any = function.__dict__["apply"]
-    is_setup_context_defined = torch.autograd.function._is_setup_context_defined
+    is_setup_context_defined: Any = torch.autograd.function._is_setup_context_defined
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls)

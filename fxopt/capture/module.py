@@ -108,7 +108,7 @@ class TracedModule(torch.fx.GraphModule):
                             "Convert the model and capture it again, or use the pass ChangePrecision."
                         )
                     break
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         result = _empty(self._plain_class(), self.__class__.__name__)
@@ -131,7 +131,7 @@ class TracedModule(torch.fx.GraphModule):
 
     def _plain_class(self) -> type[TracedModule]:
         """The class without the layer that fx puts on every instance."""
-        return next(c for c in type(self).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))  # type: ignore[return-value]
+        return next(c for c in type(self).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
 
 
 class _Reference:
@@ -171,7 +171,8 @@ class _Importable:
 
 def _node_data(node: torch.fx.Node) -> dict[str, Any]:
     """The node as data, arguments that are nodes replaced by their names."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(n.name))
+    name: Any = lambda node: _Reference(node.name)  # noqa: E731
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), name)
     return {
         "op": node.op,
         "target": node.target,
@@ -194,7 +195,7 @@ def _graph(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> torch.fx.Graph
         target = find(data["target"].name) if isinstance(data["target"], _Importable) else data["target"]
         if data["op"] == "call_function" and writes(getattr(target, "__name__", "")):
             has_side_effect(target)
-        args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)
         node = graph.create_node(data["op"], target, args, kwargs, data["name"], data["type_expr"])
         node.meta = meta
         made[data["name"]] = node

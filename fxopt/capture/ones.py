@@ -97,7 +97,7 @@ class CaptureShapeEnv(ShapeEnv):
                 at_one = call(*self._substituted(args, one), **self._substituted(kwargs, one))
         except Exception:
             return False  # not settled: the guard stays, or a capture of the whole forward decides
-        return self._described(result, one) == self._described(at_one, one)
+        return bool(self._described(result, one) == self._described(at_one, one))
 
     def _substituted(self, value: Any, one: dict[Any, Any]) -> Any:
         """`value` with the symbol replaced by 1 in every tensor and size."""

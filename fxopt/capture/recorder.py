@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -172,7 +173,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         kwargs = kwargs or {}
         if self._opaque:
             return function(*args, **kwargs)
-        if function is torch.amp._enter_autocast or function is torch.amp._exit_autocast:
+        if function is _enter_autocast or function is _exit_autocast:
             return self._autocast(function, args)
         if function is torch._C._set_grad_enabled:
             return self._set_grad_enabled(args[0])
@@ -295,7 +296,7 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _autocast(self, function: Any, args: tuple[Any, ...]) -> None:
         # torch has switched the mode already; the frame that reports it is autocast's own method.
         block = _caller(2).f_locals["self"]
-        if function is torch.amp._enter_autocast:
+        if function is _enter_autocast:
             device_type, dtype, enabled, cache_enabled = args
             self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
         else:
@@ -530,7 +531,7 @@ def _has_inplace_flag(function: Any) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

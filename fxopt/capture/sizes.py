@@ -55,7 +55,7 @@ class Sizes:
         """Take the dimensions of `tensor`, made by `node()`, as sources of the symbols they consist of."""
         for dim, size in enumerate(tensor.shape):
             if isinstance(size, torch.SymInt):
-                self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))  # type: ignore[misc]
+                self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))
 
     def node(self, value: Any) -> Any:
         """The node that computes `value`, or a Python number when it is one after all."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import sympy
 import torch
+import torch.fx.experimental._config
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.export import Dim
-from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.comparison import same_calls
@@ -37,6 +37,8 @@ from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.recorder import RUN_FORWARD, Recorder, is_model_code, place
 from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
 from fxopt.errors import TraceError
+
+_fx_config: Any = torch.fx.experimental._config
 
 _CONTAINERS = (
     torch.nn.Sequential,
@@ -192,7 +194,12 @@ class Capture:
         state = _tensor_state(shell)
         self.shape_env.location = recorder.location
         try:
-            with fx_config.patch(backed_size_oblivious=True), self.fake_mode, intercepted(recorder), recorder:
+            with (
+                _fx_config.patch(backed_size_oblivious=True),
+                self.fake_mode,
+                intercepted(recorder),
+                recorder,
+            ):
                 result = _run_forward(shell, args, kwargs)
                 with recorder.paused():
                     self._check_values(recorder)
@@ -249,7 +256,7 @@ class Capture:
         for name, module in shell.named_modules():
             call = recorder.call_layer if id(originals[name]) in self.layers else recorder.call_container
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
-            module._compiled_call_impl = _Call(call, name, module)  # type: ignore[assignment]
+            module._compiled_call_impl = _Call(call, name, module)
 
     # --- inputs
 
@@ -312,8 +319,9 @@ class Capture:
             self.free.append(
                 _FreeDimension(where, dim, choice, fake.shape[dim].node.expr, example.shape[dim])
             )
-        shape = tuple(size if isinstance(size, int) else size.node.expr for size in fake.shape)
-        expected = TensorInput(name, path, value.dtype, False, shape)  # type: ignore[arg-type]
+        sizes: Any = fake.shape
+        shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+        expected = TensorInput(name, path, value.dtype, False, shape)
         self.expected.append((expected, fake))
         recorder.add_input(fake, node, path)
         return fake
@@ -356,7 +364,7 @@ class Capture:
 
     def _roots(self) -> list[tuple[Any, _FreeDimension]]:
         """The symbols that remain after unification, each with one dimension that it is the size of."""
-        roots = {}
+        roots: dict[Any, _FreeDimension] = {}
         for free in self.free:
             expression = self.shape_env.replace(free.symbol)
             if isinstance(expression, sympy.Symbol):
@@ -397,8 +405,8 @@ class Capture:
 
     def _captured_with_ones(self, recorder: Recorder, ones: set[Any]) -> list[SizeGuard] | None:
         """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
-        at_one = {(f.where, f.dim) for f in self.free if self.shape_env.replace(f.symbol) in ones}
-        other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, at_one)
+        narrowed = {(f.where, f.dim) for f in self.free if self.shape_env.replace(f.symbol) in ones}
+        other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, narrowed)
         try:
             constants = other.record().constants
         except TraceError:
