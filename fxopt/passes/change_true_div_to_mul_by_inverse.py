@@ -42,8 +42,8 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
         >>> change = ChangeTrueDivToMulByInverse()
         >>> print(change(torch.fx.symbolic_trace(Scores())).code.strip())
         def forward(self, x):
-            mul = x * 0.125;  x = None
-            return mul
+            truediv = x * 0.125;  x = None
+            return truediv
     """
 
     preserves_computation = True

@@ -38,8 +38,8 @@ class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
         >>> import fxopt, torch
         >>> layers = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).eval()
         >>> fused = FuseBatchNorm1dInLinear()(fxopt.trace(layers, (torch.ones(3, 4),)))
-        >>> [node.target for node in fused.graph.nodes if node.op == "call_module"]
-        ['1']
+        >>> [name for name, _ in fused.named_parameters()]
+        ['1.weight', '1.bias']
     """
 
     preserves_computation = True
