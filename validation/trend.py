@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 from scipy import stats
@@ -63,8 +65,9 @@ def drift(
         before, last = values[:-recent], values[-recent:]
         if len(last) == recent and len(before) >= least:
             test = stats.mannwhitneyu(before, last, method="auto")
-            middle = float(np.median(before)), float(np.median(last))
-            found.append((case, len(values), *middle, middle[1] / middle[0] - 1, float(test.pvalue)))
+            was, now = float(np.median(before)), float(np.median(last))
+            relative = (now - was) / abs(was) if was else math.copysign(math.inf, now) if now else 0.0
+            found.append((case, len(values), was, now, relative, float(test.pvalue)))
     table = pd.DataFrame(found, columns=DRIFT)
     if table.empty:
         return table

@@ -240,6 +240,19 @@ def test_markdown_tables_stay_tables(table):
         assert rendered(page).count("<tr>") == len(rows) - len(re.findall(r"^\|[ :|-]+\|$", page, re.M))
 
 
+def test_the_summary_has_every_section_that_has_something_to_say(table):
+    sections = [
+        "Failures",
+        "Verdicts",
+        "Compositions",
+        "Latency, transformed / original, with 95 % intervals",
+    ]
+    sections += ["Accuracy", "Cases by outcome", "Skipped, or failed as expected", "Why sites were refused"]
+    assert re.findall("^## (.*)$", markdown.summary(table), re.M) == [*sections, "Models"]
+    without = markdown.summary(table[table["pipeline"] == ""])
+    assert not {"Compositions", "Accuracy"} & set(re.findall("^## (.*)$", without, re.M))
+
+
 def test_markup_in_a_reason_is_text_in_markdown(table):
     page = rendered(markdown.summary(table))
     assert "<script>" not in page
@@ -318,6 +331,8 @@ def test_the_latency_plot_holds_every_interval(table):
 
 def test_the_error_plot_sets_each_error_beside_its_own_tolerance(table):
     rows = [row for row in values_of(plots.errors(table, "groupvit")) if row["check"] == "equivalence"]
+    exact = [row for row in values_of(plots.errors(table, "groupvit")) if row["error"] == 0]
+    assert {row["drawn"] for row in exact} == {plots.EXACT}  # a log axis has no place for 0
     pairs = {(row["measured"], row["tolerance"]) for row in rows}
     assert pairs == {("relative error", 2e-6), ("relative error float64", 1e-9)}
 

@@ -53,7 +53,7 @@ def test_a_drift_is_found(history):
     assert table.loc[0, "change"] == pytest.approx(0.97 / 0.9 - 1, abs=0.02)
 
 
-def drifting(shift, noise, cases=300):
+def drifting(shift, noise, cases=300, level=0.9):
     """20 nights; the last 5 differ by `shift`."""
     rng = random.Random(0)
     rows = [
@@ -64,7 +64,7 @@ def drifting(shift, noise, cases=300):
             "device_name": "CPU",
             "threads": 1,
         }
-        | {"latency_ratio": 0.9 + shift * (night >= 15) + rng.gauss(0, noise)}
+        | {"latency_ratio": level + shift * (night >= 15) + rng.gauss(0, noise)}
         for case in range(cases)
         for night in range(20)
     ]
@@ -78,6 +78,12 @@ def test_of_many_noisy_cases_none_drifts_by_chance():
 def test_a_shift_too_small_to_matter_is_not_a_drift():
     assert drifting(0.01, noise=0.001).empty
     assert len(drifting(0.05, noise=0.001)) == 300
+
+
+def test_what_was_zero_or_constant_can_drift():
+    assert drifting(0.0, noise=0.0, level=0.0).empty
+    assert drifting(1.0, noise=0.0, level=0.0, cases=3)["change"].tolist() == [float("inf")] * 3
+    assert drifting(0.1, noise=0.0, level=-1.0, cases=3)["change"].tolist() == pytest.approx([0.1] * 3)
 
 
 def test_other_hardware_is_not_a_drift(history, run):
