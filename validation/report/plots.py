@@ -134,6 +134,7 @@ def _tooltips(rows: pd.DataFrame, columns: list[str]) -> list[alt.Tooltip]:
             field=name,
             type="quantitative" if pd.api.types.is_numeric_dtype(rows[name]) else "nominal",
             title=tables.heading(name),
+            format=".2e" if tables.is_error(name) or tables.is_limit(name) else alt.Undefined,
         )
         for name in columns
     ]
