@@ -23,15 +23,20 @@ Path = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorInput:
-    """A tensor: `shape` holds an int for a fixed dimension and an expression in symbols for a free one."""
+    """A tensor.
+
+    `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
+    dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
+    is set when the forward read a dtype, `contiguous` when it read strides.
+    """
 
     name: str
     path: Path
     dtype: torch.dtype
-    strict_dtype: bool
     shape: tuple[int | str, ...]
-    # For dimensions that were left free and that the forward fixed all the same: the line that did.
     fixed_by: tuple[tuple[int, str], ...] = ()
+    strict_dtype: bool = False
+    contiguous: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +192,11 @@ def _check_tensor(
         raise GuardError(
             f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."
+        )
+    if expected.contiguous is not None and value.is_contiguous() != expected.contiguous:
+        raise GuardError(
+            f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous; the forward reads "
+            f"strides, and the graph was captured the other way. Call `.contiguous()` or capture with such an input."
         )
     shape = value.shape
     if len(shape) != len(expected.shape):

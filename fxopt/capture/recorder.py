@@ -13,9 +13,7 @@ import dataclasses
 import enum
 import functools
 import inspect
-import linecache
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -32,11 +30,10 @@ from fxopt.capture import modes
 from fxopt.capture.canonical import canonical, named, writes
 from fxopt.capture.layers import LayerRunner
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.places import model_frame, place, stack_trace
 from fxopt.capture.sizes import Sizes, SymbolicNumber
 from fxopt.errors import TraceError
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_FXOPT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
@@ -421,7 +418,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if result is not None:
             node.meta["val"] = result
         node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in self._modules}
-        node.meta["stack_trace"] = _stack_trace(sys._getframe(1))
+        node.meta["stack_trace"] = stack_trace(sys._getframe(1))
         self._bind_result(result, Value(node))
         return node
 
@@ -454,55 +451,12 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def location(self) -> str:
         """`file:line` of the model's code that runs now."""
-        frame = _model_frame(sys._getframe(1))
+        frame = model_frame(sys._getframe(1))
         return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
 
     def where(self) -> str:
         """The module path, file, line and source text of the model's code that runs now."""
-        return place(_model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)
-
-
-def place(frame: FrameType | None, module: tuple[str, str] | None) -> str:
-    """A place in the model's code in words: module path, file, line, source text."""
-    inside = f"In module {module[0] or 'the root'!r} ({module[1]})" if module else "In the forward"
-    if frame is None:
-        return f"{inside}."
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    return f"{inside}, at {file}:{line}: `{text}`" if text else f"{inside}, at {file}:{line}."
-
-
-def is_model_code(filename: str) -> bool:
-    """Whether a file belongs to the model rather than to torch or to the capture."""
-    return not filename.startswith((_TORCH, _FXOPT))
-
-
-def _model_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not is_model_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _stack_trace(frame: FrameType | None) -> str:
-    """The model's part of the stack, outermost call first, as Python prints it."""
-    lines: list[str] = []
-    while frame is not None and frame.f_code.co_name != RUN_FORWARD:
-        code = frame.f_code
-        if is_model_code(code.co_filename):
-            lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return "".join(reversed(lines))
-
-
-# The function that runs the model's forward: below it on the stack, frames belong to the caller.
-RUN_FORWARD = "_run_forward"
-
-
-@functools.lru_cache(maxsize=4096)
-def _frame_text(filename: str, line: int, function: str) -> str:
-    return (
-        f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}\n'
-    )
+        return place(model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)
 
 
 def _caller(depth: int) -> FrameType:

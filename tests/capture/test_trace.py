@@ -287,6 +287,17 @@ def test_a_branch_on_strides_is_not_taken_silently_at_size_one():
         gm(torch.ones(1, 4))
 
 
+def test_a_branch_on_strides_is_not_taken_silently_for_another_layout():
+    class Layout(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.is_contiguous() else x
+
+    gm = fxopt.trace(Layout(), (torch.ones(4, 4),))
+    assert torch.equal(gm(torch.ones(4, 4)), 2 * torch.ones(4, 4))
+    with pytest.raises(fxopt.GuardError, match="'x' is not contiguous"):
+        gm(torch.ones(4, 4).T.expand(4, 4)[:, ::1].T.as_strided((4, 4), (1, 4)))
+
+
 def test_sizes_of_one_are_taken_where_the_graph_is_the_same():
     class Causal(torch.nn.Module):
         def forward(self, x):

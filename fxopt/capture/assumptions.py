@@ -1,0 +1,106 @@
+"""What a graph assumes of the sizes that were left free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from torch.export import Dim
+
+from fxopt.capture.guards import SizeGuard, python_expression
+from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.errors import TraceError
+
+# A sympy condition on sizes, and the line of the model that needs it.
+Condition = tuple[Any, str]
+
+
+@dataclasses.dataclass
+class FreeDimension:
+    """One dimension that was asked to be free."""
+
+    where: str
+    dim: int
+    choice: Any
+    symbol: Any
+    hint: int
+
+
+class FreeSizes:
+    """The free dimensions of one capture, and the conditions on them."""
+
+    def __init__(self, shape_env: CaptureShapeEnv) -> None:
+        self._shape_env = shape_env
+        self.dimensions: list[FreeDimension] = []
+
+    def assumed(self) -> list[Condition]:
+        """What the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
+        conditions = self._shape_env.conditions()
+        for free in self.dimensions:
+            bounds = self._shape_env.var_to_range.get(free.symbol)
+            if bounds is not None and bounds.lower > 0:
+                conditions.append((sympy.Ge(free.symbol, bounds.lower), "a check in torch"))
+            if bounds is not None and bounds.upper < 2**31:
+                conditions.append((sympy.Le(free.symbol, bounds.upper), "a check in torch"))
+        return conditions
+
+    def asked(self) -> list[Condition]:
+        """The conditions that named `Dim`s state: their limits, and to be the same wherever they stand."""
+        conditions: list[Condition] = []
+        first: dict[str, FreeDimension] = {}
+        named = [free for free in self.dimensions if isinstance(free.choice, Dim)]
+        for free in named:
+            choice: Any = free.choice
+            origin = f"dynamic_shapes: {choice!r}"
+            of = first.setdefault(choice.__name__, free)
+            root = getattr(choice, "root", None)
+            if root is not None:
+                base = next((f for f in named if f.choice.__name__ == root.__name__), None)
+                if base is None:
+                    raise TraceError(f"dynamic_shapes uses {choice!r}, but gives {root!r} to no dimension.")
+                conditions.append((sympy.Eq(free.symbol, choice.fn(base.symbol)), origin))
+            elif of is not free:
+                conditions.append((sympy.Eq(free.symbol, of.symbol), origin))
+            else:
+                if choice.min > 0:
+                    conditions.append((sympy.Ge(free.symbol, choice.min), origin))
+                if choice.max < 2**31:
+                    conditions.append((sympy.Le(free.symbol, choice.max), origin))
+        return conditions
+
+    def roots(self) -> list[tuple[Any, FreeDimension]]:
+        """The symbols that remain after unification, each with one dimension that it is the size of."""
+        roots: dict[Any, FreeDimension] = {}
+        for free in self.dimensions:
+            expression = self._shape_env.replace(free.symbol)
+            if isinstance(expression, sympy.Symbol):
+                roots.setdefault(expression, free)
+        return list(roots.items())
+
+    def check_asked(self) -> None:
+        """Raise TraceError for a dimension that was asked to be free and that the forward fixes."""
+        for free in self.dimensions:
+            expression = self._shape_env.replace(free.symbol)
+            if expression.is_number and free.choice is not Dim.AUTO:
+                raise TraceError(
+                    f"dimension {free.dim} of {free.where} was asked to be free, but the forward fixes it to "
+                    f"{expression}, at {self.origin(free.symbol)}. Leave it out of dynamic_shapes, or give Dim.AUTO."
+                )
+
+    def origin(self, symbol: Any) -> str:
+        """The line that needed the last condition on a size."""
+        lines = [line for condition, line in self._shape_env.conditions() if symbol in condition.free_symbols]
+        return lines[-1] if lines else "an unknown place"
+
+
+def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> list[SizeGuard]:
+    """The conditions that say something, once each."""
+    guards: dict[str, SizeGuard] = {}
+    for condition, origin in conditions:
+        expression = translated(condition)
+        if expression is not sympy.true:
+            text = python_expression(expression)
+            guards.setdefault(text, SizeGuard(text, origin))
+    return list(guards.values())

@@ -1,0 +1,363 @@
+"""One run of a model's forward on fake tensors, and the module that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import traceback
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import sympy
+import torch
+import torch.fx.experimental._config
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxopt.capture.assumptions import Condition, FreeDimension, FreeSizes, guards_of
+from fxopt.capture.comparison import same_calls
+from fxopt.capture.guards import (
+    ConstantInput,
+    Input,
+    InputGuard,
+    Path,
+    SizeGuard,
+    StructureInput,
+    TensorInput,
+    check_value,
+    python_expression,
+    structure_keys,
+)
+from fxopt.capture.interception import intercepted
+from fxopt.capture.module import TracedModule
+from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.places import RUN_FORWARD, is_model_code, place
+from fxopt.capture.recorder import Recorder
+from fxopt.capture.shell import Shell, copy_tree, is_layer
+from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
+from fxopt.errors import TraceError
+
+_fx_config: Any = torch.fx.experimental._config
+
+
+class Capture:
+    """One run of a model's forward, recorded."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        dimensions: dict[str, Any],
+        leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+        at_one: Set[tuple[str, int]] = frozenset(),
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.dimensions = dimensions
+        self.leaf_modules = leaf_modules
+        self.at_one = at_one
+        self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
+        self.shape_env = CaptureShapeEnv()
+        self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.graph = torch.fx.Graph()
+        self.sizes = Sizes(self.graph, self.shape_env)
+        self.free = FreeSizes(self.shape_env)
+        self.expected: list[Input] = []
+
+    def run(self) -> TracedModule:
+        """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
+        recorder = self.record()
+        guards = guards_of(self.free.assumed() + self.free.asked(), self.shape_env.replace)
+        if recorder.layout_read_at is not None:
+            # Strides differ at sizes of 1, and asking for them leaves no guard.
+            guards += [
+                SizeGuard(f"{symbol} != 1", recorder.layout_read_at) for symbol, _ in self.free.roots()
+            ]
+        alternatives = [guards, *self._captured_at_one(recorder, guards)]
+        self.free.check_asked()
+        return self._module(recorder, alternatives)
+
+    def _relied_on(self, recorder: Recorder) -> list[Condition]:
+        conditions = self.free.assumed()
+        if recorder.layout_read_at is not None:
+            # Strides differ at sizes of 1, and asking for them leaves no guard.
+            conditions += [(sympy.Ne(symbol, 1), recorder.layout_read_at) for symbol, _ in self.free.roots()]
+        return conditions
+
+    def record(self) -> Recorder:
+        """Run the forward on fake tensors; the graph is complete but for the guard."""
+        device = _device(self.model, self.inputs)
+        shell = Shell(self.model, self.fake_mode)
+        recorder = Recorder(self.graph, self.sizes, self.shape_env, shell.names, device)
+        shell.report_to(recorder, self.layers)
+        arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
+        args, kwargs = _call_arguments(self.model, arguments)
+        self.shape_env.location = recorder.location
+        try:
+            with (
+                _fx_config.patch(backed_size_oblivious=True),
+                self.fake_mode,
+                intercepted(recorder),
+                recorder,
+            ):
+                result = _run_forward(shell.model, args, kwargs)
+                with recorder.paused():
+                    self._check_values(recorder)
+                    recorder.add_output(result)
+        except TraceError:
+            raise
+        except Exception as error:
+            if _is_own(error):
+                raise
+            raise _explained(error, recorder) from error
+        shell.check_state()
+        return recorder
+
+    def _check_values(self, recorder: Recorder) -> None:
+        """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
+        for asserts in self.shape_env.deferred_runtime_asserts.values():
+            for runtime_assert in asserts:
+                condition = self.sizes.node_of(self.shape_env.replace(runtime_assert.expr))
+                if condition is not True:
+                    message = f"the graph assumes {runtime_assert.expr}, as does {runtime_assert.msg or 'the forward'}"
+                    self.graph.call_function(check_value, (condition, message))
+
+    # --- inputs
+
+    def _placeholder(self, recorder: Recorder, name: str, value: Any) -> Any:
+        """Write the placeholder for one input and return the fake of its value."""
+        node = self.graph.placeholder(name, **self._default(name))
+        fake = self._fake_input(
+            recorder, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*"))
+        )
+        node.meta["val"] = fake
+        return fake
+
+    def _default(self, name: str) -> dict[str, Any]:
+        """Constants can be left out, where no input without a default follows them."""
+        rest = list(self.inputs)[list(self.inputs).index(name) :]
+        if all(_is_literal(self.inputs[other]) for other in rest) and not name.startswith("*"):
+            return {"default_value": self.inputs[name]}
+        return {}
+
+    def _fake_input(
+        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any
+    ) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._fake_tensor(recorder, node, name, path, value, spec)
+        if not _holds_tensors(value):
+            self.expected.append(ConstantInput(name, path, value))
+            return value
+        keys = structure_keys(value)
+        kind = "item" if isinstance(value, (tuple, list, dict)) else "attr"
+        self.expected.append(StructureInput(name, path, type(value), keys))
+        items = {}
+        for position, key in enumerate(keys):
+            item = value[key] if kind == "item" else getattr(value, key)
+            inner = (
+                spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+            )
+            items[key] = self._fake_input(recorder, node, name, (*path, (kind, key)), item, inner)
+        if isinstance(value, (tuple, list)):
+            return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
+        if type(value) is dict:
+            return items
+        return type(value)(**items)
+
+    def _fake_tensor(
+        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
+    ) -> torch.Tensor:
+        where = f"input {name}{''.join(f'[{key!r}]' for _, key in path)}"
+        choices = free_dimensions(spec, value, where)
+        with torch.no_grad():
+            # An object of its own: the same tensor given twice is two inputs.
+            example = value.detach().requires_grad_(value.requires_grad)
+            for dim in list(choices):
+                if (where, dim) in self.at_one:
+                    example = example.narrow(dim, 0, 1).contiguous()
+                    del choices[dim]
+        fake = self.fake_mode.from_tensor(
+            example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
+        )
+        sizes: Any = fake.shape
+        for dim, choice in choices.items():
+            self.free.dimensions.append(
+                FreeDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
+            )
+        shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+        expected = TensorInput(name, path, value.dtype, shape, contiguous=example.is_contiguous())
+        self.expected.append(expected)
+        recorder.add_input(fake, node, path)
+        return fake
+
+    def _captured_at_one(self, recorder: Recorder, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+        """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
+
+        Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
+        the answer often changes nothing in the graph. Whether it does is settled by capturing there too.
+        """
+        hints = {str(symbol): int(free.hint) for symbol, free in self.free.roots()}
+        excluded = [
+            symbol
+            for symbol, _ in self.free.roots()
+            if not all(
+                guard.holds({**hints, str(symbol): 1}) for guard in guards if str(symbol) in guard.symbols
+            )
+        ]
+        subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
+        found = (self._captured_with_ones(recorder, set(subset)) for subset in subsets)
+        return [alternative for alternative in found if alternative is not None]
+
+    def _captured_with_ones(self, recorder: Recorder, ones: set[Any]) -> list[SizeGuard] | None:
+        """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
+        narrowed = {
+            (f.where, f.dim) for f in self.free.dimensions if self.shape_env.replace(f.symbol) in ones
+        }
+        other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, narrowed)
+        try:
+            its = other.record()
+        except TraceError:
+            return None  # sizes of 1 stay excluded, and the guard says so
+        mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
+        names = {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+
+        def at_one(expression: Any) -> Any:
+            return self.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
+
+        def translated(expression: Any) -> Any:
+            return at_one(other.shape_env.replace(expression).xreplace(names))
+
+        if not same_calls(self.graph, other.graph, at_one, translated) or not all(
+            map(torch.equal, recorder.constants.values(), its.constants.values())
+        ):
+            return None
+        sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
+        return sizes + guards_of(other._relied_on(its), translated) + guards_of(self.free.asked(), at_one)
+
+    # --- the result
+
+    def _module(self, recorder: Recorder, alternatives: list[list[SizeGuard]]) -> TracedModule:
+        root = torch.nn.Module()
+        copy_tree(self.model, root, self.layers)
+        for name, tensor in recorder.constants.items():
+            root.register_buffer(name, tensor, persistent=False)
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        guard_name = "input_guard"
+        while hasattr(root, guard_name):
+            guard_name = f"_{guard_name}"
+        root.add_module(
+            guard_name, InputGuard([self._final(i, recorder) for i in self.expected], alternatives)
+        )
+        root.get_submodule(guard_name).training = root.training
+        if placeholders:
+            with self.graph.inserting_after(placeholders[-1]):
+                self.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
+        traced = TracedModule(root, self.graph, type(self.model).__name__)
+        traced.config = getattr(self.model, "config", None)
+        traced.dtype_read_at = recorder.dtype_read_at
+        return traced
+
+    def _final(self, expected: Input, recorder: Recorder) -> Input:
+        """An input with the sizes that are left free after the whole forward."""
+        if not isinstance(expected, TensorInput):
+            return expected
+        shape: list[int | str] = []
+        for size in expected.shape:
+            expression = self.shape_env.replace(sympy.sympify(size))
+            shape.append(int(expression) if expression.is_number else python_expression(expression))
+        fixed = tuple(
+            (dim, self.free.origin(size))
+            for dim, size in enumerate(expected.shape)
+            if isinstance(size, sympy.Symbol) and isinstance(shape[dim], int)
+        )
+        return dataclasses.replace(
+            expected,
+            shape=tuple(shape),
+            fixed_by=fixed,
+            strict_dtype=recorder.dtype_read_at is not None and expected.dtype.is_floating_point,
+            contiguous=expected.contiguous if recorder.layout_read_at is not None else None,
+        )
+
+
+def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return shell(*args, **kwargs)
+
+
+assert _run_forward.__name__ == RUN_FORWARD
+
+
+def _device(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.device:
+    """The one device of the model (of the inputs, where it has no tensors)."""
+    devices = {t.device: name for name, t in [*model.named_buffers(), *model.named_parameters()]}
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise TraceError(f"{type(model).__name__} is spread over several devices ({places}); move it to one.")
+    if devices:
+        return next(iter(devices))
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _call_arguments(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(model.forward).parameters.items()}
+    variadic = any(name.startswith("*") for name in inputs)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, value in inputs.items():
+        kind = kinds.get(name)
+        if name.startswith("*"):
+            args.extend(value)
+        elif kind is inspect.Parameter.POSITIONAL_ONLY or (
+            variadic and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ):
+            args.append(value)
+        else:
+            kwargs[name] = value
+    return args, kwargs
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(_holds_tensors(item) for item in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds_tensors(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_holds_tensors(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether generated code can hold the value as a default."""
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return all(_is_literal(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _plain_name(node: torch.fx.Node) -> str:
+    return str(node.target).lstrip("*")
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(os.path.dirname(__file__))
+
+
+def _explained(error: Exception, recorder: Recorder) -> TraceError:
+    """An exception of the forward as a TraceError that names the model's line."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
+    lines = [(f, n) for f, n in traceback.walk_tb(error.__traceback__)][after:]
+    own = [(f, n) for f, n in lines if is_model_code(f.f_code.co_filename)]
+    where = place(own[-1][0], None) if own else recorder.where()
+    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+        return TraceError(
+            f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
+            "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")
