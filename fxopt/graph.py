@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+
+from fxopt import effects
 
 
 class GraphIndex:
@@ -35,6 +35,7 @@ class GraphIndex:
         self.nodes = list(graph_module.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self.modules = dict(graph_module.named_modules(remove_duplicate=False))
+        self._reads = [node for node in self.nodes if node.op == "get_attr"]
         self._calls: dict[int, list[Node]] = {}
         for node in self.nodes:
             if node.op == "call_module":
@@ -138,7 +139,9 @@ class GraphIndex:
     def written(self, value: Node) -> Node | None:
         """A node that may write into the tensor of `value`, anywhere in the graph."""
         for _, node, targets in self._effects:
-            if targets and any(self.may_alias(value, target) for target in targets):
+            if targets is None:  # a function with an effect of an unknown kind
+                targets = tuple(node.all_input_nodes) if node.op == "call_function" else ()
+            if any(self.may_alias(value, target) for target in targets):
                 return node
         return None
 
@@ -152,14 +155,7 @@ class GraphIndex:
         return [effect for effect in found if effect[2] != ()]
 
     def _written_by(self, node: Node) -> tuple[Node, ...] | None:
-        """The values that a node may write into; `None` for an effect of an unknown kind."""
-        if node.op == "call_method":
-            return _first_input(node) if _is_write_name(str(node.target)) else _out(node)
-        if node.op == "call_module":
-            return _written_by_module(node, self.module(node))
-        if node.op == "call_function":
-            return _written_by_function(node)
-        return ()
+        return effects.written_by(node, self.module(node) if node.op == "call_module" else None)
 
     @functools.cached_property
     def _alias_sets(self) -> dict[Node, int]:
@@ -191,10 +187,7 @@ class GraphIndex:
 
     def gives_new_memory(self, node: Node) -> bool:
         """Whether the value of `node` surely shares no memory with its inputs."""
-        if node.op == "call_module":
-            module = self.module(node)
-            return type(module) in _FRESH_MODULES and not getattr(module, "inplace", False)
-        return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
+        return effects.gives_new_memory(node, self.module(node) if node.op == "call_module" else None)
 
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
@@ -221,8 +214,8 @@ class GraphIndex:
         return None
 
     def _read_directly(self, path: str) -> str | None:
-        for node in self.nodes:
-            if node.op == "get_attr" and (node.target == path or str(node.target).startswith(path + ".")):
+        for node in self._reads:
+            if node.target == path or str(node.target).startswith(path + "."):
                 return f"{node.name} reads {node.target}"
         return None
 
@@ -330,114 +323,6 @@ def is_plain_linear(layer: nn.Linear) -> bool:
         return False
     shape, bias = (layer.out_features, layer.in_features), layer._parameters["bias"]
     return layer.weight.shape == shape and (bias is None or bias.shape == shape[:1])
-
-
-def is_container(target: object) -> bool:
-    """Whether a call target only packs its arguments: a tuple, a dict, a model output."""
-    return isinstance(target, type) and issubclass(target, tuple | list | dict)
-
-
-def is_torch_module(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own layers, whose effects are known."""
-    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
-
-
-def is_torch_function(target: object) -> bool:
-    """Whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
-    module = getattr(target, "__module__", None) or ""
-    return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
-
-
-_AUGMENTED = {
-    getattr(operator, name)
-    for name in ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow")
-} | {operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, operator.delitem}
-
-_FRESH_MODULES: set[type[nn.Module]] = {
-    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d),
-    *(nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.GELU),
-    *(nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.MaxPool2d, nn.AvgPool2d),
-}
-_FRESH_FUNCTIONS: set[Any] = {
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
-    *(operator.pow, operator.matmul, operator.neg, operator.eq, operator.ne, operator.lt, operator.le),
-    *(operator.gt, operator.ge, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm),
-    *(torch.cat, torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.sqrt, torch.rsqrt),
-    *(torch.softmax, F.softmax, F.gelu, F.linear, F.layer_norm, F.scaled_dot_product_attention),
-}
-
-# Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
-_WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
-
-
-def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
-    if getattr(module, "_is_impure", False):
-        return None
-    if not is_torch_module(module):
-        return tuple(node.all_input_nodes)
-    return _first_input(node) if getattr(module, "inplace", False) else ()
-
-
-def _written_by_function(node: Node) -> tuple[Node, ...] | None:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return _written_by_schema(node, target)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-        return tuple(node.all_input_nodes) if any(op._schema.is_mutable for op in overloads) else ()
-    if target in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm, F.embedding):
-        return tuple(node.all_input_nodes)  # running statistics, and a weight with max_norm
-    name = getattr(target, "__name__", "")
-    is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
-    if target in _AUGMENTED or (_is_write_name(name) and not is_operator):
-        return _first_input(node)
-    if is_container(target):
-        return ()
-    if not is_torch_function(target):
-        return None if node.is_impure() else tuple(node.all_input_nodes)
-    if _inplace(node):
-        return _first_input(node)
-    if not _out(node) and node.is_impure(impure_random=False):
-        return None
-    return _out(node)
-
-
-def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node, ...]:
-    written: list[Node] = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            torch.fx.node.map_arg(value, written.append)
-    return tuple(written)
-
-
-def _inplace(node: Node) -> bool:
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a builtin without a signature
-        return bool(node.kwargs.get("inplace", False))
-    return bool(bound.arguments.get("inplace", False))
-
-
-def _out(node: Node) -> tuple[Node, ...]:
-    written: list[Node] = []
-    torch.fx.node.map_arg(node.kwargs.get("out"), written.append)
-    return tuple(written)
-
-
-def _first_input(node: Node) -> tuple[Node, ...]:
-    return tuple(node.all_input_nodes[:1]) + _out(node)
-
-
-def _is_write_name(name: str) -> bool:
-    """`add_`, `__iadd__`, `__setitem__`: torch's naming rule for what writes into its first argument."""
-    if name.startswith("__") and name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_AUGMENTED)
-    return name.endswith("_")
-
-
-# What has such a name and writes nothing.
-_NOT_AUGMENTED = {"__invert__", "__index__", "__int__", "__init__", "__iter__", "__instancecheck__"}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

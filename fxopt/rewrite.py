@@ -17,14 +17,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import UndoError
-from fxopt.transformation import (
-    MARKS,
-    ROLES,
-    ReversibleTransformation,
-    Transformation,
-    find_record,
-    make_record,
-)
+from fxopt.record import MARKS, ROLES, find_record, make_record
+from fxopt.transformation import ReversibleTransformation, Transformation
 
 TRACE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""

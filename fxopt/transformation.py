@@ -1,30 +1,16 @@
-"""What a pass is: a callable that rewrites a graph module, marks the nodes it touched, and can be composed.
-
-Marks live in `node.meta`, which a deepcopy keeps and a pickle drops. So they are also kept, by position, in
-a child module without parameters (`PassRecord`), which a pickle keeps.
-"""
+"""What a pass is: a callable that rewrites a graph module, marks the nodes it touched, and can be composed."""
 
 from __future__ import annotations
 
 import abc
 import copy
 import dataclasses
-import enum
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError
-
-RECORD = "fxopt_record"
-"""The name of the child module that carries marks and undo data."""
-
-MARKS = "fxopt_marks"
-ROLES = "fxopt_roles"
-"""Keys of `node.meta`: signatures of the passes that transformed the node, and its roles in their sites."""
+from fxopt.record import MARKS, class_name, restore_marks, stable_text, store_marks
 
 
 class Transformation(abc.ABC):
@@ -78,7 +64,7 @@ class Transformation(abc.ABC):
     @property
     def signature(self) -> str:
         """What identifies the transformation: its class and its options, the same in every process."""
-        return f"{_class_name(type(self))}({_options(self)})"
+        return f"{class_name(type(self))}({_options(self)})"
 
     def mark_as_transformed(self, node: Node) -> None:
         """Mark `node` as transformed by this transformation."""
@@ -275,102 +261,6 @@ class LintAndRecompile(ReversibleTransformation):
         return self.transform(graph_module)
 
 
-class PassRecord(torch.nn.Module):
-    """What passes did to a graph module, as data; it rides along as a child module without parameters.
-
-    Attributes:
-        entries: what each rewritten site needs to be undone (`fxopt.rewrite.Entry`), oldest first.
-        facts: for each node of the graph, in order, what it is and how it is marked.
-        unpickled: the marks in `node.meta` may be gone and have to be read from `facts`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[Any] = []
-        self.facts: list[_NodeFact] = []
-        self.unpickled = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "unpickled": True}
-
-    def extra_repr(self) -> str:
-        return f"{len(self.entries)} rewritten sites"
-
-
-def find_record(graph_module: GraphModule) -> PassRecord | None:
-    """The record of `graph_module`, if it has one."""
-    record = graph_module._modules.get(RECORD)
-    return record if isinstance(record, PassRecord) else None
-
-
-def make_record(graph_module: GraphModule) -> PassRecord:
-    """The record of `graph_module`, made if it has none."""
-    record = find_record(graph_module)
-    if record is None:
-        if hasattr(graph_module, RECORD):
-            raise PassError(
-                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
-            )
-        record = PassRecord()
-        graph_module.add_module(RECORD, record)
-    return record
-
-
-def restore_marks(graph_module: GraphModule) -> None:
-    """Put the marks that a pickle dropped back on the nodes, by position.
-
-    When the graph was edited after its last pass and then pickled, positions prove nothing: the nodes stay
-    without marks, and undoing raises.
-    """
-    record = find_record(graph_module)
-    if record is None or not record.unpickled:
-        return
-    record.unpickled = False
-    nodes = list(graph_module.graph.nodes)
-    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
-        return  # a deepcopy: the marks are all there
-    if [fact.kind for fact in record.facts] != [_kind(node) for node in nodes]:
-        return
-    namespace = graph_module.graph._graph_namespace
-    for node, fact in zip(nodes, record.facts, strict=True):
-        node.meta.update(fact.meta)
-        if node.name != fact.name:  # fx's pickle traces the code again, and so renames nodes
-            namespace.create_name(fact.name, None)  # reserves it
-            node.name = fact.name
-
-
-def store_marks(graph_module: GraphModule) -> None:
-    """Write the marks of all nodes to the record, and drop a record that has nothing left to say."""
-    nodes = list(graph_module.graph.nodes)
-    record = find_record(graph_module)
-    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
-        make_record(graph_module).facts = [_NodeFact.of(node) for node in nodes]
-    elif record is not None and not record.entries:
-        delattr(graph_module, RECORD)
-
-
-@dataclasses.dataclass(frozen=True)
-class _NodeFact:
-    """A node's name, its kind (what must agree for its position to be trusted) and its marks."""
-
-    name: str
-    kind: tuple[str, str]
-    meta: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: Node) -> _NodeFact:
-        return cls(
-            node.name, _kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta}
-        )
-
-
-def _kind(node: Node) -> tuple[str, str]:
-    # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
-    if node.op in ("placeholder", "output"):
-        return node.op, ""
-    return node.op, node.target if isinstance(node.target, str) else _stable(node.target)
-
-
 def _run(
     pass_: Transformation,
     function: Callable[[GraphModule], GraphModule],
@@ -412,29 +302,4 @@ def _options(pass_: Transformation) -> str:
         options = {field.name: getattr(pass_, field.name) for field in dataclasses.fields(pass_)}
     else:
         options = dict(sorted(vars(pass_).items()))
-    return ", ".join(f"{name}={_stable(value)}" for name, value in options.items())
-
-
-def _stable(value: object) -> str:
-    """A text for `value` that is the same in every process: no address, no order of a set."""
-    if isinstance(value, Transformation):
-        return value.signature
-    if isinstance(value, type):
-        return _class_name(value)
-    if isinstance(value, enum.Enum):
-        return f"{_class_name(type(value))}.{value.name}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{_stable(k)}: {_stable(v)}" for k, v in value.items())) + "}"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(_stable(item) for item in value)) + "}"
-    if isinstance(value, list | tuple):
-        return "(" + ", ".join(_stable(item) for item in value) + ")"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
-    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
-        return f"{_class_name(type(value))}({_stable(vars(value))})"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return ", ".join(f"{name}={stable_text(value)}" for name, value in options.items())

@@ -43,6 +43,8 @@ WRITES = {
     "aten out": lambda m, x, y: torch.ops.aten.add.out(y * 1, 1, out=x),
     "foreach": lambda m, x, y: torch._foreach_add_([x], 1),
     "batch_norm statistics": lambda m, x, y: F.batch_norm(y * 1, x, x, training=True),
+    "embedding that renormalises": lambda m, x, y: F.embedding(y, x, max_norm=1.0),
+    "batch_norm of torch": lambda m, x, y: torch.batch_norm(y, None, None, x, x, True, 0.1, 1e-5, True),
     "through a view": lambda m, x, y: x[0].t().zero_(),
     "through detach": lambda m, x, y: x.detach().zero_(),
     "resize_": lambda m, x, y: x.resize_(3),
@@ -67,6 +69,9 @@ def test_writes_are_seen(name):
         lambda m, x, y: x.__index__(),
         lambda m, x, y: torch.ops.aten.add.Tensor(x, 1),
         lambda m, x, y: m.linear(x),
+        lambda m, x, y: F.batch_norm(y, x, x),
+        lambda m, x, y: F.instance_norm(y, x, x, use_input_stats=False),
+        lambda m, x, y: F.embedding(y, x),
     ],
 )
 def test_no_write_is_not_seen(function):

@@ -26,7 +26,7 @@ from fxopt import (
     compose,
 )
 from fxopt.testing import assert_round_trip
-from fxopt.transformation import RECORD
+from fxopt.record import RECORD
 
 
 class Product(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_any, tree_map
 
-from fxopt import graph
+from fxopt import effects, graph
 from fxopt.errors import PassError, UndoError
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace, traces
 
@@ -244,13 +244,13 @@ class _Planner:
         if node.op == "output" or node in self.kept:
             return True
         if node.op == "call_module":
-            return not graph.is_torch_module(self.index.module(node))
+            return not effects.is_torch_module(self.index.module(node))
         if any(_holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):
             return True
         if node.op != "call_function":
             return False
         name = getattr(node.target, "__name__", "")
-        return not graph.is_torch_function(node.target) or (
+        return not effects.is_torch_function(node.target) or (
             name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm")
         )
 
@@ -292,7 +292,7 @@ def _graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
 
 
 def _layer_obstacle(index: graph.GraphIndex, module: nn.Module) -> str | None:
-    if not graph.is_torch_module(module):
+    if not effects.is_torch_module(module):
         return f"{type(module).__name__} is not a layer of torch.nn"
     return index.obstacle_in_place(module)
 

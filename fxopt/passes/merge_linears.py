@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import effects, graph
 from fxopt.errors import UndoError
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
 
@@ -248,9 +248,9 @@ def _contiguity_obstacle(index: graph.GraphIndex, call: Node, width: int) -> str
             name = _name(user)
             if name in _NEEDS_CONTIGUOUS and not (value is call and _splits_last(user, width)):
                 return f"{user.name} ({name}) depends on the memory layout of the output"
-            if user.op == "call_module" and not graph.is_torch_module(index.module(user)):
+            if user.op == "call_module" and not effects.is_torch_module(index.module(user)):
                 return f"{user.name} is a module whose use of the memory layout is unknown"
-            known = graph.is_torch_function(user.target) or graph.is_container(user.target)
+            known = effects.is_torch_function(user.target) or effects.is_container(user.target)
             if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
             if user not in seen and name != "contiguous" and not index.gives_new_memory(user):

@@ -1,0 +1,164 @@
+"""What one node does to memory: which values it writes into, and whether its own value is new.
+
+Answers are conservative: a function that is not torch's own may write into everything it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Node
+
+
+def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
+    """The values that a node may write into; `None` for an effect of an unknown kind, as a mode switch has.
+
+    Args:
+        node: any node.
+        module: what it calls, for a `call_module` node.
+    """
+    if module is not None:
+        return _written_by_module(node, module)
+    if node.op == "call_method":
+        return _first_input(node) if _is_write_name(str(node.target)) else _out(node)
+    if node.op == "call_function":
+        return _written_by_function(node)
+    return ()
+
+
+def gives_new_memory(node: Node, module: nn.Module | None) -> bool:
+    """Whether the value of `node` surely shares no memory with its inputs; arguments as for `written_by`."""
+    if module is not None:
+        return type(module) in _FRESH_MODULES and not getattr(module, "inplace", False)
+    return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
+
+
+def is_container(target: object) -> bool:
+    """Whether a call target only packs its arguments: a tuple, a dict, a model output."""
+    return isinstance(target, type) and issubclass(target, tuple | list | dict)
+
+
+def is_torch_module(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers, whose effects are known."""
+    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
+
+
+def is_torch_function(target: object) -> bool:
+    """Whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
+    module = getattr(target, "__module__", None) or ""
+    return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
+
+
+_AUGMENTED = {
+    getattr(operator, name)
+    for name in ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow")
+} | {operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, operator.delitem}
+
+_FRESH_MODULES: set[type[nn.Module]] = {
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d),
+    *(nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.GELU),
+    *(nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.MaxPool2d, nn.AvgPool2d),
+}
+_FRESH_FUNCTIONS: set[Any] = {
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
+    *(operator.pow, operator.matmul, operator.neg, operator.eq, operator.ne, operator.lt, operator.le),
+    *(operator.gt, operator.ge, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm),
+    *(torch.cat, torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.sqrt, torch.rsqrt),
+    *(torch.softmax, F.softmax, F.gelu, F.linear, F.layer_norm, F.scaled_dot_product_attention),
+}
+
+# Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
+_WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
+
+
+def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
+    if getattr(module, "_is_impure", False):
+        return None
+    if not is_torch_module(module):
+        return tuple(node.all_input_nodes)
+    return _first_input(node) if getattr(module, "inplace", False) else ()
+
+
+def _written_by_function(node: Node) -> tuple[Node, ...] | None:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return tuple(node.all_input_nodes) if any(op._schema.is_mutable for op in overloads) else ()
+    if target in _TRAINING_FLAG:
+        return _written_statistics(node, _TRAINING_FLAG[target])
+    if target in (torch.batch_norm, torch.instance_norm):
+        return tuple(node.all_input_nodes)
+    if target is F.embedding and (len(node.args) > 3 or node.kwargs.get("max_norm") is not None):
+        return tuple(node.all_input_nodes)  # it normalises the weight in place
+    name = getattr(target, "__name__", "")
+    is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
+    if target in _AUGMENTED or (_is_write_name(name) and not is_operator):
+        return _first_input(node)
+    if is_container(target):
+        return ()
+    if not is_torch_function(target):
+        return None if node.is_impure() else tuple(node.all_input_nodes)
+    if _inplace(node):
+        return _first_input(node)
+    if not _out(node) and node.is_impure(impure_random=False):
+        return None
+    return _out(node)
+
+
+# Which argument says that running statistics are updated.
+_TRAINING_FLAG: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+
+
+def _written_statistics(node: Node, flag: str) -> tuple[Node, ...]:
+    target: Any = node.target
+    bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    if bound.arguments[flag] is False:
+        return ()
+    statistics = (bound.arguments["running_mean"], bound.arguments["running_var"])
+    return tuple(value for value in statistics if isinstance(value, Node))
+
+
+def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node, ...]:
+    written: list[Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            torch.fx.node.map_arg(value, written.append)
+    return tuple(written)
+
+
+def _inplace(node: Node) -> bool:
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin without a signature
+        return bool(node.kwargs.get("inplace", False))
+    return bool(bound.arguments.get("inplace", False))
+
+
+def _out(node: Node) -> tuple[Node, ...]:
+    written: list[Node] = []
+    torch.fx.node.map_arg(node.kwargs.get("out"), written.append)
+    return tuple(written)
+
+
+def _first_input(node: Node) -> tuple[Node, ...]:
+    return tuple(node.all_input_nodes[:1]) + _out(node)
+
+
+def _is_write_name(name: str) -> bool:
+    """`add_`, `__iadd__`, `__setitem__`: torch's naming rule for what writes into its first argument."""
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_AUGMENTED)
+    return name.endswith("_")
+
+
+# What has such a name and writes nothing.
+_NOT_AUGMENTED = {"__invert__", "__index__", "__int__", "__init__", "__iter__", "__instancecheck__"}

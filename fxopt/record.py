@@ -1,0 +1,147 @@
+"""What passes did to a graph module, kept where copies and pickles keep it.
+
+Marks live in `node.meta`, which a deepcopy keeps and a pickle drops. So they are also kept, by position, in
+a child module without parameters (`PassRecord`), which a pickle keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxopt.errors import PassError
+
+RECORD = "fxopt_record"
+"""The name of the child module that carries marks and undo data."""
+
+MARKS = "fxopt_marks"
+ROLES = "fxopt_roles"
+"""Keys of `node.meta`: signatures of the passes that transformed the node, and its roles in their sites."""
+
+
+class PassRecord(torch.nn.Module):
+    """What passes did to a graph module, as data; it rides along as a child module without parameters.
+
+    Attributes:
+        entries: what each rewritten site needs to be undone (`fxopt.rewrite.Entry`), oldest first.
+        facts: for each node of the graph, in order, what it is and how it is marked.
+        unpickled: the marks in `node.meta` may be gone and have to be read from `facts`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+        self.facts: list[_NodeFact] = []
+        self.unpickled = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "unpickled": True}
+
+    def extra_repr(self) -> str:
+        return f"{len(self.entries)} rewritten sites"
+
+
+def find_record(graph_module: GraphModule) -> PassRecord | None:
+    """The record of `graph_module`, if it has one."""
+    record = graph_module._modules.get(RECORD)
+    return record if isinstance(record, PassRecord) else None
+
+
+def make_record(graph_module: GraphModule) -> PassRecord:
+    """The record of `graph_module`, made if it has none."""
+    record = find_record(graph_module)
+    if record is None:
+        if hasattr(graph_module, RECORD):
+            raise PassError(
+                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
+            )
+        record = PassRecord()
+        graph_module.add_module(RECORD, record)
+    return record
+
+
+def restore_marks(graph_module: GraphModule) -> None:
+    """Put the marks that a pickle dropped back on the nodes, by position.
+
+    When the graph was edited after its last pass and then pickled, positions prove nothing: the nodes stay
+    without marks, and undoing raises.
+    """
+    record = find_record(graph_module)
+    if record is None or not record.unpickled:
+        return
+    record.unpickled = False
+    nodes = list(graph_module.graph.nodes)
+    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
+        return  # a deepcopy: the marks are all there
+    if [fact.kind for fact in record.facts] != [_kind(node) for node in nodes]:
+        return
+    namespace = graph_module.graph._graph_namespace
+    for node, fact in zip(nodes, record.facts, strict=True):
+        node.meta.update(fact.meta)
+        if node.name != fact.name:  # fx's pickle traces the code again, and so renames nodes
+            namespace.create_name(fact.name, None)  # reserves it
+            node.name = fact.name
+
+
+def store_marks(graph_module: GraphModule) -> None:
+    """Write the marks of all nodes to the record, and drop a record that has nothing left to say."""
+    nodes = list(graph_module.graph.nodes)
+    record = find_record(graph_module)
+    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
+        make_record(graph_module).facts = [_NodeFact.of(node) for node in nodes]
+    elif record is not None and not record.entries:
+        delattr(graph_module, RECORD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeFact:
+    """A node's name, its kind (what must agree for its position to be trusted) and its marks."""
+
+    name: str
+    kind: tuple[str, str]
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: Node) -> _NodeFact:
+        return cls(
+            node.name, _kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta}
+        )
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
+    if node.op in ("placeholder", "output"):
+        return node.op, ""
+    return node.op, node.target if isinstance(node.target, str) else stable_text(node.target)
+
+
+def stable_text(value: object) -> str:
+    """A text for `value` that is the same in every process: no address, no order of a set."""
+    signature = getattr(value, "signature", None)
+    if isinstance(signature, str):
+        return signature  # a transformation inside another
+    if isinstance(value, type):
+        return class_name(value)
+    if isinstance(value, enum.Enum):
+        return f"{class_name(type(value))}.{value.name}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{stable_text(k)}: {stable_text(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(stable_text(item) for item in value)) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(stable_text(item) for item in value) + ")"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return f"{class_name(type(value))}({stable_text(vars(value))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
