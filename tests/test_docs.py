@@ -1,0 +1,57 @@
+"""Every example in the documentation and in the docstrings runs."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertModel
+
+import fxopt
+from tests.capture.test_transformers import bert, groupvit, resnet
+
+ROOT = Path(__file__).parent.parent
+MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
+
+
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch):
+    """Small checkpoints with random weights, in folders that have the names of the published models."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, model in {
+        "bert-base-uncased": bert(cls=BertModel),
+        "microsoft/resnet-50": resnet(),
+        "nvidia/groupvit-gcc-yfcc": groupvit(),
+    }.items():
+        model.save_pretrained(tmp_path / name)
+
+
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "README.md"])
+def test_documentation(page, checkpoints):
+    torch.manual_seed(0)
+    failed, attempted = doctest.testfile(
+        str(ROOT / page), module_relative=False, optionflags=doctest.ELLIPSIS
+    )
+    assert attempted > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name, checkpoints):
+    torch.manual_seed(0)
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+def test_every_public_name_has_an_example():
+    without = []
+    for name in fxopt.__all__:
+        value = getattr(fxopt, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            continue  # the tests of what raises them show these
+        if ">>>" not in (value.__doc__ or ""):
+            without.append(name)
+    assert without == []
