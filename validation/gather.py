@@ -72,7 +72,9 @@ class Death:
 
 
 def _death(stage: str, stack: str) -> Death:
-    frame = re.search(r'File "(.*)", line (\d+) in (.*)', stack)
+    # A fatal error marks its thread; after a time-out the main thread, which runs the cases, comes last.
+    thread = stack[max(stack.find("Current thread"), stack.rfind("\nThread"), 0) :]
+    frame = re.search(r'File "(.*)", line (\d+) in (.*)', thread)
     place = f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""
     if stack.startswith("Timeout"):
         reason = f"it did not come back to the interpreter in time, so its process was ended{place}"
