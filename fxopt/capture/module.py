@@ -34,6 +34,16 @@ class TracedModule(torch.fx.GraphModule):
 
     The `torch.nn` layers and parameters are those of the model, shared until a pass replaces them: `.to()`
     moves both. Take `copy.deepcopy` first where that matters.
+
+    Example:
+        >>> import copy, pickle, torch, fxopt
+        >>> traced = fxopt.trace(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), (torch.zeros(3, 4),))
+        >>> pickle.loads(pickle.dumps(traced)).code == copy.deepcopy(traced).code == traced.code
+        True
+        >>> traced(torch.zeros(5, 4))
+        Traceback (most recent call last):
+        ...
+        fxopt.errors.GuardError: input 'input', dimension 0 is 5; the graph was captured for 3 alone. ...
     """
 
     config: Any
