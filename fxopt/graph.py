@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -249,17 +250,32 @@ def input_of(node: Node, module: nn.Module) -> Node | None:
     return values[0]
 
 
+def value_of(node: Node) -> Any:
+    """A node's value as the trace described it, with tensors without data; `None` if unknown."""
+    value = node.meta.get("val")
+    if value is None and node.target is operator.getitem:
+        whole, key = node.args
+        parts = value_of(whole) if isinstance(whole, Node) else None
+        if isinstance(parts, tuple | list) and isinstance(key, int):
+            return parts[key]
+    return value
+
+
 def dtype_of(node: Node) -> torch.dtype | None:
     """The dtype of a node's tensor, from the metadata of the trace; `None` if unknown."""
-    value = node.meta.get("val", node.meta.get("tensor_meta"))
-    dtype = getattr(value, "dtype", None)
+    dtype = getattr(_description(node), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def rank_of(node: Node) -> int | None:
     """The number of dimensions of a node's tensor, from the metadata of the trace; `None` if unknown."""
-    shape = getattr(node.meta.get("val", node.meta.get("tensor_meta")), "shape", None)
+    shape = getattr(_description(node), "shape", None)
     return None if shape is None else len(shape)
+
+
+def _description(node: Node) -> Any:
+    value = value_of(node)
+    return node.meta.get("tensor_meta") if value is None else value  # that is what fx's ShapeProp writes
 
 
 def split_path(path: str) -> tuple[str, str]:

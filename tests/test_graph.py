@@ -165,6 +165,18 @@ def test_dtype_and_rank():
     )
 
 
+def test_descriptions_of_shape_prop_and_of_nested_tuples():
+    from torch.fx.passes.shape_prop import ShapeProp
+
+    bare = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    ShapeProp(bare).propagate(torch.ones(3, 2))
+    assert {(graph.dtype_of(n), graph.rank_of(n)) for n in bare.graph.nodes} == {(torch.float32, 2)}
+    traced = torch.fx.symbolic_trace(Function(lambda m, x, y: operator.getitem(x, 1)[0]))
+    x, _, *getitems, _ = traced.graph.nodes
+    x.meta["val"] = (torch.ones(1), (torch.ones(1, 1),))
+    assert [graph.rank_of(node) for node in getitems] == [None, 2]
+
+
 def test_children_keep_their_order():
     traced = torch.fx.symbolic_trace(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
     order = graph.child_names(traced, "")

@@ -25,8 +25,8 @@ from fxopt import (
     Transformation,
     compose,
 )
-from fxopt.testing import assert_round_trip
 from fxopt.record import RECORD
+from fxopt.testing import assert_round_trip
 
 
 class Product(nn.Module):

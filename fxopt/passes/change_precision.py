@@ -90,7 +90,7 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
             nodes[f"saturated {number}"] = node
             scalars[f"saturated {number}"] = _saturate_scalars(node, self.dtype)
         for node in site.low:
-            node.meta[_FLOAT32_VALUE] = node.meta["val"]
+            node.meta[_FLOAT32_VALUE] = graph.value_of(node)
             node.meta["val"] = _described(node, self.dtype)
         paths = (*site.layers, *site.parameters)
         data = {"modules": originals, "parameters": parameters, "scalars": scalars}
@@ -187,7 +187,7 @@ class _Planner:
         for node in self.index.nodes:
             self._visit(node)
         for user, value, _ in self.casts:
-            if not isinstance(value.meta["val"], Tensor):
+            if not isinstance(graph.value_of(value), Tensor):
                 return Refusal(user, f"{value.name}, which would have to be cast, holds several tensors")
         layers = [self.index.names(self.index.module(n)) for n in self.changed if n.op == "call_module"]
         parameters = [str(node.target) for node in self.changed if node.op == "get_attr"]
@@ -274,7 +274,7 @@ _FLOAT32_VALUE = "fxopt_float32_val"
 def _graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
     for node in index.nodes:
         container = node.op == "output" or isinstance(node.target, type)
-        if not container and "val" not in node.meta and not node.is_impure():
+        if not container and graph.value_of(node) is None and node.users and not node.is_impure():
             return Refusal(
                 node, "its dtype is unknown: the graph has no metadata (trace it with fxopt.trace)"
             )
@@ -313,7 +313,7 @@ def _is_float32(node: Node) -> bool:
 
 def _holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
     """Whether the value of `node` is, or contains, a tensor with a property."""
-    value = node.meta.get("val")
+    value = graph.value_of(node)
     return bool(tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
 
 
@@ -384,7 +384,7 @@ def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> 
                     else graph_module.graph.call_method("to", (value, torch.float32))
                 )
             cast.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
-            cast.meta["val"] = value.meta["val"].to(dtype if down else torch.float32)
+            cast.meta["val"] = graph.value_of(value).to(dtype if down else torch.float32)
             if value not in plan.uncached:
                 made[value, down] = cast
             yield cast
@@ -395,7 +395,7 @@ def _described(node: Node, dtype: torch.dtype) -> Any:
     def lower(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
-    return tree_map(lower, node.meta["val"])
+    return tree_map(lower, graph.value_of(node))
 
 
 def _too_large(node: Node, dtype: torch.dtype) -> Iterator[float]:

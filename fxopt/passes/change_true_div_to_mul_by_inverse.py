@@ -113,6 +113,8 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
     if type(denominator) not in (int, float):
         return f"the denominator is a {type(denominator).__name__}, not an int or a float"
     assert isinstance(denominator, int | float)
+    if isinstance(denominator, int) and abs(denominator) >= 2**63:
+        return "the denominator is not a 64-bit integer"
     if denominator == 0 or not math.isfinite(denominator):
         return f"the denominator is {denominator}"
     dtype = graph.dtype_of(numerator)

@@ -159,6 +159,25 @@ def test_the_model_is_not_changed():
     assert model[0].weight.dtype == torch.float32
 
 
+class Recurrent(nn.Module):
+    """Layers with several, nested outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+
+    def forward(self, x):
+        y, (hidden, cell) = self.lstm(x)
+        y, weights = self.attention(y, y, y)
+        return self.encoder(y), hidden + cell, weights
+
+
+def test_layers_with_nested_outputs():
+    changed(Recurrent(), torch.randn(2, 5, 4))
+
+
 def test_ties_stay_ties():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight

@@ -70,6 +70,12 @@ def test_extreme_denominators(denominator):
     refused(ChangeTrueDivToMulByInverse(), div(denominator), X, reason=reason, trace=fxopt_trace)
 
 
+def test_a_huge_integer():
+    traced = torch.fx.symbolic_trace(div(10**400))
+    reason = ChangeTrueDivToMulByInverse().explain(traced).refusals[0][2]
+    assert reason == "the denominator is not a 64-bit integer"
+
+
 def test_the_range_of_an_unknown_dtype_is_that_of_float16():
     refused(ChangeTrueDivToMulByInverse(), div(2.0**20), X, reason="normal range of float16")
 
