@@ -32,6 +32,7 @@ class CaptureShapeEnv(ShapeEnv):
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
+        self._verdicts: dict[str, bool] = {}
 
     def conditions(self) -> list[tuple[Any, str]]:
         """What was assumed so far: sympy conditions, each with the line of the model that needs it."""
@@ -92,12 +93,18 @@ class CaptureShapeEnv(ShapeEnv):
         self, symbol: sympy.Symbol, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
     ) -> bool:
         one = {symbol: sympy.Integer(1)}
-        try:
-            with torch.no_grad():
-                at_one = call(*self._substituted(args, one), **self._substituted(kwargs, one))
-        except Exception:
-            return False  # not settled: the guard stays, or a capture of the whole forward decides
-        return bool(self._described(result, one) == self._described(at_one, one))
+        # Layers of a model make the same calls on tensors of the same sizes, again and again.
+        function = getattr(call, "__qualname__", ""), id(getattr(call, "__self__", call))
+        key = repr((symbol, function, self._described(args, {}), self._described(list(kwargs.items()), {})))
+        if key not in self._verdicts:
+            try:
+                with torch.no_grad():
+                    at_one = call(*self._substituted(args, one), **self._substituted(kwargs, one))
+                self._verdicts[key] = self._described(result, one) == self._described(at_one, one)
+            except Exception:
+                # Not settled: the guard stays, or a capture of the whole forward decides.
+                self._verdicts[key] = False
+        return self._verdicts[key]
 
     def _substituted(self, value: Any, one: dict[Any, Any]) -> Any:
         """`value` with the symbol replaced by 1 in every tensor and size."""
