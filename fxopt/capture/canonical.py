@@ -101,6 +101,8 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 def writes(name: str) -> bool:
     """Whether a function of this name writes into its first argument, by torch's naming rule."""
+    if name in ("and_", "or_", "not_"):  # functions of `operator`, named so as not to be keywords
+        return False
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 

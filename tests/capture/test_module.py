@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import fxopt
-from tests.capture.models import Buffers, Constants, Containers, Point, Setitem
+from tests.capture.models import Buffers, Constants, Containers, Operators, Point, Setitem
 from tests.capture.test_modes import Autocast, Cube, Custom, NoGrad
 
 X = torch.randn(3, 4)
@@ -188,6 +189,18 @@ def test_gradients_reach_the_model():
     expected(X).sum().backward()
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_rebuilding_marks_writes_as_impure_and_nothing_else():
+    gm = fxopt.trace(Operators().eval(), (X,))
+    pickle.loads(pickle.dumps(gm))
+    impure = [n.target for n in copy.deepcopy(gm).graph.nodes if n.op == "call_function" and n.is_impure()]
+    assert impure == []
+    again = pickle.loads(pickle.dumps(fxopt.trace(Setitem(), (X,))))
+    assert {n.target for n in again.graph.nodes if n.op == "call_function" and n.is_impure()} == {
+        operator.setitem,
+        torch.Tensor.add_,
+    }
 
 
 def test_imported_names():
