@@ -170,6 +170,15 @@ class Recorder(PreDispatchTorchFunctionMode):
         kwargs = kwargs or {}
         if self._opaque:
             return function(*args, **kwargs)
+        # What torch does inside a call (it enters modes, too) is not the model's doing.
+        self._opaque += 1
+        try:
+            return self._call(function, args, kwargs)
+        finally:
+            self._opaque -= 1
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one call, and write the node for it."""
         if function is _enter_autocast or function is _exit_autocast:
             return self._autocast(function, args)
         if function is torch._C._set_grad_enabled:
@@ -292,7 +301,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _autocast(self, function: Any, args: tuple[Any, ...]) -> None:
         # torch has switched the mode already; the frame that reports it is autocast's own method.
-        block = _caller(2).f_locals["self"]
+        block = _caller(3).f_locals["self"]
         if function is _enter_autocast:
             device_type, dtype, enabled, cache_enabled = args
             self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
@@ -302,7 +311,7 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _set_grad_enabled(self, mode: bool) -> None:
         """A block restores what it found: which block this call belongs to stands in the frames above it."""
         torch._C._set_grad_enabled(mode)
-        frame = _caller(2)
+        frame = _caller(3)
         while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
             frame = frame.f_back  # no_grad switches through set_grad_enabled
         block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
