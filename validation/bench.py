@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,25 +34,27 @@ def main() -> None:
 
 @app.command()
 def capture(
-    rounds: Annotated[int, typer.Option(help="Counted captures of each kind, after one that is not counted.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(help="Counted captures of each kind, after one that is not counted.")
+    ] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
 ) -> None:
     """Time `fxopt.trace` and `torch.export.export(strict=False)` on the models at their published sizes."""
     torch.set_num_threads(threads)
-    table = Table(title=f"capture, median of {rounds} (minimum to maximum), seconds, torch {torch.__version__}")
+    table = Table(
+        title=f"capture, median of {rounds} (minimum to maximum), seconds, torch {torch.__version__}"
+    )
     for heading in ("model", "sizes", "fxopt", "torch.export", "ratio"):
         table.add_column(heading, justify="left" if heading in ("model", "sizes") else "right")
     for name, model, inputs, free in _models():
         for sizes, shapes in (("fixed", None), ("dynamic", free)):
-            kinds = {
-                "fxopt": lambda shapes=shapes: fxopt.trace(model, (), inputs, dynamic_shapes=shapes),  # noqa: B023
-                "torch.export": lambda shapes=shapes: torch.export.export(  # noqa: B023
-                    model, (), inputs, dynamic_shapes=shapes, strict=False
-                ),
-            }
-            times = _interleaved(kinds, rounds)
-            ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
-            table.add_row(name, sizes, *map(_text, times.values()), f"{ratio:.2f}")
+            ours = functools.partial(fxopt.trace, model, (), inputs, dynamic_shapes=shapes)
+            theirs = functools.partial(
+                torch.export.export, model, (), inputs, dynamic_shapes=shapes, strict=False
+            )
+            times = _interleaved([ours, theirs], rounds)
+            ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+            table.add_row(name, sizes, *map(_text, times), f"{ratio:.2f}")
     Console().print(table)
 
 
@@ -69,14 +72,15 @@ def _models() -> Sequence[tuple[str, torch.nn.Module, dict[str, Any], dict[str, 
     ]
 
 
-def _interleaved(kinds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+def _interleaved(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+    """Seconds of each run in turn, round after round; the first round, which imports and warms up, is left out."""
+    times: list[list[float]] = [[] for _ in runs]
     for turn in range(rounds + 1):
-        for kind, run in kinds.items():
+        for run, seconds in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
-            if turn:  # the first turn imports and warms up
-                times[kind].append(time.perf_counter() - start)
+            if turn:
+                seconds.append(time.perf_counter() - start)
     return times
 
 
