@@ -318,12 +318,21 @@ def test_accuracy_fails_a_model_that_is_ruined(pass_: type[Transformation], reas
 
 def test_latency_measures_and_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "SECONDS", 0.0)
+    monkeypatch.setattr(latency, "timing_threads", lambda: 2)
     torch.set_num_threads(1)
     finding = run(Check.LATENCY, Inverse)
     measured = finding.measurements
+    assert measured["timing_threads"] == 2
     assert measured["latency_pairs"] == latency.FEWEST
     assert measured["latency_ratio_low"] <= measured["latency_ratio"] <= measured["latency_ratio_high"]
     assert torch.get_num_threads() == 1
+
+
+def test_a_gpu_is_waited_for_before_and_after_each_run() -> None:
+    assert latency.synchronise("cuda") is torch.cuda.synchronize
+    waits: list[int] = []
+    latency.time_pairs(lambda: None, lambda: None, lambda: waits.append(1))
+    assert len(waits) >= 4 * (latency.WARM_UP + latency.FEWEST)
 
 
 def test_the_ratio_of_paired_times_has_an_interval_around_the_truth() -> None:
