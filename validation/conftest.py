@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ LIMITS = pytest.StashKey[dict[str, float]]()
 RUNNER = pytest.StashKey[Runner]()
 NOTES = pytest.StashKey[Notes]()
 
-MOST_RESTARTS = 1000
+MOST_RESTARTS = 200
 """xdist gives up after four dead workers a process; here a dead worker is a result like others."""
 
 
@@ -104,8 +106,6 @@ def runner(pytestconfig: pytest.Config) -> Runner:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A limit of its own behind pytest-timeout's, which cannot interrupt compiled code."""
-    import faulthandler
-
     notes, mark = item.config.stash.get(NOTES, None), item.get_closest_marker("timeout")
     if notes is not None and mark is not None:
         notes.end_after(mark.args[0] + max(2.0, mark.args[0] / 10))
@@ -214,8 +214,6 @@ class Gatherer:
             terminalreporter.line(self._message)
 
     def pytest_unconfigure(self) -> None:
-        import shutil
-
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _select(self, ids: Sequence[str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -407,6 +409,24 @@ def test_models_and_inputs_are_the_same_every_time() -> None:
         for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
     assert torch.equal(build.make_inputs(entry())["x"], build.make_inputs(entry())["x"])
+
+
+def test_pretrained_weights_come_from_a_folder_as_they_are(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    saved = transformers.BertModel(config)
+    saved.save_pretrained(tmp_path)
+    weights = {"source": "pretrained", "folder": str(tmp_path)}
+    fields = {
+        "name": "bert",
+        "model": "BertModel",
+        "weights": weights,
+        "inputs": {"input_ids": {"shape": [1, 2]}},
+    }
+    loaded = build.build_model(Entry.model_validate(fields))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())
+    assert not loaded.training
 
 
 def test_statistics_scales_and_biases_are_random() -> None:
