@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -122,7 +123,9 @@ class Subject:
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
         """A copy of the graph with the pipeline applied."""
         if (pipeline, dtype) not in self._rewritten:
-            self._rewritten = {key: kept for key, kept in self._rewritten.items() if key[0] == pipeline}
+            if any(name != pipeline for name, _ in self._rewritten):
+                self._rewritten.clear()
+                gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
             traced = self.traced(dtype)
             with self.entering("transform"):
                 self._rewritten[pipeline, dtype] = _rewrite(traced, self._members(pipeline))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,13 @@ def test_after_a_failure_the_next_case_starts_afresh() -> None:
     run_check = runner(BadReverse)
     assert run_check(Check.ROUND_TRIP).outcome is Outcome.FAIL
     assert run_check(Check.EQUIVALENCE).outcome is Outcome.PASS
+
+
+def test_the_graphs_of_the_last_pipeline_are_let_go() -> None:
+    subject = Subject(entry(), "cpu", {"Inverse": Inverse(), "Rough": Rough()})
+    first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
+    subject.rewritten(("Rough",), torch.float32)
+    assert first() is None
 
 
 def test_a_known_failure_is_expected_and_its_absence_a_failure() -> None:
