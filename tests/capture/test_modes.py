@@ -1,5 +1,6 @@
 """Modes that a forward switches keep their meaning, or are refused; none is dropped."""
 
+import operator
 import threading
 
 import pytest
@@ -172,17 +173,36 @@ def test_vmap_is_an_error_and_not_a_wrong_graph():
         fxopt.trace(Mapped(), (X,))
 
 
-def test_two_threads_capture_at_once_while_a_third_runs_models():
-    stop, failures = threading.Event(), []
-    eager = Autocast()
+def test_a_capture_sees_only_its_own_thread():
+    running, done = threading.Event(), threading.Event()
+    seen = []
 
-    def run():
-        while not stop.is_set():
-            y, z, _ = eager(X)
-            if (y.dtype, z.dtype) != (torch.bfloat16, torch.float32) or not torch.equal(
-                Custom()(X), X**3 * 2 + 1
-            ):
-                failures.append("eager model changed")
+    class Waits(torch.nn.Module):
+        def forward(self, x):
+            running.set()
+            assert done.wait(30)
+            return x * 2
+
+    def run_eagerly():
+        assert running.wait(30)
+        x = X.clone().requires_grad_()
+        y = Custom()(x)
+        y.sum().backward()
+        seen.append(torch.equal(x.grad, torch.full_like(X, 100.0)))
+        seen.append(Inference()(X)[0].is_inference())
+        seen.append(all(map(torch.is_tensor, Kernel()(torch.randn(1, 2, 3, 4)))))
+        done.set()
+
+    thread = threading.Thread(target=run_eagerly)
+    thread.start()
+    gm = fxopt.trace(Waits(), (X,))
+    thread.join()
+    assert seen == [True, True, True]
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [operator.mul]
+
+
+def test_two_threads_capture_at_once():
+    failures = []
 
     def capture():
         for _ in range(5):
@@ -190,12 +210,9 @@ def test_two_threads_capture_at_once_while_a_third_runs_models():
             if not all(map(torch.equal, gm(X), Inference()(X))):
                 failures.append("captured graph wrong")
 
-    runner = threading.Thread(target=run)
-    captures = [threading.Thread(target=capture) for _ in range(2)]
-    for thread in [runner, *captures]:
+    threads = [threading.Thread(target=capture) for _ in range(2)]
+    for thread in threads:
         thread.start()
-    for thread in captures:
+    for thread in threads:
         thread.join()
-    stop.set()
-    runner.join()
     assert failures == []

@@ -119,6 +119,26 @@ def test_layers_are_shared_with_the_model():
     assert copy.deepcopy(gm).get_submodule("blocks.0.dense") is not model.blocks[0].dense
 
 
+def test_a_container_under_two_names_is_one():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4))
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    gm = fxopt.trace(Shared(), (X,))
+    assert gm.first is gm.second
+    assert copy.deepcopy(gm).first is not gm.first
+    assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == [
+        "input_guard",
+        "first.0",
+        "first.0",
+    ]
+
+
 def test_it_moves_to_another_device():
     class Masked(nn.Module):
         def __init__(self):
