@@ -287,6 +287,19 @@ def test_a_branch_on_strides_is_not_taken_silently_at_size_one():
         gm(torch.ones(1, 4))
 
 
+def test_a_stride_that_the_forward_reads_is_not_taken_for_another_at_size_one():
+    class Stride(torch.nn.Module):
+        def forward(self, x):
+            y = x.transpose(0, 1).contiguous()
+            return y * y.stride(1)
+
+    gm = fxopt.trace(Stride(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(torch.ones(5, 4)), torch.ones(4, 5))
+    assert torch.equal(Stride()(torch.ones(1, 4)), 4 * torch.ones(4, 1))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(torch.ones(1, 4))
+
+
 def test_a_branch_on_strides_is_not_taken_silently_for_another_layout():
     class Layout(torch.nn.Module):
         def forward(self, x):
