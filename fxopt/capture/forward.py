@@ -69,12 +69,7 @@ class Capture:
     def run(self) -> TracedModule:
         """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
         recorder = self.record()
-        guards = guards_of(self.free.assumed() + self.free.asked(), self.shape_env.replace)
-        if recorder.layout_read_at is not None:
-            # Strides differ at sizes of 1, and asking for them leaves no guard.
-            guards += [
-                SizeGuard(f"{symbol} != 1", recorder.layout_read_at) for symbol, _ in self.free.roots()
-            ]
+        guards = guards_of(self._relied_on(recorder) + self.free.asked(), self.shape_env.replace)
         alternatives = [guards, *self._captured_at_one(recorder, guards)]
         self.free.check_asked()
         return self._module(recorder, alternatives)
