@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -74,8 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     # Many workers share the machine, and what they find must not depend on how many; timing sets its own.
     torch.set_num_threads(1)
+    gc.freeze()  # cases collect what models leave behind, which is much faster without what is imported
     if notes := session.config.stash.get(NOTES, None):
         notes.start()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

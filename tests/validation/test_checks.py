@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import weakref
 from collections.abc import Callable
@@ -390,7 +391,9 @@ def test_after_a_failure_the_next_case_starts_afresh() -> None:
     assert run_check(Check.EQUIVALENCE).outcome is Outcome.PASS
 
 
-def test_the_graphs_of_the_last_pipeline_are_let_go() -> None:
+def test_the_graphs_of_the_last_pipeline_are_let_go(request: pytest.FixtureRequest) -> None:
+    gc.disable()  # what collects now and then by itself proves nothing
+    request.addfinalizer(gc.enable)
     subject = Subject(entry(), "cpu", {"Inverse": Inverse(), "Rough": Rough()})
     first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
     subject.rewritten(("Rough",), torch.float32)
