@@ -135,7 +135,7 @@ class GraphIndex:
 
     def writes(self, node: Node) -> bool:
         """Whether `node` may write into a tensor or have another side effect."""
-        return self._written_by(node) != ()
+        return self.written_by(node) != ()
 
     def written(self, value: Node) -> Node | None:
         """A node that may write into the tensor of `value`, anywhere in the graph."""
@@ -152,10 +152,11 @@ class GraphIndex:
 
     @functools.cached_property
     def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:
-        found = ((index, node, self._written_by(node)) for index, node in enumerate(self.nodes))
+        found = ((index, node, self.written_by(node)) for index, node in enumerate(self.nodes))
         return [effect for effect in found if effect[2] != ()]
 
-    def _written_by(self, node: Node) -> tuple[Node, ...] | None:
+    def written_by(self, node: Node) -> tuple[Node, ...] | None:
+        """The values that `node` may write into; `None` for an effect of an unknown kind."""
         return effects.written_by(node, self.module(node) if node.op == "call_module" else None)
 
     @functools.cached_property
@@ -175,7 +176,7 @@ class GraphIndex:
                 parent[root(index)] = root(outside.setdefault(self._memory(node), index))
             elif node.op != "output" and not self.gives_new_memory(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
-                for value in self._written_by(node) or node.all_input_nodes:
+                for value in self.written_by(node) or node.all_input_nodes:
                     parent[root(index)] = root(self.position[value])
         return {node: root(index) for index, node in enumerate(self.nodes)}
 

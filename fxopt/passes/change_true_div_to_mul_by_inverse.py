@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_any
 
-from fxopt import graph
+from fxopt import effects, graph
 from fxopt.errors import UndoError
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite
 
@@ -31,8 +32,9 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
 
     Where `c` is a power of two, the result is the same bit for bit. Elsewhere it differs by at most one unit
     in the last place more than a division does. Such a division is rewritten only where `x` is known to be a
-    floating tensor and where no rounding, comparison or cast to integers follows that would amplify the
-    difference (49 / 49 is 1, 49 * (1 / 49) is less). Undoing brings back the very same `c` from the record.
+    floating tensor and where no rounding, comparison, sorting or cast to integers follows that would amplify
+    the difference (49 / 49 is 1, 49 * (1 / 49) is less) before a layer, a product, a softmax or a
+    normalization mixes it with other values. Undoing brings back the very same `c` from the record.
 
     Example:
         >>> import operator, torch
@@ -54,13 +56,12 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
         floating: dict[Node, bool] = {}
         for node in index.nodes:
             floating[node] = _is_floating(index, node, floating)
-            if not _is_division(node):
-                continue
+        for node in filter(_is_division, index.nodes):
             numerator, denominator = _operands(node)
             if not isinstance(numerator, Node):
                 continue
             reason = _obstacle(numerator, denominator) or _rounding_obstacle(
-                node, numerator, denominator, floating
+                index, node, numerator, denominator, floating
             )
             yield Refusal(node, reason) if reason else Division(node, denominator)
 
@@ -128,7 +129,11 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
 
 
 def _rounding_obstacle(
-    node: Node, numerator: Node, denominator: int | float, floating: dict[Node, bool]
+    index: graph.GraphIndex,
+    node: Node,
+    numerator: Node,
+    denominator: int | float,
+    floating: dict[Node, bool],
 ) -> str | None:
     """Why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
     if math.frexp(abs(denominator))[0] == 0.5:
@@ -138,58 +143,130 @@ def _rounding_obstacle(
             f"1 / {denominator} is not exact, and {numerator.name} is not known to be a floating tensor "
             "(a graph of fxopt.trace has dtypes)"
         )
+    return _rounding_after(index, node, denominator, floating)
+
+
+def _rounding_after(
+    index: graph.GraphIndex, node: Node, denominator: int | float, floating: dict[Node, bool]
+) -> str | None:
+    """What makes more than a rounding error of the error of `node`; `None` if nothing does."""
     pending, seen = [node], {node}
     while pending:
         for user in pending.pop().users:
-            if _is_step(user):
+            if user in seen or _reads_description(user):
+                continue
+            seen.add(user)
+            if _is_step(index, user, floating):
                 return f"1 / {denominator} is not exact, and {user.name} ({_name(user)}) amplifies the error"
-            if user not in seen and _name(user) in _PASSES_ERROR_ON:
-                seen.add(user)
-                pending.append(user)
+            if _is_unknown(index, user):
+                return f"1 / {denominator} is not exact, and what {user.name} does with the error is unknown"
+            if _is_mixer(index, user):
+                continue
+            pending.append(user)
+            for target in index.written_by(user) or ():  # what reads the written tensor has no edge from here
+                pending.extend(value for value in index.nodes if index.may_alias(value, target))
     return None
 
 
-def _is_step(node: Node) -> bool:
+def _is_step(index: graph.GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
     """Whether a function jumps, so that the least error of its input may change its output by one."""
-    dtype = graph.dtype_of(node)
-    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+    if node.op == "call_module":
+        return any(_is_step_module(part) for part in index.module(node).modules())
+    name, value = _name(node), graph.value_of(node)
+    if name in _STEPS or name.startswith(_STEP_PREFIXES):
         return True
-    targets = (*node.args, *node.kwargs.values())
-    casts = any(isinstance(t, torch.dtype) and not t.is_floating_point and not t.is_complex for t in targets)
-    return casts or _name(node) in _STEPS
+    if tree_any(lambda leaf: isinstance(leaf, Tensor) and not _is_inexact(leaf.dtype), value):
+        return not effects.is_container(node.target) and node.op != "output"
+    rest = [*node.args[1:], *node.kwargs.values()]
+    if name in ("max", "min") and any(not isinstance(item, Node) for item in rest):
+        return True  # with indices
+    if any(isinstance(item, torch.dtype) and not _is_inexact(item) for item in rest):
+        return True
+    casts = name in ("to", "type", "type_as") and graph.dtype_of(node) is None
+    return casts and any(_may_name_integers(name, item, floating) for item in rest)
+
+
+def _is_step_module(module: nn.Module) -> bool:
+    return isinstance(module, nn.Threshold | nn.Hardshrink) or bool(getattr(module, "return_indices", False))
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _may_name_integers(cast: str, item: object, floating: dict[Node, bool]) -> bool:
+    """Whether an argument of a cast may stand for a dtype of integers, in a graph without metadata."""
+    if isinstance(item, Node):
+        is_device = item.target is getattr and item.args[1] == "device"
+        return not is_device and not floating.get(item, False)
+    if isinstance(item, str | type):  # the string in `x.to("cpu")` is a device
+        text = str(item)
+        return cast == "type" and not any(name in text for name in ("Float", "Double", "Half", "BFloat"))
+    return False
+
+
+def _is_unknown(index: graph.GraphIndex, node: Node) -> bool:
+    """Whether a call is of code that is not torch's, which may round."""
+    if node.op == "call_module":
+        return not effects.is_torch_module(index.module(node))
+    if node.op != "call_function" or effects.is_container(node.target):
+        return False
+    own = str(getattr(node.target, "__module__", None)).startswith("fxopt.passes.")
+    return not own and not effects.is_torch_function(node.target)
+
+
+def _is_mixer(index: graph.GraphIndex, node: Node) -> bool:
+    """Whether a function makes each output of many inputs, with rounding errors of its own."""
+    if node.op == "call_module":
+        return type(index.module(node)) in _MIXER_MODULES
+    return _name(node) in _MIXERS
+
+
+def _reads_description(node: Node) -> bool:
+    """Whether a call reads of a tensor only what does not depend on its values: its shape, its dtype."""
+    if node.target is getattr:
+        return node.args[1] in _DESCRIPTION
+    return _name(node) in _DESCRIPTION
 
 
 def _name(node: Node) -> str:
-    name = getattr(node.target, "__name__", str(node.target)) if node.op.startswith("call_") else node.op
-    return str(name).strip("_")
+    if not node.op.startswith("call_"):
+        return node.op
+    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+    return name.strip("_")
 
 
 _STEPS = {
     *("floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "floor_divide"),
-    *("floordiv", "mod", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge", "equal", "isclose"),
-    *("int", "long", "short", "byte", "char", "bool", "item", "tolist", "argmax", "argmin", "argsort"),
-    *("bucketize", "searchsorted", "unique", "logical_not", "nonzero", "less", "greater", "not_equal"),
+    *("floordiv", "mod", "remainder", "fmod", "divmod", "eq", "ne", "lt", "le", "gt", "ge", "equal"),
+    *("isclose", "allclose", "isin", "int", "long", "short", "byte", "char", "bool", "item", "tolist"),
+    *("argmax", "argmin", "argsort", "bucketize", "searchsorted", "unique", "unique_consecutive"),
+    *("logical_not", "logical_and", "logical_or", "nonzero", "count_nonzero", "any", "all", "less"),
+    *("less_equal", "greater", "greater_equal", "not_equal", "topk", "sort", "median", "nanmedian"),
+    *("kthvalue", "mode", "cummax", "cummin", "threshold", "hardshrink", "histc", "bincount", "signbit"),
+    *("copysign", "angle", "atan2", "arctan2", "grid_sample", "grid_sampler", "gumbel_softmax"),
+    *("multinomial", "bernoulli", "frexp", "iremainder", "ifloordiv", "imod", "tensor_split"),
 }
+_STEP_PREFIXES = ("quantize", "fake_quantize", "max_pool1d_with", "max_pool2d_with", "max_pool3d_with")
 
-# Elementwise functions, and those that only move values: behind them the error is still there.
-_PASSES_ERROR_ON = {
-    *("add", "sub", "subtract", "mul", "multiply", "truediv", "div", "divide", "neg", "negative", "abs"),
-    *("pow", "square", "sqrt", "clamp", "clip", "minimum", "maximum", "view", "reshape", "flatten"),
-    *("transpose", "permute", "getitem", "squeeze", "unsqueeze", "expand", "contiguous", "clone", "to"),
-    *(
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "masked_fill",
-        "where",
-        "cat",
-        "stack",
-        "chunk",
-    ),
-    *("split", "select", "detach", "iadd", "isub", "imul", "itruediv", "t", "repeat", "unbind", "narrow"),
+# Behind these a jump is no more likely to be hit with the inverse than with the division.
+_MIXERS = {
+    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "softmax"),
+    *("log_softmax", "layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"),
+    *("scaled_dot_product_attention",),
+}
+_MIXER_MODULES: set[type[nn.Module]] = {
+    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d),
+    *(nn.ConvTranspose3d, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d),
+    *(nn.InstanceNorm3d, nn.MultiheadAttention),
+}
+_DESCRIPTION = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "dtype", "device", "get_device"),
+    *("requires_grad", "is_floating_point", "is_complex", "element_size", "zeros_like", "ones_like"),
+    *("empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"),
+    *("new_full", "new_tensor"),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxopt
 from fxopt import ChangeTrueDivToMulByInverse, UndoError
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 
@@ -98,6 +99,90 @@ def test_the_range_of_an_unknown_dtype_is_that_of_float16():
 )
 def test_refusals(function, reason, trace):
     refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=trace)
+
+
+def written_and_read(x):
+    target = torch.zeros(3, 4)
+    target[0] = x[0] / 49
+    return target.floor()
+
+
+AFTER_OTHERS = [
+    lambda x: torch.relu(x / 49).floor(),
+    lambda x: nn.functional.relu(x / 49).long(),
+    lambda x: (x / 49).sum().floor(),
+    lambda x: nn.functional.dropout(x / 49, 0.5, False).ceil(),
+    lambda x: (x / 49).type("torch.LongTensor"),
+    lambda x: (x / 49).tanh().topk(2, -1),
+    lambda x: (x / 49).sort(-1),
+    lambda x: (x / 49).max(-1),
+    lambda x: (x / 49).median(),
+    lambda x: nn.functional.threshold(x / 49, 1.0, 0.0),
+    lambda x: nn.functional.hardshrink(x / 49),
+    written_and_read,
+]
+
+
+@pytest.mark.parametrize("function", AFTER_OTHERS)
+def test_a_step_behind_other_functions(function):
+    reason = "amplifies the error"
+    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=fxopt_trace)
+
+
+class AfterLayer(Function):
+    def __init__(self, function, **modules):
+        super().__init__(function)
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x, like):
+        return self.function(self, self.linear(x) / 49, like)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        AfterLayer(lambda m, x, like: x.type("torch.LongTensor")),
+        AfterLayer(lambda m, x, like: x.type_as(like)),
+        AfterLayer(lambda m, x, like: x.to(like.dtype)),
+        AfterLayer(lambda m, x, like: x.to(like)),
+        AfterLayer(lambda m, x, like: x.max(1)),
+        AfterLayer(lambda m, x, like: x.to(x.device).floor()),
+        AfterLayer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
+        AfterLayer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
+        AfterLayer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
+        AfterLayer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
+        AfterLayer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
+    ],
+)
+def test_a_step_in_a_graph_without_metadata(model):
+    like = torch.ones(3, 4, dtype=torch.long)
+    refused(ChangeTrueDivToMulByInverse(), model, X, like, reason="amplifies the error")
+
+
+def test_a_foreign_module_may_round():
+    class Round(nn.Module):
+        def forward(self, x):
+            return x.floor()
+
+    def trace(model, inputs):
+        return fxopt.trace(model, tuple(inputs), leaf_modules=(Round,))
+
+    model = AfterLayer(lambda m, x, like: m.a(x), a=Round())
+    refused(ChangeTrueDivToMulByInverse(), model, X, X, reason="what a does with the error", trace=trace)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, like: x.softmax(-1).argmax(-1),
+        lambda m, x, like: m.linear(x).floor(),
+        lambda m, x, like: x.reshape(x.shape[0] // 3, -1),
+        lambda m, x, like: x.to(like.device),
+    ],
+)
+def test_what_is_no_step(function):
+    rewritten(ChangeTrueDivToMulByInverse(), AfterLayer(function), X, X, sites=1, trace=fx_trace)
 
 
 def test_complex_and_integer_numerators():
