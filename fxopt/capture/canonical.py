@@ -86,7 +86,7 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return "call_function", getattr, (args[0], _property_name(function)), {}
+        return "call_function", getattr, (args[0], property_name(function)), {}
     method = _method(function, name)
     operation = _operation(function, name, method, len(args)) if not kwargs else None
     if operation is not None:
@@ -156,7 +156,8 @@ def _operation(function: Any, name: str, method: str | None, operands: int) -> C
     return _BINARY.get(bare) if operands == 2 else None
 
 
-def _property_name(getter: Any) -> str:
+def property_name(getter: Any) -> str:
+    """The name of the property whose getter this is."""
     owner = getter.__self__
     name: str = owner.fget.__name__ if isinstance(owner, property) and owner.fget else owner.__name__
     return name

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import inspect
 import os
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
 import torch
 import torch.fx.experimental._config
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -27,7 +30,9 @@ from fxopt.capture.guards import (
     StructureInput,
     TensorInput,
     check_value,
+    layout,
     python_expression,
+    same_value,
     structure_keys,
 )
 from fxopt.capture.interception import intercepted
@@ -39,6 +44,7 @@ from fxopt.capture.shell import Shell, copy_tree, is_layer
 from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
 from fxopt.errors import TraceError
 
+_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _fx_config: Any = torch.fx.experimental._config
 
 
@@ -65,6 +71,8 @@ class Capture:
         self.sizes = Sizes(self.graph, self.shape_env)
         self.free = FreeSizes(self.shape_env)
         self.expected: list[Input] = []
+        # The containers among the inputs, with the identities of what was in them.
+        self.containers: list[tuple[str, Any, list[int]]] = []
 
     def run(self) -> TracedModule:
         """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
@@ -84,16 +92,19 @@ class Capture:
     def record(self) -> Recorder:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         device = _device(self.model, self.inputs)
-        shell = Shell(self.model, self.fake_mode)
-        recorder = Recorder(self.graph, self.sizes, self.shape_env, shell.names, device)
-        shell.report_to(recorder, self.layers)
+        shell = Shell(self.model, self.fake_mode, self.layers)
+        recorder = Recorder(self.graph, self.sizes, self.shape_env, shell, device)
+        shell.report_to(recorder)
         arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
         args, kwargs = _call_arguments(self.model, arguments)
-        self.shape_env.location = recorder.location
         try:
+            self.shape_env.location = recorder.location
             with (
                 _fx_config.patch(backed_size_oblivious=True),
+                _process_state_kept(),
                 self.fake_mode,
+                # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
+                enable_python_dispatcher(),
                 intercepted(recorder),
                 recorder,
             ):
@@ -107,7 +118,18 @@ class Capture:
             if _is_own(error):
                 raise
             raise _explained(error, recorder) from error
+        finally:
+            # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
+            self.shape_env.location = str
+        if recorder.failure or self.shape_env.failure:
+            # The forward has caught it, and gone another way than it would with real tensors.
+            raise recorder.failure or _explained(self.shape_env.failure, recorder)
         shell.check_state()
+        for name, container, before in self.containers:
+            if _entries(container) != before:
+                raise TraceError(
+                    f"the forward changes its input {name!r}; a graph would not. Return the change instead."
+                )
         return recorder
 
     def _check_values(self, recorder: Recorder) -> None:
@@ -131,9 +153,10 @@ class Capture:
         return fake
 
     def _default(self, name: str) -> dict[str, Any]:
-        """Constants can be left out, where no input without a default follows them."""
+        """What equals the forward's own default can be left out, where no input without one follows."""
+        parameters = inspect.signature(self.model.forward).parameters
         rest = list(self.inputs)[list(self.inputs).index(name) :]
-        if all(_is_literal(self.inputs[other]) for other in rest) and not name.startswith("*"):
+        if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):
             return {"default_value": self.inputs[name]}
         return {}
 
@@ -143,8 +166,13 @@ class Capture:
         if isinstance(value, torch.Tensor):
             return self._fake_tensor(recorder, node, name, path, value, spec)
         if not _holds_tensors(value):
-            self.expected.append(ConstantInput(name, path, value))
-            return value
+            if _hides_tensors(value):
+                raise TraceError(
+                    f"input {name!r} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
+                    "tensors, and tuples, lists, dicts and dataclasses of tensors."
+                )
+            self.expected.append(ConstantInput(name, path, copy.deepcopy(value)))
+            return copy.deepcopy(value)
         keys = structure_keys(value)
         kind = "item" if isinstance(value, (tuple, list, dict)) else "attr"
         self.expected.append(StructureInput(name, path, type(value), keys))
@@ -155,11 +183,14 @@ class Capture:
                 spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
             )
             items[key] = self._fake_input(recorder, node, name, (*path, (kind, key)), item, inner)
+        container: Any
         if isinstance(value, (tuple, list)):
-            return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
-        if type(value) is dict:
-            return items
-        return type(value)(**items)
+            named_tuple = hasattr(value, "_fields")
+            container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
+        else:
+            container = items if type(value) is dict else type(value)(**items)
+        self.containers.append((name, container, _entries(container)))
+        return container
 
     def _fake_tensor(
         self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
@@ -182,7 +213,7 @@ class Capture:
                 FreeDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
-        expected = TensorInput(name, path, value.dtype, shape, contiguous=example.is_contiguous())
+        expected = TensorInput(name, path, value.dtype, shape, layout=layout(example))
         self.expected.append(expected)
         recorder.add_input(fake, node, path)
         return fake
@@ -251,7 +282,8 @@ class Capture:
                 self.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
         traced = TracedModule(root, self.graph, type(self.model).__name__)
         traced.config = getattr(self.model, "config", None)
-        traced.dtype_read_at = recorder.dtype_read_at
+        traced.dtypes_read_at = recorder.dtypes_read_at
+        traced.modes_read = recorder.modes_read
         return traced
 
     def _final(self, expected: Input, recorder: Recorder) -> Input:
@@ -271,8 +303,8 @@ class Capture:
             expected,
             shape=tuple(shape),
             fixed_by=fixed,
-            strict_dtype=recorder.dtype_read_at is not None and expected.dtype.is_floating_point,
-            contiguous=expected.contiguous if recorder.layout_read_at is not None else None,
+            strict_dtype=expected.dtype in recorder.dtypes_read_at,
+            layout=expected.layout if recorder.layout_read_at is not None else None,
         )
 
 
@@ -326,11 +358,44 @@ def _holds_tensors(value: Any) -> bool:
     return False
 
 
-def _is_literal(value: Any) -> bool:
-    """Whether generated code can hold the value as a default."""
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return all(_is_literal(item) for item in value)
-    return value is None or type(value) in (bool, int, float, str)
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    """Whether a value is the parameter's default, and generated code can hold it."""
+    literal = value is None or type(value) in (bool, int, float, str)
+    return parameter is not None and literal and same_value(value, parameter.default)
+
+
+def _hides_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is no known container holds tensors, or is an array."""
+    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
+        return True
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
+        return False
+    items = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    )
+    return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
+
+
+def _entries(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else container
+    if dataclasses.is_dataclass(container) and not isinstance(container, (dict, tuple, list)):
+        values = vars(container).values()
+    return [id(value) for value in values]
+
+
+@contextlib.contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Give back the gradient mode and the default dtype; a graph cannot hold a change of the latter."""
+    grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+        if torch.get_default_dtype() != dtype:
+            raise TraceError(
+                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls."
+            )
+    finally:
+        torch._C._set_grad_enabled(grad_enabled)
+        torch.set_default_dtype(dtype)
 
 
 def _plain_name(node: torch.fx.Node) -> str:
@@ -343,14 +408,14 @@ def _is_own(error: Exception) -> bool:
     return frame.f_code.co_filename.startswith(os.path.dirname(__file__))
 
 
-def _explained(error: Exception, recorder: Recorder) -> TraceError:
+def _explained(error: Any, recorder: Recorder) -> TraceError:
     """An exception of the forward as a TraceError that names the model's line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
     lines = [(f, n) for f, n in traceback.walk_tb(error.__traceback__)][after:]
     own = [(f, n) for f, n in lines if is_model_code(f.f_code.co_filename)]
     where = place(own[-1][0], None) if own else recorder.where()
-    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+    if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
             "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."

@@ -27,7 +27,7 @@ class TensorInput:
 
     `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
     dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
-    is set when the forward read a dtype, `contiguous` when it read strides.
+    is set when the forward read this dtype, `layout` when it read strides.
     """
 
     name: str
@@ -36,7 +36,7 @@ class TensorInput:
     shape: tuple[int | str, ...]
     fixed_by: tuple[tuple[int, str], ...] = ()
     strict_dtype: bool = False
-    contiguous: bool | None = None
+    layout: tuple[Any, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,15 @@ class SizeGuard:
 
     def holds(self, sizes: dict[str, int]) -> bool:
         """Whether the condition is true for these sizes."""
-        return bool(eval(_code(self.condition), {"math": math, "max": max, "min": min, **sizes}))
+        try:
+            return bool(evaluate(self.condition, sizes))
+        except ZeroDivisionError:
+            return False
+
+
+def evaluate(expression: str, sizes: dict[str, int]) -> Any:
+    """The value of an expression over sizes, as torch prints them."""
+    return eval(_code(expression), {"math": math, "torch": torch, "max": max, "min": min, **sizes})
 
 
 @functools.cache
@@ -109,13 +117,13 @@ class InputGuard(torch.nn.Module):
                 _check_tensor(expected, value, sizes, deferred)
             elif isinstance(expected, StructureInput):
                 _check_structure(expected, value)
-            elif not _equal(value, expected.value):
+            elif not same_value(value, expected.value):
                 raise GuardError(
                     f"input {describe(expected)!r} is {value!r}; the graph was captured for {expected.value!r}. "
                     "Capture again with the value that you need."
                 )
         for expected, dim, size, expression in deferred:
-            wanted = eval(_code(expression), {"math": math, "max": max, "min": min, **sizes})
+            wanted = evaluate(expression, sizes)
             if wanted != size:
                 raise GuardError(
                     f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {wanted} "
@@ -148,9 +156,10 @@ class InputGuard(torch.nn.Module):
             )
         (symbol,) = symbols
         where = next(i for i in self.inputs if isinstance(i, TensorInput) and symbol in i.shape)
+        limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self.origin(guard.condition)}"
         return (
             f"input {describe(where)!r}, dimension {where.shape.index(symbol)} is {sizes[symbol]}; "
-            f"{_limit(guard, symbol, sizes[symbol])}: {self.origin(guard.condition)} (needed by {guard.source})."
+            f"{limit} (needed by {guard.source})."
         )
 
     def extra_repr(self) -> str:
@@ -193,10 +202,10 @@ def _check_tensor(
             f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."
         )
-    if expected.contiguous is not None and value.is_contiguous() != expected.contiguous:
+    if expected.layout is not None and layout(value) != expected.layout:
         raise GuardError(
-            f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous; the forward reads "
-            f"strides, and the graph was captured the other way. Call `.contiguous()` or capture with such an input."
+            f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
+            "than the example; the forward reads strides. Call `.contiguous()`, or capture with such an input."
         )
     shape = value.shape
     if len(shape) != len(expected.shape):
@@ -217,6 +226,13 @@ def _check_tensor(
                 f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
                 "as in the inputs before it."
             )
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in memory: contiguous or not, the order of its strides, at the start of its memory or not."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return tensor.is_contiguous(), tuple(order), tensor.storage_offset() == 0
 
 
 def _why_fixed(expected: TensorInput, dim: int) -> str:
@@ -247,24 +263,29 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
     return tuple(field.name for field in dataclasses.fields(value))
 
 
-def _limit(guard: SizeGuard, symbol: str, size: int) -> str:
-    """Where the condition, as a function of one size, is true: the interval nearest to `size`."""
-    holds: Callable[[int], bool] = lambda n: guard.holds({symbol: n})  # noqa: E731
-    below = next((n for n in _steps(size, -1) if holds(n)), None)
-    if below is not None:
-        return f"it takes at most {_edge(holds, below, size)}"
-    above = next((n for n in _steps(size, 1) if holds(n)), None)
-    if above is not None:
-        return f"it takes at least {_edge(holds, above, size)}"
-    return "this size is excluded"
+def _limit(guard: SizeGuard, symbol: str, size: int) -> str | None:
+    """The limit that a condition puts on one size, where it is a limit: true on one side and false on the other."""
 
+    def holds(n: int) -> bool:
+        return guard.holds({symbol: n})
 
-def _steps(start: int, direction: int) -> list[int]:
-    steps = [start + direction * 2**k for k in range(21)]
-    return [n for n in steps if n >= 0] + ([0] if direction < 0 else [])
+    below = [n for n in (*range(2, 9), *(size - 2**k for k in range(20))) if 1 < n < size]
+    good = [n for n in below if holds(n)]
+    if good:
+        edge = _edge(holds, max(good), size)
+        monotone = all(holds(n) == (n <= edge) for n in (*below, edge + 1, 2 * size, 2 * size + 1))
+        return f"it takes at most {edge}" if monotone else None
+    above = [size + 2**k for k in range(20)]
+    good = [n for n in above if holds(n)]
+    if good:
+        edge = _edge(holds, min(good), size)
+        monotone = all(holds(n) == (n >= edge) for n in (*range(1, size + 1), *above))
+        return f"it takes at least {edge}" if monotone else None
+    return None
 
 
 def _edge(holds: Callable[[int], bool], good: int, bad: int) -> int:
+    """The last size that holds, between one that does and one that does not."""
     while abs(good - bad) > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if holds(middle) else (good, middle)
@@ -277,5 +298,14 @@ def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
-def _equal(value: Any, expected: Any) -> bool:
-    return type(value) is type(expected) and bool(value == expected)
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether two constants are the same to the last bit and type; unlike `==`, which holds for 1 and True."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, float):
+        return repr(value) == repr(expected)
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict):
+        return list(value) == list(expected) and all(same_value(value[key], expected[key]) for key in value)
+    return bool(value == expected)

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.autograd.function
+import torch.autograd.graph
 import torch.nn.attention
 
 from fxopt.capture import modes
+from fxopt.capture.places import is_model_code
 from fxopt.capture.recorder import Recorder
 from fxopt.errors import TraceError
 
@@ -39,6 +41,8 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _inference_mode(stack, recorder, active)
         _sdpa_kernel(stack, recorder, active)
         _autograd_function(stack, recorder, active)
+        _queries(stack, recorder, active)
+        _refusals(stack, recorder, active)
         yield
 
 
@@ -112,3 +116,43 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     stack.enter_context(
         _replaced(torch.autograd.function, "_is_setup_context_defined", first_call_of_the_original)
     )
+
+
+def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """The model's own questions after global modes, whose answers the graph takes for granted."""
+    for name, mode in (("is_grad_enabled", "grad"), ("is_autocast_enabled", "autocast")):
+        original: Any = getattr(torch, name)
+
+        def ask(*args: Any, original: Any = original, mode: str = mode) -> bool:
+            answer = bool(original(*args))
+            caller = sys._getframe(1)
+            if active() and is_model_code(caller.f_code.co_filename):
+                recorder.modes_read.setdefault(mode, (answer, recorder.location()))
+            return answer
+
+        stack.enter_context(_replaced(torch, name, ask))
+
+
+def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What a graph cannot hold, and what would be lost without a word."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def __enter__(self: Any) -> None:
+        if active() and type(self) is hooks:  # checkpointing has a class of its own, and changes no value
+            recorder.fail("the forward sets saved_tensors_hooks, which a graph cannot hold")
+        enter(self)
+
+    stack.enter_context(_replaced(hooks, "__enter__", __enter__))
+    for name in ("manual_seed", "seed", "set_rng_state", "get_rng_state"):
+        original: Any = getattr(torch.random, name)
+
+        def seed(*args: Any, original: Any = original, name: str = name) -> Any:
+            if active():
+                recorder.fail(
+                    f"the forward calls torch.{name}, and a graph cannot hold the state of random numbers"
+                )
+            return original(*args)
+
+        for module in (torch, torch.random):
+            stack.enter_context(_replaced(module, name, seed))

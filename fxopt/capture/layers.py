@@ -110,8 +110,10 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, known: _Output) -> torch.Tensor:
+        ctx.save_for_backward(source)
         return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("a capture computes no gradients")
+        # Gradients that the forward itself asks for have the shape of the source, and no values.
+        return torch.zeros_like(ctx.saved_tensors[0]), None

@@ -85,6 +85,11 @@ class ApplyFunction:
         return self.function.apply(*args, **kwargs)  # type: ignore[attr-defined]
 
 
+def is_enabled(mode: str, device_type: str) -> bool:
+    """Whether a global mode, `grad` or `autocast`, is on."""
+    return torch.is_grad_enabled() if mode == "grad" else torch.is_autocast_enabled(device_type)
+
+
 def switches(target: object) -> bool:
     """Whether a node with this target switches a mode."""
     return target in (set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_kernel)

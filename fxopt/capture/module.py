@@ -47,8 +47,10 @@ class TracedModule(torch.fx.GraphModule):
     """
 
     config: Any
-    # Where the forward read a floating dtype, as `file:line`; None where it did not, so that casts are safe.
-    dtype_read_at: str | None
+    # Each dtype that the forward read, and where, as `file:line`.
+    dtypes_read_at: dict[torch.dtype, str]
+    # Each global mode that it read (`grad`, `autocast`), with the answer and where.
+    modes_read: dict[str, tuple[bool, str]]
     # Qualified name of each container -> its training flag at capture.
     captured_training: dict[str, bool]
 
@@ -61,7 +63,8 @@ class TracedModule(torch.fx.GraphModule):
             self.__dict__[registry] = root.__dict__[registry]
         self.graph = graph
         self.config = None
-        self.dtype_read_at = None
+        self.dtypes_read_at = {}
+        self.modes_read = {}
         # A plain module is a container that the capture made; every other module is a layer of the model.
         self.captured_training = {
             name: module.training
@@ -71,6 +74,12 @@ class TracedModule(torch.fx.GraphModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_training_mode()
+        for mode, (captured, where) in self.modes_read.items():
+            if modes.is_enabled(mode, self.device.type) != captured:
+                raise GuardError(
+                    f"{self.__class__.__name__} was captured with {mode} {'on' if captured else 'off'}, which its forward "
+                    f"reads at {where}: run it so, or capture it in the mode in which you run it."
+                )
         with modes.restored_on_error():
             return super().__call__(*args, **kwargs)
 
@@ -107,14 +116,14 @@ class TracedModule(torch.fx.GraphModule):
                 )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        if self.dtype_read_at is not None:
+        if any(dtype.is_floating_point for dtype in self.dtypes_read_at):
             for tensor in self._tensors():
-                if tensor.is_floating_point():
+                if tensor.dtype in self.dtypes_read_at:
                     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                     if fn(probe).dtype != tensor.dtype:
                         raise GuardError(
                             f"{self.__class__.__name__} cannot change its dtype to {fn(probe).dtype}: the forward "
-                            f"reads a dtype at {self.dtype_read_at}, and the graph holds what it read. "
+                            f"reads a dtype at {self.dtypes_read_at[tensor.dtype]}, and the graph holds what it read. "
                             "Convert the model and capture it again, or use the pass ChangePrecision."
                         )
                     break

@@ -15,7 +15,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 
 class CaptureShapeEnv(ShapeEnv):
@@ -29,6 +29,8 @@ class CaptureShapeEnv(ShapeEnv):
             duck_shape=False,
         )
         self.location: Callable[[], str] = lambda: "the inputs"
+        # The first question that only data could answer; a forward may catch the error.
+        self.failure: GuardOnDataDependentSymNode | None = None
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
@@ -52,6 +54,13 @@ class CaptureShapeEnv(ShapeEnv):
             self._questions = outer
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._evaluate(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            self.failure = self.failure or error
+            raise
+
+    def _evaluate(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             self._questions is not None
             and isinstance(orig_expr, sympy.Rel)

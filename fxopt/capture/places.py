@@ -7,6 +7,7 @@ import linecache
 import os
 from types import FrameType
 
+import sympy
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -25,9 +26,12 @@ def place(frame: FrameType | None, module: tuple[str, str] | None) -> str:
     return f"{inside}, at {file}:{line}: `{text}`" if text else f"{inside}, at {file}:{line}."
 
 
+_SYMPY = os.path.dirname(sympy.__file__) + os.sep
+
+
 def is_model_code(filename: str) -> bool:
     """Whether a file belongs to the model rather than to torch or to the capture."""
-    return not filename.startswith((_TORCH, _FXOPT))
+    return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:

@@ -27,15 +27,22 @@ from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import canonical, named, writes
+from fxopt.capture.canonical import canonical, named, property_name, writes
 from fxopt.capture.layers import LayerRunner
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.places import model_frame, place, stack_trace
+from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import Sizes, SymbolicNumber
 from fxopt.errors import TraceError
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
+_DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
+_RESHAPES_IN_PLACE = {
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+    *("resize_", "resize_as_", "set_", "as_strided_"),
+}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
@@ -58,9 +65,8 @@ class Value:
 class Recorder(PreDispatchTorchFunctionMode):
     """Records the calls of one forward into `graph`.
 
-    `parameters` names the fake parameters and buffers of the model, `layers` the modules that become one
-    `call_module` node each, both by identity. It is a PreDispatchTorchFunctionMode because torch reports
-    `autocast` to those alone.
+    `shell` knows the names of the model's tensors and what its layers were like before the forward. It is a
+    PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         graph: torch.fx.Graph,
         sizes: Sizes,
         shape_env: CaptureShapeEnv,
-        parameters: dict[int, str],
+        shell: Shell,
         device: torch.device,
     ) -> None:
         TorchFunctionMode.__init__(self)
@@ -77,20 +83,22 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.device = device
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
-        self._shape_env = shape_env
+        # Where it asked for each dtype, and for a global mode, with the answer.
+        self.dtypes_read_at: dict[torch.dtype, str] = {}
+        self.modes_read: dict[str, tuple[bool, str]] = {}
+        # The first error of ours; a forward may catch it, but a graph must not come of it.
+        self.failure: TraceError | None = None
         self.constants: dict[str, torch.Tensor] = {}
-        self.dtype_read_at: str | None = None
-        self.read: dict[int, str] = {}
-        self._parameters = parameters
+        self._shape_env = shape_env
+        self._shell = shell
         self._values: dict[int, Value] = {}
         self._alive: list[Any] = []
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
-        # Tensors that the forward makes from Python data, by storage: each run must start from fresh ones.
-        self._fresh: dict[int, torch.fx.Node] = {}
-        self._written_storages: set[int] = set()
+        # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
+        self._fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
         self._layers = LayerRunner()
         self._opaque = 0
 
@@ -105,17 +113,14 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def add_output(self, value: Any) -> None:
         """Write the output node, and give every run tensors of its own where the forward makes them from data."""
-        result = self.argument(value)
-        self._written_storages.update(_storage(tensor) for tensor in _tensors(value))
-        for storage, node in self._fresh.items():
-            if storage in self._written_storages:
+        self.graph.output(self.argument(value))
+        returned = {_storage(tensor) for tensor in _tensors(value)}
+        for fake, version, node in self._fresh:
+            if fake._version != version or _storage(fake) in returned:
                 with self.graph.inserting_after(node):
                     clone = self.graph.call_method("clone", (node,))
                 clone.meta = dict(node.meta)
                 node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)  # type: ignore[misc]
-                if result is node:
-                    result = clone
-        self.graph.output(result)
 
     def argument(self, value: Any) -> Any:
         """`value` as an argument of a node; TraceError when code cannot name it."""
@@ -125,8 +130,10 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self.sizes.node(value)
         if isinstance(value, torch.device):
             return self._device(value)
-        if isinstance(value, enum.Enum):
-            value = value.value
+        if isinstance(value, (enum.Enum, range)):
+            return value
+        if type(value).__module__ == "torch.return_types" and id(value) in self._values:
+            return self._values[id(value)].node
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value.item()  # its repr is no Python literal
         if value is None or value is Ellipsis or isinstance(value, _PLAIN):
@@ -137,7 +144,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             )
         if type(value) is list:
             return [self.argument(item) for item in value]
-        if isinstance(value, (tuple, range)):
+        if isinstance(value, tuple):
             return tuple(self.argument(item) for item in value)
         if type(value) is dict:
             return {key: self.argument(item) for key, item in value.items()}
@@ -155,12 +162,16 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _construct(self, value: Any) -> torch.fx.Node:
         """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
-        fields = {
-            field.name: self.argument(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init and getattr(value, field.name) is not None
-        }
-        return self._create("call_function", named(type(value)), (), fields, None)
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        extra = set(value if isinstance(value, dict) else value.__dict__) - {field.name for field in fields}
+        if extra:
+            raise TraceError(
+                f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. "
+                f"{self.where()}"
+            )
+        given = {f.name: getattr(value, f.name) for f in fields}
+        kwargs = {f.name: self.argument(given[f.name]) for f in fields if given[f.name] is not f.default}
+        return self._create("call_function", named(type(value)), (), kwargs, None)
 
     # --- calls
 
@@ -173,7 +184,10 @@ class Recorder(PreDispatchTorchFunctionMode):
         # What torch does inside a call (it enters modes, too) is not the model's doing.
         self._opaque += 1
         try:
-            return self._call(function, args, kwargs)
+            return self._call(function, self._faked(args), self._faked(kwargs))
+        except TraceError as error:
+            self.failure = self.failure or error
+            raise
         finally:
             self._opaque -= 1
 
@@ -214,42 +228,51 @@ class Recorder(PreDispatchTorchFunctionMode):
                 f"the forward assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph "
                 f"cannot hold. {self.where()}"
             )
-        if name == "__get__" and isinstance(result, torch.dtype):
-            if result.is_floating_point and self.dtype_read_at is None:
-                self.dtype_read_at = self.location()
-            return False
+        if name in _HOOKS:
+            raise TraceError(
+                f"the forward calls {name!r}: a graph cannot hold what it does to gradients. {self.where()}"
+            )
         if result is None:
             if not writes(name) and function not in _side_effectful_functions:
                 raise TraceError(f"the forward calls {name!r}, which a graph cannot hold. {self.where()}")
         elif not self._makes_something(result):
-            if name in _LAYOUT_QUERIES and self.layout_read_at is None:
-                self.layout_read_at = self.location()
+            self._note_query(property_name(function) if name == "__get__" else name, args, result)
             return False
+        if name in _RESHAPES_IN_PLACE and any(isinstance(size, torch.SymInt) for size in args[0].shape):
+            raise TraceError(
+                f"the forward changes the shape of a tensor in place ({name!r}), while its sizes are free: sizes that "
+                f"were read before would be read from the changed tensor. Use {name.rstrip('_')!r}. {self.where()}"
+            )
         op, target, node_args, node_kwargs = canonical(function, args, kwargs)
         node_args, node_kwargs = self._arguments(name, node_args, node_kwargs)
-        if writes(name) and isinstance(args[0], torch.Tensor):
-            self._written_storages.add(_storage(args[0]))
         self._create(op, target, node_args, node_kwargs, result)
         return True
+
+    def _note_query(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Keep where the forward asked something whose answer the graph takes for granted."""
+        if name in _LAYOUT_QUERIES and self.layout_read_at is None:
+            self.layout_read_at = self.location()
+        if isinstance(result, torch.dtype):
+            self.dtypes_read_at.setdefault(result, self.location())
+        elif name in _DTYPE_QUERIES:
+            self.dtypes_read_at.setdefault(args[0].dtype, self.location())
 
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        versions = [] if torch.is_inference_mode_enabled() else [t._version for t in tensors]
+        self._shell.check_layer(name, module)
+        args, kwargs = self._faked(args), self._faked(kwargs)
+        versions = _versions((args, kwargs))
         with self.paused():
             with self._shape_env.in_operator() as questions:
                 result = self._layers.run(module, args, kwargs)
-            if isinstance(result, torch.Tensor) and versions == [t._version for t in tensors]:
+            if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
                 result = _distinct(result, args, kwargs)
             if module.training:
                 self._shape_env.guard(questions)
             else:
                 self._shape_env.settle_at_one(questions, module._call_impl, args, kwargs, result)
-        self._written_storages.update(
-            _storage(t) for t, v in zip(tensors, versions, strict=False) if t._version != v
-        )
         with self._inside(name, module):
             node_args, node_kwargs = self._arguments(name, args, kwargs)
             self._create("call_module", name, node_args, node_kwargs, result)
@@ -259,11 +282,16 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a module whose own forward is recorded."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
+        if module._backward_hooks or module._backward_pre_hooks:
+            self.fail(
+                f"module {name!r} has backward hooks, which a graph cannot hold: make it a leaf (leaf_modules=...)"
+            )
         with self._inside(name, module):
             return module._call_impl(*args, **kwargs)
 
     def call_autograd_function(self, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward."""
+        args, kwargs = self._faked(args), self._faked(kwargs)
         with self.paused():
             result = apply(*args, **kwargs)
         node_args, node_kwargs = self._arguments(f"{cls.__qualname__}.apply", args, kwargs)
@@ -279,6 +307,11 @@ class Recorder(PreDispatchTorchFunctionMode):
                 yield
         finally:
             self._opaque -= 1
+
+    def fail(self, reason: str) -> None:
+        """Raise TraceError, also where the forward would catch it."""
+        self.failure = self.failure or TraceError(f"{reason}. {self.where()}")
+        raise self.failure
 
     @property
     def recording(self) -> bool:
@@ -330,7 +363,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             real = function(*args, **kwargs)
         fake: torch.Tensor = function(*args, **kwargs)
         node = self._create("get_attr", self._constant(real), (), {}, fake)
-        self._fresh[_storage(fake)] = node
+        self._fresh.append((fake, fake._version, node))
         return fake
 
     def _written(self, out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,17 +405,33 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _attribute(self, tensor: torch.Tensor) -> torch.fx.Node:
         """A tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
-        name = self._parameters.get(id(tensor))
+        name = self._shell.names.get(id(tensor))
+        if name is None and id(tensor) in self._shell.originals:
+            name = self._constant(self._shell.originals[id(tensor)])
+            self._shell.names[id(tensor)] = name
         if name is None:
-            if isinstance(tensor, FakeTensor) or (torch._C._functorch.is_functorch_wrapped_tensor(tensor)):
-                raise TraceError(
-                    "a tensor was made out of sight of the capture (in a custom C++ function, or under torch.vmap). "
-                    f"Make the module that makes it a leaf. {self.where()}"
-                )
-            name = self._constant(tensor)
-        else:
-            self.read[id(tensor)] = name
+            raise TraceError(
+                "a tensor was made out of sight of the capture (in a custom C++ function, or under torch.vmap). "
+                f"Make the module that makes it a leaf. {self.where()}"
+            )
         return self._create("get_attr", name, (), {}, tensor)
+
+    def _faked(self, value: Any) -> Any:
+        """`value` with a fake in the place of each real tensor, so that no call computes or writes anything."""
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+                return value
+            if isinstance(value, torch.nn.Parameter):
+                raise TraceError(
+                    "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
+                    f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
+                )
+            return self._shell.fake(value)
+        if type(value) in (tuple, list):
+            return type(value)(self._faked(item) for item in value)
+        if type(value) is dict:
+            return {key: self._faked(item) for key, item in value.items()}
+        return value
 
     def _constant(self, tensor: torch.Tensor) -> str:
         name = f"_tensor_constant{len(self.constants)}"
@@ -438,6 +487,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         elif isinstance(result, SymbolicNumber):
             self.sizes.bind(result, functools.partial(self._follow, value))
         elif isinstance(result, (tuple, list)):
+            if type(result).__module__ == "torch.return_types":
+                self._values[id(result)] = value
+                self._alive.append(result)
             for index, item in enumerate(result):
                 self._bind_result(item, Value(value.node, (*value.path, ("item", index))))
         elif isinstance(result, dict):
@@ -491,6 +543,10 @@ def _has_inplace_flag(function: Any) -> bool:
     return getattr(function, "__module__", "") == "torch.nn.functional" and "inplace" in getattr(
         getattr(function, "__code__", None), "co_varnames", ()
     )
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(value) if not tensor.is_inference()]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxopt.capture.recorder import Recorder
 from fxopt.errors import TraceError
 
+_PLAIN = (bool, int, float, str)
 _CONTAINERS = (
     torch.nn.Sequential,
     torch.nn.ModuleList,
@@ -25,14 +25,16 @@ _CONTAINERS = (
 
 
 class Shell:
-    """A copy of `model` with fake parameters and buffers, whose names by identity are `names`.
+    """A copy of `model` with fake tensors in the place of real ones.
 
-    Plain tensor attributes stay the model's own: a graph holds them as constants.
+    `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
+    tensors behind other fakes: plain attributes, and tensors from outside the model.
     """
 
-    def __init__(self, model: torch.nn.Module, fake_mode: FakeTensorMode) -> None:
-        self._original = model
+    def __init__(self, model: torch.nn.Module, fake_mode: FakeTensorMode, layers: Collection[int]) -> None:
+        self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
+        self.originals: dict[int, torch.Tensor] = {}
         memo: dict[int, Any] = {}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
@@ -44,8 +46,8 @@ class Shell:
                 self.names[id(memo[id(tensor)])] = name
         for module in model.modules():
             for value in module.__dict__.values():
-                if isinstance(value, torch.Tensor):
-                    memo.setdefault(id(value), value)
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = self.fake(value)
         try:
             self.model = copy.deepcopy(model, memo)
         except Exception as error:
@@ -53,32 +55,75 @@ class Shell:
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
                 f"leave the model untouched: {type(error).__name__}: {error}"
             ) from error
-        self._slots = list(self._tensor_slots())
+        originals = dict(model.named_modules())
+        self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
+        self._settings = {id(module): _settings(module) for module in self.model.modules()}
+        inside = {id(part) for m in self.model.modules() if id(m) in self._layers for part in m.modules()}
+        self._containers = [(name, m) for name, m in self.model.named_modules() if id(m) not in inside]
+        self._state = {name: _state(module) for name, module in self._containers}
 
-    def report_to(self, recorder: Recorder, layers: Collection[int]) -> None:
-        """Report calls of modules; `layers` are the identities of the original modules that are layers."""
-        originals = dict(self._original.named_modules())
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a real tensor, the same one each time."""
+        fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
+        self.originals[id(fake)] = tensor
+        return fake
+
+    def report_to(self, recorder: Any) -> None:
+        """Report calls of modules to a `Recorder`."""
         for name, module in self.model.named_modules():
-            call = recorder.call_layer if id(originals[name]) in layers else recorder.call_container
+            call = recorder.call_layer if id(module) in self._layers else recorder.call_container
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
             module._compiled_call_impl = _Call(call, name, module)
 
-    def check_state(self) -> None:
-        """Raise TraceError if the forward has put another tensor where the model had one."""
-        for name, key, registry, before in self._slots:
-            if id(registry.get(key)) != before:
+    def check_layer(self, name: str, layer: torch.nn.Module) -> None:
+        """Raise TraceError if the forward has changed a layer that it now calls: the graph calls the model's own."""
+        for part in layer.modules():
+            before, now = self._settings.get(id(part)), _settings(part)
+            if before != now:
+                changed = sorted(k for k in {*(before or {}), *now} if (before or {}).get(k) != now.get(k))
                 raise TraceError(
-                    f"the forward assigns another tensor to {f'{name}.{key}'.lstrip('.')!r}: state that is replaced "
-                    "cannot live in a graph. Write into it with `.copy_()`, or make the module that does this a leaf."
+                    f"the forward changes {', '.join(changed)} of the layer {name!r} before calling it, and a graph would "
+                    "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
                 )
 
-    def _tensor_slots(self) -> Any:
-        """Every slot of a module that holds a tensor, with the identity of what it holds."""
-        for name, module in self.model.named_modules():
-            for registry in (module._buffers, module._parameters, module.__dict__):
-                for key, value in registry.items():
-                    if isinstance(value, torch.Tensor):
-                        yield name, key, registry, id(value)
+    def check_state(self) -> None:
+        """Raise TraceError if the forward has changed state that a second call would read."""
+        for name, module in self._containers:
+            before, now = self._state[name], _state(module)
+            for key in before.keys() | now.keys():
+                if before.get(key) != now.get(key):
+                    raise TraceError(
+                        f"the forward assigns to {f'{name}.{key}'.lstrip('.')!r}: state that is replaced from call to "
+                        "call cannot live in a graph. Write into a buffer with `.copy_()`, or make the module that does "
+                        "this a leaf."
+                    )
+
+
+def _settings(module: torch.nn.Module) -> dict[str, Any]:
+    """What decides how a layer computes: numbers, flags, and which tensors it holds."""
+    plain = {key: value for key, value in module.__dict__.items() if isinstance(value, _PLAIN)}
+    tensors = {key: id(t) for held in (module._parameters, module._buffers) for key, t in held.items()}
+    return plain | tensors
+
+
+def _state(module: torch.nn.Module) -> dict[str, Any]:
+    """The numbers of a module, and the identities of the tensors that it holds, also in lists and dicts."""
+    state: dict[str, Any] = {}
+    for registry in (module.__dict__, module._parameters, module._buffers):
+        for key, value in registry.items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            if isinstance(value, _PLAIN):
+                state[key] = value
+            elif held := [id(item) for item in _items(value) if isinstance(item, torch.Tensor)]:
+                state[key] = held
+    return state
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 class _Call:
@@ -93,6 +138,8 @@ class _Call:
 
 def is_layer(name: str, module: torch.nn.Module, leaf_modules: Sequence[str | type[torch.nn.Module]]) -> bool:
     """Whether a module becomes one `call_module` node: a layer of torch.nn, or a leaf that the caller names."""
+    if not name or type(module) is torch.nn.Module:
+        return False  # the root is the graph itself, and a bare module only holds others
     if any(name == leaf if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaf_modules):
         return True
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(

@@ -54,6 +54,11 @@ def trace(
         >>> traced(torch.zeros(5, 4)).shape
         torch.Size([5, 8])
     """
+    unknown = {leaf for leaf in leaf_modules if isinstance(leaf, str)} - {
+        name for name, _ in model.named_modules()
+    }
+    if unknown:
+        raise TraceError(f"leaf_modules names {sorted(unknown)}, which {type(model).__name__} does not have.")
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:

@@ -1,0 +1,335 @@
+"""Ways in which a graph could differ from its model without an error; each is right, or refused."""
+
+import collections
+import copy
+import enum
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from tests.capture.test_trace import assert_same
+
+X = torch.randn(3, 4)
+OUTSIDE = torch.zeros(4)
+
+
+class Mode(enum.Enum):
+    ADD = 1
+    MULTIPLY = 2
+
+
+def module(forward, **attributes):
+    """A module with this forward; modules among the attributes become children."""
+    made = type("Made", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made.eval()
+
+
+def test_fresh_tensors_in_containers_are_fresh_at_each_call():
+    def forward(self, x):
+        t = torch.tensor([1.0, 2.0])
+        t[0] = 5
+        s = torch.tensor([0.0, 0.0])
+        torch._foreach_add_([s], 1.0)
+        return t, {"x": torch.tensor([3.0]), "s": s}
+
+    gm = fxopt.trace(module(forward), (X,))
+    for _ in range(2):
+        out = gm(X)
+        assert out[0].tolist() == [5.0, 2.0]
+        assert out[1]["x"].tolist() == [3.0]
+        assert out[1]["s"].tolist() == [1.0, 1.0]
+        out[1]["x"].add_(1)
+
+
+def test_tensors_of_the_user_are_not_written_by_a_capture():
+    def forward(self, x):
+        self.state.add_(1)
+        OUTSIDE.add_(1)
+        return x + self.state.sum() + OUTSIDE.sum()
+
+    model = module(forward, state=torch.zeros(4))
+    gm = fxopt.trace(model, (X,))
+    assert model.state.sum() == 0
+    assert OUTSIDE.sum() == 0
+    torch.testing.assert_close(gm(X), X + 8)
+    assert OUTSIDE.sum() == 4  # a run writes, as the model's would
+    OUTSIDE.zero_()
+
+
+def test_inputs_are_not_touched_by_a_capture():
+    def append(self, x, items):
+        items.append(x)
+        return x
+
+    items = [1]
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(module(append), (X, [X]))
+    fxopt.trace(module(append), (X, items))
+    assert items == [1]
+    holder = collections.UserDict(x=X)
+    with pytest.raises(fxopt.TraceError, match="'batch' is a UserDict, which holds tensors"):
+        fxopt.trace(module(lambda self, batch: batch["x"] * 2), (holder,))
+
+
+def test_constants_are_kept_as_they_were():
+    items = [2]
+    gm = fxopt.trace(module(lambda self, x, items: x * items[0]), (X, items))
+    items[0] = 5
+    with pytest.raises(fxopt.GuardError):
+        gm(X, items)
+    with pytest.raises(fxopt.GuardError):
+        gm(X, [2.0])
+    nan = fxopt.trace(module(lambda self, x, n: x * n), (X, float("nan")))
+    assert nan(X, float("nan")).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.ReLU(), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8)]
+)
+def test_a_layer_alone(layer):
+    x = torch.randn(2, 3, 4)
+    gm = fxopt.trace(layer.eval(), (x,))
+    assert_same(gm(x), layer(x))
+
+
+def test_a_bare_module_is_a_container():
+    names = nn.Module()
+    names.dense = nn.Linear(4, 4)
+    model = module(lambda self, x: self.names.dense(x), names=names)
+    gm = fxopt.trace(model, (X,))
+    assert gm.names is not model.names
+    assert gm.names.dense is model.names.dense
+
+
+def swapped(self, x):
+    return torch.func.functional_call(self.dense, {"weight": self.dense.weight * 2}, (x,))
+
+
+def retrained(self, x):
+    self.dropout.train()
+    return self.dropout(x)
+
+
+def reset(self, x):
+    self.dropout.p = 0.9
+    return self.dropout(x)
+
+
+def counted(self, x):
+    self.calls += 1
+    return x * self.calls
+
+
+def cached(self, x):
+    if self.cache is None:
+        self.cache = x * 2
+    return self.cache
+
+
+def listed(self, x):
+    self.history.append(x * 2)
+    return x
+
+
+def in_a_plain_list(self, x):
+    return self.layers[0](x)
+
+
+def hooked(self, x):
+    y = self.dense(x)
+    y.register_hook(lambda grad: grad * 10)
+    return y
+
+
+def saved(self, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2):
+        return x * self.dense.weight.sum()
+
+
+def seeded(self, x):
+    torch.manual_seed(5)
+    return x + torch.rand(4)
+
+
+def default_dtype(self, x):
+    torch.set_default_dtype(torch.float64)
+    return x
+
+
+def caught(self, x):
+    try:
+        return x if x.sum() > 0 else -x
+    except Exception:
+        return x
+
+
+def caught_assignment(self, x):
+    y = x * 1
+    try:
+        y.data = x * 2
+    except Exception:
+        return y
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (swapped, "changes weight of the layer 'dense'"),
+        (retrained, "changes training of the layer 'dropout'"),
+        (reset, "changes p of the layer 'dropout'"),
+        (counted, "assigns to 'calls'"),
+        (cached, "assigns to 'cache'"),
+        (listed, "assigns to 'history'"),
+        (in_a_plain_list, "not in the model's tree of modules"),
+        (hooked, "calls 'register_hook'"),
+        (saved, "saved_tensors_hooks"),
+        (seeded, r"torch\.manual_seed"),
+        (default_dtype, "default dtype"),
+        (caught, "decides on the value of a tensor"),
+        (caught_assignment, "attribute 'data'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_would_be_lost_is_refused(forward, message):
+    attributes = {"dense": nn.Linear(4, 4), "dropout": nn.Dropout(0.5), "layers": [nn.Linear(4, 4)]}
+    model = module(forward, calls=0, cache=None, history=[], **attributes)
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(model, (X,))
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+def test_backward_hooks_of_containers_are_refused():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    model[0].register_full_backward_hook(lambda *args: None)
+    with pytest.raises(fxopt.TraceError, match="'0' has backward hooks"):
+        fxopt.trace(model, (X,))
+    gm = fxopt.trace(model, (X,), leaf_modules=["0"])
+    assert torch.equal(gm(X), model(X))
+
+
+def test_shapes_changed_in_place_while_sizes_are_free_are_refused():
+    def forward(self, x):
+        rows = x.shape[0]
+        x.t_()
+        return x * rows
+
+    with pytest.raises(fxopt.TraceError, match="changes the shape of a tensor in place"):
+        fxopt.trace(module(forward), (X.clone(),), dynamic_shapes=({0: Dim.AUTO},))
+    gm = fxopt.trace(module(forward), (X.clone(),))
+    assert torch.equal(gm(X.clone()), X.T * 3)
+
+
+def test_a_global_mode_that_the_forward_reads_is_guarded():
+    gm = fxopt.trace(module(lambda self, x: x * 2 if torch.is_grad_enabled() else x), (X,))
+    assert torch.equal(gm(X), X * 2)
+    with torch.no_grad(), pytest.raises(fxopt.GuardError, match="captured with grad on"):
+        gm(X)
+    gm = fxopt.trace(module(lambda self, x: x * 2 if torch.is_autocast_enabled("cpu") else x), (X,))
+    with torch.autocast("cpu"), pytest.raises(fxopt.GuardError, match="captured with autocast off"):
+        gm(X)
+
+
+def test_an_integer_dtype_that_the_forward_reads_is_guarded():
+    gm = fxopt.trace(
+        module(lambda self, x: torch.arange(3, dtype=x.dtype) + x), (torch.ones(3, dtype=torch.long),)
+    )
+    with pytest.raises(fxopt.GuardError, match="is torch.int32"):
+        gm(torch.ones(3, dtype=torch.int32))
+
+
+def test_enums_ranges_and_named_results_come_back_as_they_are():
+    def forward(self, x):
+        return Mode.ADD, torch.max(x, 1), x[range(2)]
+
+    gm = fxopt.trace(module(forward), (X,))
+    mode, largest, rows = gm(X)
+    assert mode is Mode.ADD
+    assert torch.equal(largest.values, X.max(1).values)
+    assert torch.equal(rows, X[0:2])
+
+
+def test_a_capture_under_inference_mode():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    with torch.inference_mode():
+        gm = fxopt.trace(model, (X,))
+    assert torch.equal(gm(X), model(X))
+
+
+def test_a_forward_that_takes_gradients():
+    def forward(self, x):
+        y = self.second(self.first(x)).sum()
+        return torch.autograd.grad(y, x)[0]
+
+    model = module(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    x = X.clone().requires_grad_()
+    assert torch.equal(fxopt.trace(model, (x,))(x), model(x))
+
+
+def test_free_sizes_in_padding_resizing_rounding_and_recurrence():
+    def forward(self, x):
+        rows = x.shape[1]
+        padded = nn.functional.pad(x, (0, 0, 0, (8 - rows % 8) % 8))
+        out, _ = self.lstm(x)
+        part = x[:, : rows // 2]
+        return padded, out, part, nn.functional.interpolate(x[None], size=(2 * rows, 7))
+
+    model = module(forward, lstm=nn.LSTM(4, 5, batch_first=True))
+    gm = fxopt.trace(model, (torch.randn(2, 6, 4),), dynamic_shapes=({1: Dim.AUTO},))
+    for rows in (5, 8, 9):
+        x = torch.randn(2, rows, 4)
+        assert_same(gm(x), model(x))
+
+
+def test_a_size_that_python_makes_a_number_is_guarded():
+    gm = fxopt.trace(
+        module(lambda self, x: x[: int(0.7 * x.shape[0])]),
+        (torch.ones(6, 4),),
+        dynamic_shapes=({0: Dim.AUTO},),
+    )
+    assert gm(torch.ones(7, 4)).shape == (4, 4)
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 9"):
+        gm(torch.ones(9, 4))
+
+
+def test_a_guard_that_is_no_limit_is_not_called_one():
+    gm = fxopt.trace(
+        module(lambda self, x: x * 2 if x.shape[0] % 2 == 0 else x),
+        (torch.ones(4, 4),),
+        dynamic_shapes=({0: Dim.AUTO},),
+    )
+    with pytest.raises(
+        fxopt.GuardError, match=r"dimension 0 is 5; it must satisfy \(x\.shape\[0\] % 2\) == 0"
+    ):
+        gm(torch.ones(5, 4))
+
+
+def test_old_weight_norm_is_a_layer():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4))).eval()
+    gm = fxopt.trace(model, (X,))
+    assert torch.equal(gm(X), model(X))
+
+
+def test_leaf_modules_that_do_not_exist_are_named():
+    with pytest.raises(fxopt.TraceError, match=r"leaf_modules names \['typo'\]"):
+        fxopt.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaf_modules=["typo"])
+
+
+def test_nothing_is_kept_alive_by_a_capture():
+    def capture():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+        gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.AUTO},))
+        copy.deepcopy(gm)
+        return weakref.ref(model[0].weight), weakref.ref(gm)
+
+    references = capture()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
