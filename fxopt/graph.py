@@ -104,6 +104,15 @@ class GraphIndex:
             for path, other, _ in self._holders.get(_storage(tensor), ()):
                 yield name, f"{path}.{other}" if path else other
 
+    def is_container(self, path: str) -> bool:
+        """Whether the module at `path` only holds others, and belongs to the graph module."""
+        return not path or not self._foreign_parent(f"{path}.x")
+
+    def uses(self, path: str) -> bool:
+        """Whether a node calls or reads what is at `path`, or something that holds it."""
+        targets = (str(n.target) for n in self.nodes if n.op in ("call_module", "get_attr"))
+        return any(f"{path}.".startswith(f"{target}.") for target in targets)
+
     def reading_obstacle(self, node: Node) -> str | None:
         """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
         return self._unusual(self.module(node)) or self._read_directly(str(node.target))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
     Inputs and outputs of the graph keep their dtypes, and so does what the model itself computes in an
     explicit dtype. Complex numbers, `torch.linalg`, `torch.fft` and foreign modules and functions get float32.
 
-    The record keeps the float32 weights, at the cost of their memory, so that undoing gives them back bit for
-    bit; those that were changed in the meantime are cast.
+    The record keeps a copy of the float32 weights, at the cost of their memory, so that undoing gives them
+    back bit for bit; those that were changed in the meantime are cast.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -73,11 +73,19 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
 
     def apply(self, graph_module: GraphModule, site: Plan) -> Change:
         """Replace layers and parameters, then cast where the plan says so."""
-        lowered = _lowered_tensors(graph_module, site, self.dtype)
-        originals = {path: graph_module.get_submodule(path) for path in site.layers}
-        parameters = {path: _parameter(graph_module, path) for path in site.parameters}
-        for path, copied in _copies(originals, lowered).items():
-            leave_trace(copied, self, [originals[path]])
+        modules = {path: graph_module.get_submodule(path) for path in (*site.layers, *site.owners)}
+        parameters = {path: graph_module.get_parameter(path) for path in site.parameters}
+        before = _tensors(modules, parameters)
+        changing = _tensors({path: modules[path] for path in site.layers}, parameters)
+        # What an owner holds beside the parameters that the graph reads is not changed: it is shared.
+        lowered = before | {id(t): _like(t, saturate(t.detach(), self.dtype)) for t in _float32(changing)}
+        kept = {key: _like(tensor, tensor.detach().clone()) for key, tensor in before.items()}
+        data: dict[str, Any] = {
+            "modules": _copies(modules, kept),
+            "parameters": {path: kept[id(parameter)] for path, parameter in parameters.items()},
+        }
+        for path, copied in _copies(modules, lowered).items():
+            leave_trace(copied, self, [modules[path]])
             graph.set_module(graph_module, path, copied)
         for path, parameter in parameters.items():
             _set_parameter(graph_module, path, lowered[id(parameter)])
@@ -85,16 +93,14 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
         nodes = {f"layer {number}": node for number, node in enumerate(site.nodes)}
         for number, cast in enumerate(_insert_casts(graph_module, site, self.dtype)):
             nodes[f"cast {number}"] = cast
-        scalars = {}
+        data["scalars"] = scalars = {}
         for number, node in enumerate(site.saturated):
             nodes[f"saturated {number}"] = node
             scalars[f"saturated {number}"] = _saturate_scalars(node, self.dtype)
         for node in site.low:
             node.meta[_FLOAT32_VALUE] = graph.value_of(node)
             node.meta["val"] = _described(node, self.dtype)
-        paths = (*site.layers, *site.parameters)
-        data = {"modules": originals, "parameters": parameters, "scalars": scalars}
-        return Change(site.nodes, nodes, paths, data)
+        return Change(site.nodes, nodes, (*modules, *parameters), data)
 
     def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
         """Take the casts out and put the float32 weights back."""
@@ -102,7 +108,7 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
         for path, original in data["modules"].items():
             if type(current[path]) is not type(original) or self.signature not in traces(current[path]):
                 raise UndoError(f"{self!r} cannot be undone: {path} was replaced since")
-        restored = _restored_tensors(graph_module, data)
+        restored = _restored_tensors(graph_module, data, self.dtype)
         for path, original in _copies(data["modules"], restored).items():
             graph.set_module(graph_module, path, _with_flags(original, current[path]))
         for path, parameter in data["parameters"].items():
@@ -135,6 +141,11 @@ class ChangePrecision(ReversibleRewrite["Plan"]):
                 reason = _layer_obstacle(index, module)
                 if reason:
                     kept[node] = f"kept in float32: {reason}"
+        for node in index.nodes:
+            if node.op == "get_attr" and node not in kept:
+                reason = _read_obstacle(index, str(node.target), kept)
+                if reason:
+                    kept[node] = f"kept in float32: {reason}"
         if unused:
             raise PassError(
                 f"keep_float32 names {', '.join(sorted(unused))}, but the graph calls no such module and reads "
@@ -150,24 +161,33 @@ class Plan:
     Attributes:
         nodes: calls of the layers and reads of the parameters that change.
         layers: the qualified names of these layers.
-        parameters: the qualified names of parameters that the graph reads directly.
-        casts: for each operand to cast, the user, the value, and whether to the lower dtype.
+        parameters: the qualified names of parameters that the graph reads directly, and of their ties.
+        owners: the qualified names of modules that hold such parameters and are not the graph module's own.
+        casts: the casts of operands.
         saturated: nodes with constants that are too large for the lower dtype.
         low: nodes whose value is in the lower dtype afterwards.
-        uncached: values that are written to, so that each use needs a cast of its own.
     """
 
     nodes: tuple[Node, ...]
     layers: tuple[str, ...]
     parameters: tuple[str, ...]
-    casts: tuple[tuple[Node, Node, bool], ...]
+    owners: tuple[str, ...]
+    casts: tuple[Cast, ...]
     saturated: tuple[Node, ...]
     low: tuple[Node, ...]
-    uncached: frozenset[Node]
 
     @property
     def node(self) -> Node:
         return self.nodes[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast of a value, to the lower dtype or back to float32 (`down` or not), and who takes its result."""
+
+    value: Node
+    down: bool
+    users: list[Node]
 
 
 class _Planner:
@@ -189,16 +209,50 @@ class _Planner:
         for user, value, _ in self.casts:
             if not isinstance(graph.value_of(value), Tensor):
                 return Refusal(user, f"{value.name}, which would have to be cast, holds several tensors")
-        layers = [self.index.names(self.index.module(n)) for n in self.changed if n.op == "call_module"]
-        parameters = [str(node.target) for node in self.changed if node.op == "get_attr"]
+            if self._write_is_lost(user, value):
+                return Refusal(user, f"it may write into {value.name}, which would have to be cast for it")
+        names = [self.index.names(self.index.module(n)) for n in self.changed if n.op == "call_module"]
+        layers = dict.fromkeys(name for module_names in names for name in module_names)
+        parameters = {str(node.target): None for node in self.changed if node.op == "get_attr"}
+        for node in self.changed:
+            parameters |= dict.fromkeys(_unused_names(self.index, node, [*layers, *parameters]))
+        for node in self.kept:
+            if _inside(str(node.target), [*layers, *parameters]):
+                return Refusal(node, f"{node.target} stays in float32, but a layer that uses it does not")
+        owners = {graph.split_path(path)[0]: None for path in parameters}
         return Plan(
             tuple(self.changed),
-            tuple(dict.fromkeys(name for names in layers for name in names)),
-            tuple(dict.fromkeys(parameters)),
-            tuple(self.casts),
+            tuple(layers),
+            tuple(parameters),
+            tuple(o for o in owners if not _inside(o, layers) and not self.index.is_container(o)),
+            tuple(self._shared_casts()),
             tuple(self.saturated),
             tuple(self.low),
-            frozenset(value for _, value, _ in self.casts if self.index.written(value)),
+        )
+
+    def _shared_casts(self) -> list[Cast]:
+        """One cast for several users, where the value and the mode (`no_grad`) stay what they are."""
+        casts: list[Cast] = []
+        last: dict[tuple[Node, bool], Cast] = {}
+        for user, value, down in self.casts:
+            cast = last.get((value, down))
+            written = self.index.written(value)
+            if cast is None or written or self.index.write_between(cast.users[0], user):
+                cast = last[value, down] = Cast(value, down, [])
+                casts.append(cast)
+            cast.users.append(user)
+        return casts
+
+    def _write_is_lost(self, user: Node, value: Node) -> bool:
+        """Whether `user` may write into a value of which it would get a copy, and something sees the value."""
+        written = self.index.written_by(user)
+        if value not in (user.all_input_nodes if written is None else written):
+            return False
+        position = self.index.position
+        aliases = (n for n in self.index.nodes[: position[user]] if self.index.may_alias(n, value))
+        return any(
+            alias.op in ("placeholder", "get_attr") or any(position[n] > position[user] for n in alias.users)
+            for alias in aliases
         )
 
     def _visit(self, node: Node) -> None:
@@ -211,10 +265,10 @@ class _Planner:
         elif self._needs_float32(node):
             self.casts.extend((node, value, False) for value in operands if value in self.low)
         elif self.index.writes(node) and operands:
-            written = node.all_input_nodes[0] in self.low
-            others = [value for value in operands if value is not node.all_input_nodes[0]]
-            self.casts.extend((node, value, written) for value in others if (value in self.low) != written)
-            if written:
+            targets = self.index.written_by(node) or operands
+            down = all(value in self.low for value in targets if value in operands)
+            self.casts.extend((node, value, down) for value in operands if (value in self.low) != down)
+            if down:
                 self._set_low(node)
         elif any(value in self.low for value in operands) and not _asks_for_float32(node):
             self._lower(node, operands)
@@ -264,6 +318,8 @@ def saturate(value: Tensor, dtype: torch.dtype) -> Tensor:
         tensor([65504.,    inf], dtype=torch.float16)
     """
     largest = torch.finfo(dtype).max
+    if largest >= torch.finfo(value.dtype).max:
+        return value.to(dtype)
     return torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)
 
 
@@ -297,12 +353,32 @@ def _layer_obstacle(index: graph.GraphIndex, module: nn.Module) -> str | None:
     return index.obstacle_in_place(module)
 
 
+def _read_obstacle(index: graph.GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
+    """Why a parameter that the graph reads directly cannot be changed; `None` if it can."""
+    owner, _ = graph.split_path(path)
+    for node in index.nodes:
+        if node.op == "call_module" and _inside(path, [str(node.target)]):
+            return f"{node.name}, which is kept in float32, uses it as well" if node in kept else None
+    return None if index.is_container(owner) else index.obstacle_in_place(index.modules[owner])
+
+
+def _unused_names(index: graph.GraphIndex, node: Node, inside: list[str]) -> Iterator[str]:
+    """Further names of the parameters that `node` uses, by which nothing in the graph uses them."""
+    for name, other in index.sharing(node):
+        path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
+        same = graph.attribute(index.graph_module, path) is graph.attribute(index.graph_module, other)
+        parameter = isinstance(graph.attribute(index.graph_module, other), nn.Parameter)
+        free = not _inside(other, inside) and not index.uses(other) and not _read_obstacle(index, other, {})
+        if same and parameter and free:
+            yield other
+
+
 def _tie_obstacle(index: graph.GraphIndex, plan: Plan) -> Refusal | None:
     """A tensor that is shared by what changes and what does not."""
     inside = [*plan.layers, *plan.parameters]
     for node in plan.nodes:
         for path, other in index.sharing(node):
-            if not any(other == name or other.startswith(f"{name}.") for name in inside):
+            if not _inside(other, inside):
                 return Refusal(node, f"its {path} shares memory with {other}, which stays in float32")
     return None
 
@@ -322,19 +398,26 @@ def _asks_for_float32(node: Node) -> bool:
     return torch.float32 in (*node.args, *node.kwargs.values()) or node.target == "float"
 
 
+def _inside(path: str, names: Iterable[str]) -> bool:
+    """Whether a qualified name is one of `names`, or below one."""
+    return any(f"{path}.".startswith(f"{name}.") for name in names)
+
+
 def _below(paths: list[str], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}.*") for p in paths)
 
 
-def _lowered_tensors(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> dict[int, Tensor]:
-    """For the id of each float32 tensor that changes, its copy in the lower dtype."""
-    layers = [graph_module.get_submodule(path) for path in plan.layers]
-    tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
-    tensors += [_parameter(graph_module, path) for path in plan.parameters]
-    return {id(t): _like(t, saturate(t.detach(), dtype)) for t in tensors if t.dtype == torch.float32}
+def _tensors(modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """The tensors of modules, and further parameters, by id."""
+    own = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
+    return {id(tensor): tensor for tensor in (*own, *parameters.values())}
 
 
-def _restored_tensors(graph_module: GraphModule, data: Any) -> dict[int, Tensor]:
+def _float32(tensors: Mapping[int, Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors.values() if tensor.dtype == torch.float32]
+
+
+def _restored_tensors(graph_module: GraphModule, data: Any, dtype: torch.dtype) -> dict[int, Tensor]:
     """For the id of each recorded tensor, what it is now: itself, or its changed successor in float32."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, original in data["modules"].items():
@@ -344,15 +427,20 @@ def _restored_tensors(graph_module: GraphModule, data: Any) -> dict[int, Tensor]
             before = getattr(original, registry)(remove_duplicate=False)
             pairs.extend((tensor, now[name]) for name, tensor in before)
     for path, parameter in data["parameters"].items():
-        pairs.append((parameter, _parameter(graph_module, path)))
-    return {id(before): _restored(before, now) for before, now in pairs if before.dtype == torch.float32}
+        pairs.append((parameter, graph_module.get_parameter(path)))
+    return {
+        id(before): _restored(before, now, dtype) if before.dtype == torch.float32 else now
+        for before, now in pairs
+    }
 
 
-def _restored(before: Tensor, now: Tensor) -> Tensor:
-    if before.device == now.device and (now.is_meta or torch.equal(saturate(before, now.dtype), now)):
-        return before if before.requires_grad == now.requires_grad else _like(now, before.detach())
+def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     moved = before.detach().to(now.device)
-    unchanged = now.is_meta or torch.equal(saturate(moved, now.dtype), now)
+    # `now` was in `dtype`, unless it is of an owner and was never changed; `.double()` may have come since.
+    as_left = (saturate(moved, dtype).to(now.dtype), moved.to(now.dtype))
+    unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)
+    if unchanged and before.device == now.device and before.requires_grad == now.requires_grad:
+        return before
     return _like(now, moved if unchanged else now.detach().to(torch.float32))
 
 
@@ -373,22 +461,19 @@ def _with_flags(module: nn.Module, like: nn.Module) -> nn.Module:
 
 
 def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> Iterator[Node]:
-    made: dict[tuple[Node, bool], Node] = {}
-    for user, value, down in plan.casts:
-        cast = made.get((value, down))
-        if cast is None:
-            with graph_module.graph.inserting_before(user):
-                cast = (
-                    graph_module.graph.call_function(saturate, (value, dtype))
-                    if down
-                    else graph_module.graph.call_method("to", (value, torch.float32))
-                )
-            cast.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
-            cast.meta["val"] = graph.value_of(value).to(dtype if down else torch.float32)
-            if value not in plan.uncached:
-                made[value, down] = cast
-            yield cast
-        user.replace_input_with(value, cast)
+    for cast in plan.casts:
+        value, user = cast.value, cast.users[0]
+        with graph_module.graph.inserting_before(user):
+            node = (
+                graph_module.graph.call_function(saturate, (value, dtype))
+                if cast.down
+                else graph_module.graph.call_method("to", (value, torch.float32))
+            )
+        node.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
+        node.meta["val"] = graph.value_of(value).to(dtype if cast.down else torch.float32)
+        for other in cast.users:
+            other.replace_input_with(value, node)
+        yield node
 
 
 def _described(node: Node, dtype: torch.dtype) -> Any:
@@ -422,10 +507,6 @@ def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float
         node.update_arg(index, value)
     for name, value in before[1].items():
         node.update_kwarg(name, value)
-
-
-def _parameter(graph_module: GraphModule, path: str) -> nn.Parameter:
-    return graph_module.get_parameter(path)
 
 
 def _set_parameter(graph_module: GraphModule, path: str, parameter: Any) -> None:

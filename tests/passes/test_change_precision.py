@@ -240,6 +240,171 @@ def test_a_written_parameter_is_refused():
     refused(ChangePrecision(), Use(write), X, reason="may write into the parameter scale", trace=fxopt_trace)
 
 
+def functional(m, x):
+    return F.linear(m.other(x), m.inner.weight, m.inner.bias)
+
+
+@pytest.mark.parametrize("trace", [None, "foreign"])
+def test_a_layer_that_is_only_read_is_not_written(trace):
+    model = randomise(Use(functional, inner=nn.Linear(4, 4), other=nn.Linear(4, 4))).eval()
+    untouched = copy.deepcopy(model)
+    traced = fxopt_trace(model, [X])
+    if trace:  # as fx shares a layer with the model
+        traced.inner = model.inner
+    before = copy.deepcopy(traced)
+    after = ChangePrecision()(traced)
+    assert after.inner.weight.dtype == after.inner.bias.dtype == torch.bfloat16
+    assert_untouched(untouched, model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert 0 < compare(model(X), after(X)).max_rel < 0.05
+    assert_round_trip(before, ChangePrecision()(after, reverse=True))
+    assert_untouched(untouched, model)
+
+
+def test_a_read_of_a_kept_layer_stays_in_float32():
+    model = Use(lambda m, x: m.linear(x) + m.other(x) @ m.linear.weight, other=nn.Linear(4, 4))
+    after = changed(model, X, keep_float32=("linear",))
+    assert after.get_parameter("linear.weight").dtype == torch.float32
+
+
+def test_a_kept_parameter_of_a_layer_that_changes_is_refused():
+    model = Use(lambda m, x: m.linear(x) @ m.linear.weight)
+    pass_ = ChangePrecision(keep_float32=("linear.weight",))
+    refused(pass_, model, X, reason="linear.weight stays in float32", trace=fxopt_trace)
+
+
+def batch_statistics(m, x):
+    return F.batch_norm(m.linear(x), m.mean, m.var, training=True)
+
+
+def test_functional_batch_norm_updates_its_statistics():
+    model = Use(batch_statistics)
+    model.register_buffer("mean", torch.zeros(4))
+    model.register_buffer("var", torch.ones(4))
+    x = torch.randn(8, 4)
+    before = fxopt_trace(copy.deepcopy(model), [x])
+    after = ChangePrecision()(fxopt_trace(model, [x]))
+    before(x), after(x)
+    assert after.get_buffer("mean").abs().max() > 0
+    assert compare(before.get_buffer("mean"), after.get_buffer("mean")).max_rel < 0.05
+    assert compare(before.get_buffer("var"), after.get_buffer("var")).max_rel < 0.05
+
+
+def several_buffers(m, x):
+    torch._foreach_add_([m.shift, m.mean], [m.linear(x)[0].detach(), m.linear(x)[1].detach()])
+    return m.linear(x) + m.shift
+
+
+def test_a_function_that_writes_into_several_buffers():
+    model = Use(several_buffers).requires_grad_(False)
+    model.register_buffer("mean", torch.zeros(4))
+    before, after = (fxopt_trace(copy.deepcopy(model), [X]) for _ in range(2))
+    ChangePrecision()(after)
+    before(X), after(X)
+    assert compare(before.get_buffer("mean"), after.get_buffer("mean")).max_rel < 0.05
+
+
+def write_seen_by_a_view(m, x):
+    h = m.linear(x)
+    view = h.view(-1)
+    m.relu(h)
+    return view
+
+
+def test_a_write_into_a_cast_copy_is_refused():
+    model = Use(write_seen_by_a_view, relu=nn.ReLU(inplace=True))
+    reason = "it may write into linear, which would have to be cast"
+    refused(ChangePrecision(keep_float32=(nn.ReLU,)), model, X, reason=reason, trace=fxopt_trace)
+
+
+class WritesInput(nn.Module):
+    def forward(self, x):
+        x.add_(100)
+        return x * 2
+
+
+def test_a_foreign_module_that_may_write_its_input_is_refused():
+    def use(m, x):
+        h = m.linear(x)
+        return m.leaf(h) + h
+
+    def trace(model, inputs):
+        return fxopt.trace(model, tuple(inputs), leaf_modules=(WritesInput,))
+
+    refused(ChangePrecision(), Use(use, leaf=WritesInput()), X, reason="may write into linear", trace=trace)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_flow_outside_of_a_block_without(mode):
+    def use(m, x):
+        with mode():
+            a = m.linear(x)
+        return a.clone() + m.other(x)
+
+    model = Use(use, other=nn.Linear(4, 4))
+    after = ChangePrecision()(fxopt_trace(model, [X]))
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    model(x).sum().backward()
+    after(y).sum().backward()
+    assert compare(x.grad, y.grad).max_rel < 0.05
+
+
+def test_one_cast_for_several_users():
+    model = Use(lambda m, x: m.linear(x) + m.other(x), other=nn.Linear(4, 4))
+    after = ChangePrecision()(fxopt_trace(model, [X]))
+    assert len(after.graph.find_nodes(op="call_function", target=saturate)) == 1
+
+
+@pytest.mark.parametrize("change", ["double", "half", "train"])
+def test_what_happens_to_the_model_does_not_reach_the_record(change):
+    model = randomise(layers()).eval()
+    weight = model[0].weight.detach().clone()
+    after = ChangePrecision()(fxopt_trace(model, [X]))
+    if change == "train":
+        with torch.no_grad():
+            model[0].weight.add_(1)
+    else:
+        getattr(model, change)()
+    restored = ChangePrecision()(after, reverse=True).get_parameter("0.weight")
+    assert restored.dtype == torch.float32
+    assert torch.equal(restored, weight)
+
+
+def test_undo_after_double():
+    model = randomise(layers()).eval()
+    after = ChangePrecision()(fxopt_trace(model, [X])).double()
+    restored = ChangePrecision()(after, reverse=True)
+    assert torch.equal(restored.get_parameter("0.weight"), model[0].weight)
+
+
+def test_undo_keeps_counters():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    after = ChangePrecision()(fxopt_trace(model, [X]))
+    after(X), after(X)
+    assert ChangePrecision()(after, reverse=True).get_buffer("1.num_batches_tracked") == 2
+
+
+class Named(nn.Module):
+    """A parameter with a second name that no node reads, as the decoder's bias in BertForMaskedLM."""
+
+    def __init__(self):
+        super().__init__()
+        self.predictions = nn.Module()
+        self.predictions.bias = nn.Parameter(torch.rand(4))
+        self.predictions.decoder = nn.Linear(4, 4)
+        self.predictions.decoder.bias = self.predictions.bias
+
+    def forward(self, x):
+        return self.predictions.decoder(x)
+
+
+def test_an_unused_second_name_of_a_parameter_changes_with_it():
+    after = changed(Named(), X)
+    bias = after.get_parameter("predictions.bias")
+    assert bias.dtype == torch.bfloat16
+    assert bias is after.get_parameter("predictions.decoder.bias")
+
+
 class Foreign(nn.Module):
     def __init__(self):
         super().__init__()
