@@ -59,6 +59,15 @@ def trace(
     }
     if unknown:
         raise TraceError(f"leaf_modules names {sorted(unknown)}, which {type(model).__name__} does not have.")
+    taken = [
+        name
+        for name, _ in [*model.named_children(), *model.named_parameters()]
+        if hasattr(TracedModule, name)
+    ]
+    if taken:
+        raise TraceError(
+            f"{type(model).__name__} has {taken} where a torch.fx.GraphModule has something of its own; rename it."
+        )
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:

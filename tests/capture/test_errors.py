@@ -110,6 +110,13 @@ def test_example_inputs_that_do_not_fit_the_forward():
         fxopt.trace(Raises(), X)
 
 
+def test_a_child_whose_name_a_graph_module_needs():
+    model = nn.Sequential()
+    model.add_module("graph", nn.Linear(4, 4))
+    with pytest.raises(fxopt.TraceError, match=r"has \['graph'\] where .* rename it"):
+        fxopt.trace(model, (X,))
+
+
 def test_an_input_that_is_no_tensor_there():
     gm = fxopt.trace(nn.Linear(4, 4), (X,))
     with pytest.raises(fxopt.GuardError, match="'input' is list; the graph takes a tensor"):
