@@ -51,7 +51,11 @@ def norm_obstacle(index: graph.GraphIndex, node: Node, weight: Tensor, channels:
         if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
             return f"the {kind} is {facts}"
-    return index.reading_obstacle(node)
+    reason = index.reading_obstacle(node)
+    writer = index.writer_of(norm)
+    if reason is None and writer is not None:
+        return f"{writer.name} may write into the statistics or parameters of the {kind}"
+    return reason
 
 
 def layer_with(layer: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module | str:

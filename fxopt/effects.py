@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -25,7 +27,7 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
     if module is not None:
         return _written_by_module(node, module)
     if node.op == "call_method":
-        return _first_input(node) if _is_write_name(str(node.target)) else _out(node)
+        return _first_argument(node) if _is_write_name(str(node.target)) else _out(node)
     if node.op == "call_function":
         return _written_by_function(node)
     return ()
@@ -36,6 +38,27 @@ def gives_new_memory(node: Node, module: nn.Module | None) -> bool:
     if module is not None:
         return type(module) in _FRESH_MODULES and not getattr(module, "inplace", False)
     return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
+
+
+def makes_tensor(node: Node, module: nn.Module | None, known: Collection[Node]) -> bool:
+    """Whether the value of `node` is surely one tensor, given the earlier nodes whose values are.
+
+    The operators `+` and `*` also join and repeat tuples, and then their result holds what these hold.
+    """
+    value = node.meta.get("val", node.meta.get("tensor_meta"))
+    if value is not None:
+        return hasattr(value, "dtype")
+    if node.target in JOINING or node.op == "call_method":
+        return any(isinstance(a, float) or a in known for a in node.args) and node.target not in _MAKES_TUPLES
+    return gives_new_memory(node, module)
+
+
+JOINING: tuple[Any, ...] = (operator.add, operator.mul)
+_MAKES_TUPLES = {"split", "chunk", "unbind", "size", "tolist", "item", "max", "min", "sort", "topk"} | {
+    *("tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes", "unsafe_chunk", "unsafe_split"),
+    *("median", "mode", "kthvalue", "cummax", "cummin", "aminmax", "nonzero", "unique", "frexp", "slogdet"),
+    *("qr", "svd", "lu", "geqrf", "triangular_solve", "unique_consecutive", "nanmedian", "histogram"),
+}
 
 
 def is_container(target: object) -> bool:
@@ -79,9 +102,26 @@ _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
     if getattr(module, "_is_impure", False):
         return None
-    if not is_torch_module(module):
+    parts = list(module.modules())
+    if not is_torch_module(module) or any(hooks_of(part) for part in parts):
         return tuple(node.all_input_nodes)
-    return _first_input(node) if getattr(module, "inplace", False) else ()
+    return _first_argument(node) if any(getattr(part, "inplace", False) for part in parts) else ()
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks of a module, which may do anything to what it is called with."""
+    return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+
+
+def written_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers that a call of a module of torch's own may write into."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            yield part.weight
+        elif isinstance(part, _NormBase) and part.training:
+            yield from part.buffers()
+        elif not is_torch_module(part) or hooks_of(part) or hasattr(part, "parametrizations"):
+            yield from (*part.parameters(), *part.buffers())
 
 
 def _written_by_function(node: Node) -> tuple[Node, ...] | None:
@@ -95,22 +135,22 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return _written_statistics(node, _TRAINING_FLAG[target])
     if target in (torch.batch_norm, torch.instance_norm):
         return tuple(node.all_input_nodes)
-    if target is F.embedding and (len(node.args) > 3 or node.kwargs.get("max_norm") is not None):
+    if target in _MAX_NORM and _argument(node, "max_norm") is not None:
         return tuple(node.all_input_nodes)  # it normalises the weight in place
     name = getattr(target, "__name__", "")
     is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
-    if target in _AUGMENTED or (_is_write_name(name) and not is_operator):
-        return _first_input(node)
     if is_container(target):
         return ()
     if not is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
-    if _inplace(node):
-        return _first_input(node)
+    if target in _AUGMENTED or (_is_write_name(name) and not is_operator) or _argument(node, "inplace"):
+        return _first_argument(node)
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
 
+
+_MAX_NORM = (F.embedding, F.embedding_bag)
 
 # Which argument says that running statistics are updated.
 _TRAINING_FLAG: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
@@ -135,12 +175,13 @@ def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node,
     return tuple(written)
 
 
-def _inplace(node: Node) -> bool:
+def _argument(node: Node, name: str) -> Any:
+    """An argument of a call by its name; `None` where it was not given."""
     try:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # a builtin without a signature
-        return bool(node.kwargs.get("inplace", False))
-    return bool(bound.arguments.get("inplace", False))
+        return node.kwargs.get(name)
+    return bound.arguments.get(name)
 
 
 def _out(node: Node) -> tuple[Node, ...]:
@@ -149,8 +190,11 @@ def _out(node: Node) -> tuple[Node, ...]:
     return tuple(written)
 
 
-def _first_input(node: Node) -> tuple[Node, ...]:
-    return tuple(node.all_input_nodes[:1]) + _out(node)
+def _first_argument(node: Node) -> tuple[Node, ...]:
+    """The tensor, or the list of tensors, that a call is about."""
+    written: list[Node] = []
+    torch.fx.node.map_arg(node.args[0] if node.args else dict(node.kwargs), written.append)
+    return tuple(written) + _out(node)
 
 
 def _is_write_name(name: str) -> bool:

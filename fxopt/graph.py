@@ -166,7 +166,28 @@ class GraphIndex:
 
     def written_by(self, node: Node) -> tuple[Node, ...] | None:
         """The values that `node` may write into; `None` for an effect of an unknown kind."""
-        return effects.written_by(node, self.module(node) if node.op == "call_module" else None)
+        if node.op != "call_module":
+            return effects.written_by(node, None)
+        module = self.module(node)
+        values = effects.written_by(node, module)
+        memory = {_storage(tensor) for tensor in effects.written_parameters(module)}
+        own = tuple(read for read in self._reads if memory and self._memory(read) in memory)
+        return None if values is None else (*values, *own)
+
+    def writer_of(self, module: nn.Module) -> Node | None:
+        """A node that may write into a parameter or buffer of `module`, under whatever name."""
+        node: Node
+        memory = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for node in self.nodes:
+            if node.op == "get_attr" and self._memory(node) in memory:
+                writer = self.written(node)
+                if writer is not None:
+                    return writer
+            if node.op == "call_module":
+                written = effects.written_parameters(self.module(node))
+                if any(_storage(tensor) in memory for tensor in written):
+                    return node
+        return None
 
     @functools.cached_property
     def _alias_sets(self) -> dict[Node, int]:
@@ -185,7 +206,8 @@ class GraphIndex:
                 parent[root(index)] = root(outside.setdefault(self._memory(node), index))
             elif node.op != "output" and not self.gives_new_memory(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
-                for value in self.written_by(node) or node.all_input_nodes:
+                module = self.module(node) if node.op == "call_module" else None
+                for value in effects.written_by(node, module) or node.all_input_nodes:
                     parent[root(index)] = root(self.position[value])
         return {node: root(index) for index, node in enumerate(self.nodes)}
 
@@ -198,10 +220,31 @@ class GraphIndex:
 
     def gives_new_memory(self, node: Node) -> bool:
         """Whether the value of `node` surely shares no memory with its inputs."""
+        if node.target in effects.JOINING and node not in self._tensor_nodes:
+            return False
         return effects.gives_new_memory(node, self.module(node) if node.op == "call_module" else None)
 
+    @functools.cached_property
+    def _tensor_nodes(self) -> set[Node]:
+        found: set[Node] = set()
+        for node in self.nodes:
+            module = self.module(node) if node.op == "call_module" else None
+            if effects.makes_tensor(node, module, found) or any(
+                self._takes_tensor(user, node) for user in node.users
+            ):
+                found.add(node)
+        return found
+
+    def _takes_tensor(self, user: Node, value: Node) -> bool:
+        """Whether `user` could not be called if `value` were a tuple or a list."""
+        if not user.args or user.args[0] is not value:
+            return False
+        if user.op == "call_method":
+            return not hasattr(list, str(user.target))
+        return user.op == "call_module" and effects.gives_new_memory(user, self.module(user))
+
     def _unusual(self, module: nn.Module) -> str | None:
-        hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+        hooks = effects.hooks_of(module)
         if hooks:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
         if "forward" in vars(module) or module._compiled_call_impl is not None:

@@ -19,13 +19,34 @@ class Function(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.act = nn.ReLU(inplace=True)
         self.register_buffer("state", torch.zeros(2))
+        self.sequence = nn.Sequential(nn.ReLU(inplace=True))
+        self.hooked, self.hooked_part = nn.Tanh(), nn.Sequential(nn.Tanh())
+        self.hooked.register_forward_pre_hook(lambda module, args: None)
+        self.hooked_part[0].register_forward_hook(lambda module, args, output: None)
+        self.embedding = nn.Embedding(3, 2, max_norm=0.1)
+        self.bag = nn.EmbeddingBag(3, 2, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(2)
 
     def forward(self, x, y):
         return self.function(self, x, y)
 
 
+@torch.fx.wrap
+def mix_(a, b):
+    b.add_(1)
+    return a
+
+
+class LayersAreLeaves(torch.fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return not isinstance(m, Function)
+
+
 def index_of(function):
-    return GraphIndex(torch.fx.symbolic_trace(Function(function)))
+    model = Function(function)
+    return GraphIndex(torch.fx.GraphModule(model, LayersAreLeaves().trace(model)))
 
 
 def node(index, name):
@@ -48,6 +69,15 @@ WRITES = {
     "through a view": lambda m, x, y: x[0].t().zero_(),
     "through detach": lambda m, x, y: x.detach().zero_(),
     "resize_": lambda m, x, y: x.resize_(3),
+    "several tensors": lambda m, x, y: torch._foreach_add_([y * 1, x], 1),
+    "in a joined tuple": lambda m, x, y: operator.add((y * 2).split(1), (x,))[1].add_(1),
+    "in a tuple made of a tensor": lambda m, x, y: operator.add(x.split(1), (y,))[0].add_(1),
+    "in a repeated tuple": lambda m, x, y: (x.split(1) * 2)[0].add_(1),
+    "embedding_bag": lambda m, x, y: F.embedding_bag(y, x, max_norm=1.0),
+    "a part of a layer": lambda m, x, y: m.sequence(x),
+    "a hook of a layer": lambda m, x, y: m.hooked(x),
+    "a hook of a part": lambda m, x, y: m.hooked_part(x),
+    "a foreign function with such a name": lambda m, x, y: mix_(y * 1, x),
 }
 
 
@@ -60,9 +90,27 @@ def test_writes_are_seen(name):
 
 
 @pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (lambda m: m.embedding.weight, lambda m, x, y: m.embedding(y)),
+        (lambda m: m.bag.weight, lambda m, x, y: m.bag(y)),
+        (lambda m: m.norm.running_mean, lambda m, x, y: m.norm(x)),
+    ],
+)
+def test_writes_of_layers_into_their_own_tensors(read, call):
+    index = index_of(lambda m, x, y: (read(m) + 1, call(m, x, y), read(m) + 2))
+    first, last = index.nodes[0], index.nodes[-1]
+    value = next(n for n in index.nodes if n.op == "get_attr")
+    assert index.written(value)
+    assert "may write into" in index.write_between(first, last, value)
+
+
+@pytest.mark.parametrize(
     "function",
     [
         lambda m, x, y: x.add(1),
+        lambda m, x, y: (m.linear(x) + y).add_(1),
+        lambda m, x, y: F.embedding_bag(y, x),
         lambda m, x, y: (x * 2).add_(1),
         lambda m, x, y: F.relu(x, inplace=False),
         lambda m, x, y: operator.and_(x, y),
@@ -154,7 +202,7 @@ def test_input_of():
 
 
 def test_dtype_and_rank():
-    traced = fxopt.trace(nn.Linear(2, 2), (torch.ones(3, 2),))
+    traced = fxopt.trace(nn.Sequential(nn.Linear(2, 2)), (torch.ones(3, 2),))
     linear = next(n for n in traced.graph.nodes if n.op == "call_module" and n.users)
     assert (graph.dtype_of(linear), graph.rank_of(linear)) == (torch.float32, 2)
     bare = torch.fx.symbolic_trace(nn.Linear(2, 2))

@@ -139,6 +139,33 @@ def test_overflow_is_refused():
     refused(FuseBatchNorm2dInConv2d(), model.half(), X.half(), reason="not finite in torch.float16")
 
 
+class BuffersAreRead(torch.fx.Tracer):
+    proxy_buffer_attributes = True
+
+
+def test_statistics_written_under_another_name_are_refused():
+    def use(m, x):
+        m.mean.add_(1)
+        return m.norm(m.conv(x))
+
+    model = Blocks(use)
+    model.register_buffer("mean", model.norm.running_mean)
+
+    def trace(model, inputs):
+        return torch.fx.GraphModule(model, BuffersAreRead().trace(model))
+
+    reason = "add_ may write into the statistics"
+    refused(FuseBatchNorm2dInConv2d(), model.eval(), X, reason=reason, trace=trace)
+
+
+def test_statistics_updated_by_another_norm_are_refused():
+    model = Blocks(lambda m, x: m.other(m.first(x)) + m.norm(m.conv(x)))
+    model.first, model.other = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+    model.other.running_mean = model.norm.running_mean
+    model.norm.eval()
+    refused(FuseBatchNorm2dInConv2d(), model, X, reason="other may write into the statistics")
+
+
 @pytest.mark.parametrize("which", ["conv", "norm"])
 def test_hooks_are_refused(which):
     model = Blocks(straight).eval()
