@@ -6,11 +6,12 @@ a child module without parameters (`PassRecord`), which a pickle keeps.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -97,6 +98,34 @@ def store_marks(graph_module: GraphModule) -> None:
         make_record(graph_module).facts = [_NodeFact.of(node) for node in nodes]
     elif record is not None and not record.entries:
         delattr(graph_module, RECORD)
+
+
+class Snapshot:
+    """A graph module as it is now: a copy of its graph, and what its modules hold, without copying tensors."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self._graph_module = graph_module
+        try:
+            self._graph = copy.deepcopy(graph_module.graph)
+        except KeyError:  # a node before what it reads: the graph was invalid already, and linting says so
+            self._graph = graph_module.graph
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (cast(dict[str, Any], registry), dict(registry))
+            for module in graph_module.modules()
+            for registry in (module._modules, module._parameters, module._buffers)
+        ]
+        record = find_record(graph_module)
+        self._record = None if record is None else (record, list(record.entries), list(record.facts))
+
+    def restore(self) -> None:
+        """Bring the graph module back; its nodes are copies of those that it had."""
+        for registry, held in self._held:
+            registry.clear()
+            registry.update(held)
+        if self._record is not None:
+            record, entries, facts = self._record
+            record.entries, record.facts = entries, facts
+        self._graph_module.graph = self._graph
 
 
 @dataclasses.dataclass(frozen=True)

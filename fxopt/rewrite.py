@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import UndoError
+from fxopt.errors import PassError, UndoError
 from fxopt.record import MARKS, ROLES, find_record, make_record
 from fxopt.transformation import ReversibleTransformation, Transformation
 
@@ -136,8 +136,20 @@ class Rewrite(Transformation, Generic[S]):
         return Explanation(type(self).__name__, tuple(rows))
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Rewrite all sites, and those that this opens up (two BatchNorms in a row), until there is none."""
+        """Rewrite all sites, and those that this opens up (two BatchNorms in a row), until there is none.
+
+        Raises:
+            PassError: there is no end to it: the pass matches what it makes.
+        """
+        rounds = 0
+        limit = 1 + len(graph_module.graph.nodes)
         while sites := [found for found in self.match(graph_module) if not isinstance(found, Refusal)]:
+            rounds += 1
+            if rounds > limit:
+                raise PassError(
+                    f"{self!r} does not come to an end: it still matches {sites[0].node.name} after {limit} "
+                    "rounds; match must not yield what apply made"
+                )
             for site in sites:
                 change = self.apply(graph_module, site)
                 for node in change.transformed:

@@ -6,11 +6,12 @@ import abc
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError
-from fxopt.record import MARKS, class_name, restore_marks, stable_text, store_marks
+from fxopt.record import MARKS, Snapshot, class_name, restore_marks, stable_text, store_marks
 
 
 class Transformation(abc.ABC):
@@ -47,6 +48,9 @@ class Transformation(abc.ABC):
     def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True) -> GraphModule:
         """Apply the transformation.
 
+        On an error the graph module gets back the nodes (as copies), modules, parameters and buffers that it
+        had; what was written into a tensor stays written.
+
         Args:
             graph_module: the module to transform.
             lint_and_recompile: check the graph and generate its code again; `False` when several
@@ -56,8 +60,9 @@ class Transformation(abc.ABC):
             The transformed module.
 
         Raises:
-            PassError: the transformation returned no graph module, or left an invalid graph. An error of
-                the transformation itself is raised as it is, with a note that names the transformation.
+            PassError: the transformation returned no graph module, left an invalid graph, or changed its
+                own signature. An error of the transformation itself is raised as it is, with a note that
+                names the transformation.
         """
         return _run(self, self.transform, graph_module, lint_and_recompile)
 
@@ -206,6 +211,15 @@ class Composition(Transformation):
 class ReversibleComposition(Composition, ReversibleTransformation):
     """A composition whose parts can all be undone."""
 
+    def mark_as_restored(self, node: Node) -> None:
+        """Take the marks of the composition and of its parts off `node`."""
+        if self.signature in node.meta.get(MARKS, ()) or not self.transformed(node):
+            super().mark_as_restored(node)
+        for part in self.parts:
+            assert isinstance(part, ReversibleTransformation)
+            if part.transformed(node):
+                part.mark_as_restored(node)
+
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         """Undo the parts, the last one first."""
         if not self.inplace:
@@ -273,19 +287,26 @@ def _run(
             "trace the model first, for example with fxopt.symbolic_trace"
         )
     restore_marks(graph_module)
+    before, signature = Snapshot(graph_module), pass_.signature
     try:
         result = function(graph_module)
-    except Exception as error:
+        if not isinstance(result, GraphModule):
+            raise PassError(
+                f"{type(pass_).__name__}.{function.__name__} returned {type(result).__name__}; "
+                "it has to return the graph module"
+            )
+        if pass_.signature != signature:
+            raise PassError(
+                f"{type(pass_).__name__}.{function.__name__} changed its own signature, by which its marks are "
+                "found again; keep results out of its attributes, or write a property `signature`"
+            )
+        store_marks(result)
+        if lint_and_recompile:
+            _lint_and_recompile(pass_, result)
+    except BaseException as error:
+        before.restore()
         error.add_note(f"raised by {pass_!r} in {function.__name__}()")
         raise
-    if not isinstance(result, GraphModule):
-        raise PassError(
-            f"{type(pass_).__name__}.{function.__name__} returned {type(result).__name__}; "
-            "it has to return the graph module"
-        )
-    store_marks(result)
-    if lint_and_recompile:
-        _lint_and_recompile(pass_, result)
     return result
 
 
@@ -298,8 +319,12 @@ def _lint_and_recompile(pass_: Transformation, graph_module: GraphModule) -> Non
 
 
 def _options(pass_: Transformation) -> str:
+    options: dict[str, Any]
     if dataclasses.is_dataclass(pass_):
         options = {field.name: getattr(pass_, field.name) for field in dataclasses.fields(pass_)}
+        others = {name for name in vars(pass_) if name not in options and name != "preserves_computation"}
     else:
-        options = dict(sorted(vars(pass_).items()))
+        options = {}
+        others = set(vars(pass_))
+    options |= {name: vars(pass_)[name] for name in sorted(others)}
     return ", ".join(f"{name}={stable_text(value)}" for name, value in options.items())

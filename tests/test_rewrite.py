@@ -17,6 +17,7 @@ from fxopt import (
     ChangeTrueDivToMulByInverse,
     FuseBiasInLinear,
     MergeLinears,
+    PassError,
     ReplaceActivation,
     UndoError,
 )
@@ -220,3 +221,18 @@ def test_every_order_of_two_passes(first, second):
         torch.testing.assert_close(out, right, rtol=tolerance, atol=tolerance)
     if first != second and isinstance(passes[1], fxopt.ReversibleTransformation):
         assert_round_trip(before_second, passes[1](graph_module, reverse=True))
+
+
+class Endless(Negate):
+    """Matches what it makes."""
+
+    def match(self, graph_module):
+        yield Site(next(n for n in graph_module.graph.nodes if n.op == "call_function"))
+
+    def apply(self, graph_module, site):
+        return Change((site.node,))
+
+
+def test_a_pass_that_matches_what_it_makes_is_stopped():
+    with pytest.raises(PassError, match="does not come to an end"):
+        Endless()(traced())

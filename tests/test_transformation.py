@@ -351,3 +351,109 @@ def test_deep_copy_and_lint_and_recompile():
     assert LintAndRecompile().preserves_computation
     with pytest.raises(PassError, match="left an invalid graph"):
         LintAndRecompile()(BreaksTheGraph()(product(), lint_and_recompile=False))
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k, self.q = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.k(x) + self.q(x)
+        return self.a(h), self.b(h) / 8
+
+
+class BreaksAll(ReversibleTransformation):
+    """Breaks all that a pass can break, and raises."""
+
+    def transform(self, graph_module):
+        graph_module.graph.erase_node(next(n for n in reversed(graph_module.graph.nodes) if n.op == "output"))
+        del graph_module.k
+        graph_module.q.weight = None
+        graph_module.register_buffer("new", torch.ones(1))
+        raise KeyboardInterrupt
+
+    def reverse(self, graph_module):
+        raise ValueError("cannot be undone")
+
+
+class LeavesGarbage(Transformation):
+    def transform(self, graph_module):
+        del graph_module.k
+        return graph_module
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: fxopt.trace(m, (torch.ones(1, 4),))])
+@pytest.mark.parametrize(
+    ("pass_", "error"),
+    [
+        (BreaksAll(), KeyboardInterrupt),
+        (LeavesGarbage(), PassError),
+        (compose(MergeLinears(), LeavesGarbage(), LeavesGarbage()), AttributeError),
+        (compose(MergeLinears(), ChangeMulToAdd(), BreaksAll()), AttributeError),
+    ],
+)
+def test_a_pass_that_fails_leaves_the_graph_module_as_it_was(pass_, error, trace):
+    traced = trace(Twins())
+    before = copy.deepcopy(traced)
+    with pytest.raises(error):
+        pass_(traced)
+    assert_round_trip(before, traced)
+
+
+def test_an_undo_that_fails_leaves_the_graph_module_as_it_was():
+    traced = MergeLinears()(torch.fx.symbolic_trace(Twins()))
+    merged = next(name for name, _ in traced.named_children() if name.startswith("fxopt_merged_k"))
+    traced.get_submodule(merged).bias = None
+    before, x = copy.deepcopy(traced), torch.randn(2, 4)
+    with pytest.raises(fxopt.UndoError):
+        MergeLinears()(traced, reverse=True)
+    assert_round_trip(before, traced)
+    assert torch.equal(before(x)[0], traced(x)[0])
+    assert len(MergeLinears().get_transformed_nodes(traced)) == 2
+
+
+def test_a_composition_that_cannot_be_undone_stays_applied():
+    passes = compose(MergeLinears(), FuseBiasInLinear())
+    traced = passes(torch.fx.symbolic_trace(Twins()))
+    before = copy.deepcopy(traced)
+    with pytest.raises(ValueError, match="cannot be undone"):
+        compose(BreaksAll(), MergeLinears(), FuseBiasInLinear())(traced, reverse=True)
+    assert_round_trip(before, traced)
+    restored = passes(traced, reverse=True)
+    assert_round_trip(passes(copy.deepcopy(before), reverse=True), restored)
+    assert "fxopt" not in str(restored)
+
+
+class Counts(ChangeMulToAdd):
+    def __init__(self):
+        self.count = 0
+
+    def transform(self, graph_module):
+        self.count += 1
+        return super().transform(graph_module)
+
+
+def test_a_pass_that_changes_its_signature_is_an_error():
+    with pytest.raises(PassError, match="changed its own signature"):
+        Counts()(product())
+
+
+def test_attributes_beside_the_fields_of_a_dataclass_are_options():
+    class Named(MergeLinears):
+        def __init__(self, name):
+            object.__setattr__(self, "name", name)
+
+    assert Named("a").signature != Named("b").signature
+    assert Named("a").signature == Named("a").signature
+
+
+def test_a_composition_takes_the_marks_of_its_parts_off():
+    traced = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    passes = compose(FuseBiasInLinear(), MergeLinears())
+    node = passes.get_transformed_nodes(traced)[0]
+    passes.mark_as_restored(node)
+    assert not passes.transformed(node)
+    with pytest.raises(ValueError, match="was not transformed"):
+        passes.mark_as_restored(node)

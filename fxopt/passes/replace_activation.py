@@ -63,6 +63,14 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
                 raise ValueError(f"{option} is {value!r}; known names are {', '.join(sorted(ACTIVATIONS))}")
             if not isinstance(value, str) and not (isinstance(value, type) and issubclass(value, nn.Module)):
                 raise TypeError(f"{option} is {value!r}; give a name or a type of torch.nn.Module")
+        if isinstance(self.target, type):
+            try:
+                inspect.signature(self.target).bind()
+            except TypeError as error:
+                raise TypeError(
+                    f"target is {self.target.__name__}, which cannot be made without arguments ({error}); give a "
+                    "type of module that can, such as a subclass that fixes them"
+                ) from None
         if self.source == self.target:
             raise ValueError(f"source and target are both {self.source!r}, so there is nothing to replace")
 
@@ -73,8 +81,8 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             if node.op == "call_module":
                 module = index.module(node)
                 calls = index.call_sites(module)
-                if node is not calls[0] or not self._is_source(module):
-                    continue
+                if node is not calls[0] or not self._is_source(module) or self.signature in traces(module):
+                    continue  # a module that this pass made may be of the source's type, too
                 writes = getattr(module, "inplace", False)
                 reason = "it writes into its input" if writes else index.obstacle_everywhere(module)
                 site = ActivationCalls(tuple(calls), tuple(index.names(module)))

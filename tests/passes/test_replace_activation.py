@@ -156,3 +156,27 @@ def test_undo_of_a_changed_site_raises():
     node.target, node.kwargs = operator.neg, {}
     with pytest.raises(UndoError, match="changed since"):
         ReplaceActivation()(after, reverse=True)
+
+
+class Functions(nn.Module):
+    def forward(self, x):
+        return torch.relu(F.gelu(x))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "model"),
+    [
+        (nn.GELU, "gelu_tanh", nn.Sequential(nn.GELU())),
+        (nn.GELU, "gelu", nn.Sequential(nn.GELU("tanh"))),
+        ("gelu", nn.GELU, Functions()),
+        ("relu", nn.ReLU, Functions()),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_target_that_is_itself_a_source(source, target, model):
+    rewritten(ReplaceActivation(source, target), model, torch.randn(2, 3), sites=1)
+
+
+def test_a_target_that_needs_arguments():
+    with pytest.raises(TypeError, match="target is Threshold, which cannot be made without arguments"):
+        ReplaceActivation("relu", nn.Threshold)
