@@ -35,6 +35,8 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
     floating tensor and where no rounding, comparison, sorting or cast to integers follows that would amplify
     the difference (49 / 49 is 1, 49 * (1 / 49) is less) before a layer, a product, a softmax or a
     normalization mixes it with other values. Undoing brings back the very same `c` from the record.
+    Undo it before the graph is traced again: a product in a new trace tells nothing of what it was, so that
+    undoing there leaves it as it is.
 
     Example:
         >>> import operator, torch

@@ -31,6 +31,7 @@ class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
     with three, BatchNorm1d normalises dimension 1 and Linear works on the last. The number of dimensions is
     read from the metadata of the trace; where there is none, the place is refused. A new linear layer takes
     the place of the old one, which stays as it is; it has a bias, also where the old one had none.
+    It requires gradients where the old one did: fine-tuning a normalization behind a frozen layer ends here.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
 

@@ -29,6 +29,7 @@ class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
 
     The convolution must have the batch normalization as its only user. A new convolution takes the place of
     the old one, which stays as it is; it has a bias, also where the old one had none.
+    It requires gradients where the old one did: fine-tuning a normalization behind a frozen layer ends here.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
 

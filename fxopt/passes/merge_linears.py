@@ -45,7 +45,8 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
     """Merges `torch.nn.Linear` layers that take the same input into one, whose output is sliced.
 
     Layers are merged when they agree in dtype, device, having a bias, and what requires gradients. Each of the
-    old nodes becomes a slice of the merged output, under its old name. Undoing splits the current weights, so
+    old nodes becomes a slice of the merged output, under its old name. Where the graph returns such a slice,
+    the values are the same, but it is a view, and not contiguous. Undoing splits the current weights, so
     that training, `.half()` or `.to()` in between are kept.
 
     Example:
@@ -85,16 +86,22 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         self, index: graph.GraphIndex, value: Node, calls: list[Node]
     ) -> Iterator[LinearGroup | Refusal]:
         runs: dict[tuple[object, ...], list[list[Node]]] = {}
+        between: dict[Node, str] = {}
         for call in calls:
             reason = index.obstacle(call, own=_paths(calls)) or _obstacle(index, call)
             if reason:
                 yield Refusal(call, reason)
                 continue
             same_kind = runs.setdefault(_kind(index.module(call)), [])
-            if same_kind and not index.write_between(same_kind[-1][0], call, value):
+            first = same_kind[-1][0] if same_kind else None
+            obstacle = index.write_between(first, call, value) if first else None
+            if first and obstacle is None:
                 same_kind[-1].append(call)
-            else:
-                same_kind.append([call])
+                continue
+            same_kind.append([call])
+            if first and obstacle:
+                between[call] = obstacle
+                between.setdefault(first, obstacle)
         for run in (run for same_kind in runs.values() for run in same_kind):
             kept = _tied_among_themselves(index, run)
             for call in run:
@@ -105,10 +112,13 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
             if len(kept) > 1:
                 yield LinearGroup(value, tuple(kept))
             elif kept:
+                why = between.get(kept[0])
                 yield Refusal(
                     kept[0],
-                    "no layer that it can be merged with: the others on the same input differ in dtype, device, "
-                    "bias, gradients or training flag, or a write or side effect stands between",
+                    f"a write or side effect stands between it and the others on the same input: {why}"
+                    if why
+                    else "no layer that it can be merged with: the others on the same input differ in dtype, "
+                    "device, bias, gradients or training flag",
                 )
 
     def apply(self, graph_module: GraphModule, site: LinearGroup) -> Change:

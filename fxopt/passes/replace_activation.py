@@ -41,6 +41,9 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
     By default exact GELU becomes `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, which is faster and
     differs by less than 5e-4 in absolute value.
 
+    Undo it before the graph is traced again: a function in a new trace tells nothing of what it was, so that
+    undoing there leaves it as it is.
+
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.08415.
 
     Example:

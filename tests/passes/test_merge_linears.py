@@ -152,6 +152,11 @@ def test_a_write_between_keeps_layers_apart(name):
     refused(MergeLinears(), model, X, reason="a write or side effect stands between", trace=trace)
 
 
+def test_what_stands_between_is_named():
+    reason = "on the same input: mul_ may write into mul between q and k"
+    refused(MergeLinears(), Heads(between(WRITES["method"])), X, reason=reason)
+
+
 def test_a_write_elsewhere_does_not():
     rewritten(MergeLinears(), Heads(between(lambda m, h, v: (h * 2).add_(1))), X, sites=1)
 
