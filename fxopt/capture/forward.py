@@ -42,6 +42,7 @@ from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.shell import Shell, copy_tree, is_layer
 from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
+from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
 
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
@@ -93,12 +94,13 @@ class Capture:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         device = _device(self.model, self.inputs)
         shell = Shell(self.model, self.fake_mode, self.layers)
-        recorder = Recorder(self.graph, self.sizes, self.shape_env, shell, device)
+        writer = GraphWriter(self.graph, self.sizes, shell, device)
+        recorder = Recorder(writer, self.shape_env, shell)
         shell.report_to(recorder)
-        arguments = {name: self._placeholder(recorder, name, value) for name, value in self.inputs.items()}
+        arguments = {name: self._placeholder(writer, name, value) for name, value in self.inputs.items()}
         args, kwargs = _call_arguments(self.model, arguments)
         try:
-            self.shape_env.location = recorder.location
+            self.shape_env.location = writer.location
             with (
                 _fx_config.patch(backed_size_oblivious=True),
                 _process_state_kept(),
@@ -110,8 +112,8 @@ class Capture:
             ):
                 result = _run_forward(shell.model, args, kwargs)
                 with recorder.paused():
-                    self._check_values(recorder)
-                    recorder.add_output(result)
+                    self._check_values()
+                    writer.add_output(result)
         except TraceError:
             raise
         except Exception as error:
@@ -132,7 +134,7 @@ class Capture:
                 )
         return recorder
 
-    def _check_values(self, recorder: Recorder) -> None:
+    def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
         for asserts in self.shape_env.deferred_runtime_asserts.values():
             for runtime_assert in asserts:
@@ -143,11 +145,11 @@ class Capture:
 
     # --- inputs
 
-    def _placeholder(self, recorder: Recorder, name: str, value: Any) -> Any:
+    def _placeholder(self, writer: GraphWriter, name: str, value: Any) -> Any:
         """Write the placeholder for one input and return the fake of its value."""
         node = self.graph.placeholder(name, **self._default(name))
         fake = self._fake_input(
-            recorder, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*"))
+            writer, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*"))
         )
         node.meta["val"] = fake
         return fake
@@ -161,10 +163,10 @@ class Capture:
         return {}
 
     def _fake_input(
-        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any
+        self, writer: GraphWriter, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any
     ) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._fake_tensor(recorder, node, name, path, value, spec)
+            return self._fake_tensor(writer, node, name, path, value, spec)
         if not _holds_tensors(value):
             if _hides_tensors(value):
                 raise TraceError(
@@ -182,7 +184,7 @@ class Capture:
             inner = (
                 spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
             )
-            items[key] = self._fake_input(recorder, node, name, (*path, (kind, key)), item, inner)
+            items[key] = self._fake_input(writer, node, name, (*path, (kind, key)), item, inner)
         container: Any
         if isinstance(value, (tuple, list)):
             named_tuple = hasattr(value, "_fields")
@@ -193,7 +195,7 @@ class Capture:
         return container
 
     def _fake_tensor(
-        self, recorder: Recorder, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
+        self, writer: GraphWriter, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
     ) -> torch.Tensor:
         where = f"input {name}{''.join(f'[{key!r}]' for _, key in path)}"
         choices = free_dimensions(spec, value, where)
@@ -215,7 +217,7 @@ class Capture:
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         expected = TensorInput(name, path, value.dtype, shape, layout=layout(example))
         self.expected.append(expected)
-        recorder.add_input(fake, node, path)
+        writer.add_input(fake, node, path)
         return fake
 
     def _captured_at_one(self, recorder: Recorder, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
@@ -256,7 +258,7 @@ class Capture:
             return at_one(other.shape_env.replace(expression).xreplace(names))
 
         if not same_calls(self.graph, other.graph, at_one, translated) or not all(
-            map(torch.equal, recorder.constants.values(), its.constants.values())
+            map(torch.equal, recorder.writer.constants.values(), its.writer.constants.values())
         ):
             return None
         sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
@@ -267,7 +269,7 @@ class Capture:
     def _module(self, recorder: Recorder, alternatives: list[list[SizeGuard]]) -> TracedModule:
         root = torch.nn.Module()
         copy_tree(self.model, root, self.layers)
-        for name, tensor in recorder.constants.items():
+        for name, tensor in recorder.writer.constants.items():
             root.register_buffer(name, tensor, persistent=False)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         guard_name = "input_guard"
@@ -414,7 +416,7 @@ def _explained(error: Any, recorder: Recorder) -> TraceError:
     after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
     lines = [(f, n) for f, n in traceback.walk_tb(error.__traceback__)][after:]
     own = [(f, n) for f, n in lines if is_model_code(f.f_code.co_filename)]
-    where = place(own[-1][0], None) if own else recorder.where()
+    where = place(own[-1][0], None) if own else recorder.writer.where()
     if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "

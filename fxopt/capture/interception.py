@@ -108,7 +108,7 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
             raise TraceError(
                 f"the autograd.Function {cls.__qualname__} is called through a reference to its `apply` that was "
                 f"taken before the capture, where it cannot be seen. Write `{cls.__qualname__}.apply(...)` in the "
-                f"forward. {recorder.where()}"
+                f"forward. {recorder.writer.where()}"
             )
         return bool(is_setup_context_defined(setup_context))
 
@@ -127,7 +127,7 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
             answer = bool(original(*args))
             caller = sys._getframe(1)
             if active() and is_model_code(caller.f_code.co_filename):
-                recorder.modes_read.setdefault(mode, (answer, recorder.location()))
+                recorder.modes_read.setdefault(mode, (answer, recorder.writer.location()))
             return answer
 
         stack.enter_context(_replaced(torch, name, ask))
