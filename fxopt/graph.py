@@ -363,7 +363,8 @@ def child_names(graph_module: GraphModule, parent: str) -> tuple[str, ...]:
 def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
     """Bring children back to a recorded order; those that are new since then come last."""
     modules = graph_module.get_submodule(parent)._modules
-    for name in [*(n for n in names if n in modules), *(n for n in modules if n not in set(names))]:
+    recorded = dict.fromkeys(names)
+    for name in [*(n for n in recorded if n in modules), *(n for n in modules if n not in recorded)]:
         modules[name] = modules.pop(name)
 
 
