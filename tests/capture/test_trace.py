@@ -185,6 +185,32 @@ def test_a_write_survives_dead_code_elimination():
     assert torch.equal(before, ViewWrites()(X.clone()))
 
 
+def test_what_a_layer_gives_back_unchanged_is_not_taken_for_what_went_in():
+    class Residual(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            y = self.dropout(x)
+            z = x.to(torch.float32)
+            return x, y, z
+
+    model = Residual().eval()
+    gm = fxopt.trace(model, (X,))
+    model.dropout.train()  # the layer is shared, and its flag its own
+    torch.manual_seed(0)
+    expected = model(X)
+    torch.manual_seed(0)
+    assert_same(gm(X), expected)
+    assert not torch.equal(expected[0], expected[1])
+    assert [argument.op for argument in gm.graph.output_node().args[0]] == [
+        "placeholder",
+        "call_module",
+        "call_method",
+    ]
+
+
 def test_the_same_tensor_given_twice_is_two_inputs():
     class Difference(torch.nn.Module):
         def forward(self, a, b):
