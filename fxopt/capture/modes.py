@@ -90,11 +90,6 @@ def is_enabled(mode: str, device_type: str) -> bool:
     return torch.is_grad_enabled() if mode == "grad" else torch.is_autocast_enabled(device_type)
 
 
-def switches(target: object) -> bool:
-    """Whether a node with this target switches a mode."""
-    return target in (set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_kernel)
-
-
 def _enter(context: Any) -> Any:
     context.__enter__()
     _entered().append(context)

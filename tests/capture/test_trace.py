@@ -289,6 +289,17 @@ def test_a_branch_on_size_one_is_not_taken_silently():
         gm(torch.ones(1, 4))
 
 
+def test_another_call_with_the_same_arguments_is_another_graph_at_size_one():
+    class Branch(torch.nn.Module):
+        def forward(self, x):
+            return x.sigmoid() if x.shape[0] == 1 else x.tanh()
+
+    gm = fxopt.trace(Branch(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(X), X.tanh())
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(torch.ones(1, 4))
+
+
 def test_a_branch_on_size_one_after_an_operator_has_asked_as_well():
     class Branch(torch.nn.Module):
         def forward(self, x):
