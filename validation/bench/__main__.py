@@ -1,0 +1,20 @@
+"""The command line: one sub-command a benchmark, each in its own file."""
+
+from __future__ import annotations
+
+import typer
+
+from validation.bench.capture import capture
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
+
+
+app.command()(capture)
+
+if __name__ == "__main__":
+    app()

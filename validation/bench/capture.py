@@ -1,0 +1,68 @@
+"""How long a capture takes, beside `torch.export` and `torch.fx.symbolic_trace`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import fxopt
+from validation.bench.models import Subject, subjects
+from validation.bench.timing import interleaved, ratios, spread
+
+
+def capture(
+    rounds: Annotated[
+        int, typer.Option(help="Counted captures of each kind, after one that is not counted.")
+    ] = 5,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+) -> None:
+    """What `fxopt.trace` takes, beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`."""
+    torch.set_num_threads(threads)
+    console = Console()
+    measured = subjects()
+    console.print(_times(measured, rounds))
+    for subject in measured:
+        console.print(
+            f"torch.fx.symbolic_trace, {subject.name}: {_symbolic_trace(subject, rounds)}", highlight=False
+        )
+
+
+def _times(measured: Sequence[Subject], rounds: int) -> Table:
+    """One row a model and kind of sizes."""
+    table = Table(
+        *("model", "sizes", "fxopt.trace", "torch.export", "ratio"),
+        title=f"capture, seconds and ratio: median of {rounds} (minimum to maximum), torch {torch.__version__}",
+    )
+    for subject in measured:
+        for sizes, shapes in (("fixed", None), ("dynamic", subject.free)):
+            options: dict[str, Any] = {"args": (), "kwargs": subject.inputs, "dynamic_shapes": shapes}
+            times = interleaved(
+                [
+                    functools.partial(fxopt.trace, subject.model, **options),
+                    functools.partial(torch.export.export, subject.model, strict=False, **options),
+                ],
+                rounds,
+            )
+            table.add_row(subject.name, sizes, *map(spread, times), spread(ratios(*times)))
+    return table
+
+
+def _symbolic_trace(subject: Subject, rounds: int) -> str:
+    """What `torch.fx.symbolic_trace`, which knows no sizes, takes for the same inputs, or why it cannot."""
+    parameters = inspect.signature(subject.model.forward).parameters.values()
+    defaults = {
+        p.name: p.default for p in parameters if p.name not in subject.inputs and p.default is not p.empty
+    }
+    run = functools.partial(torch.fx.symbolic_trace, subject.model, concrete_args=defaults)
+    try:
+        (times,) = interleaved([run], rounds)
+    except Exception as error:  # whatever a model makes of proxies
+        return f"fails, {type(error).__name__}: {error}"
+    return f"{spread(times)} seconds"

@@ -1,0 +1,69 @@
+"""The models of the benchmarks, with random weights: at their published sizes where nothing else is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.export import Dim
+from transformers import (
+    BertConfig,
+    BertModel,
+    GroupViTConfig,
+    GroupViTModel,
+    LlamaConfig,
+    LlamaModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with example inputs by name, and the dimensions of each that are free in a dynamic capture."""
+
+    name: str
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+    free: dict[str, dict[int, Any]]
+
+
+def subjects() -> list[Subject]:
+    """The models that every capture is measured on."""
+    text, image = text_inputs(), image_inputs()
+    text_free, image_free = free(text, 0, 1), free(image, 0)
+    return [
+        Subject("BERT-base", BertModel(BertConfig()).eval(), text, text_free),
+        Subject("ResNet-50", ResNetForImageClassification(ResNetConfig()).eval(), image, image_free),
+        Subject("GroupViT", GroupViTModel(GroupViTConfig()).eval(), text | image, text_free | image_free),
+        llama(24),
+    ]
+
+
+def llama(layers: int) -> Subject:
+    """A Llama of so many layers, narrow: a capture computes nothing, so that width costs it nothing."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    inputs = text_inputs()
+    return Subject(f"Llama, {layers} layers", LlamaModel(config).eval(), inputs, free(inputs, 0, 1))
+
+
+def text_inputs(batch: int = 3, sequence: int = 7) -> dict[str, Any]:
+    ids = torch.randint(0, 1000, (batch, sequence))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def image_inputs() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(3, 3, 224, 224)}
+
+
+def free(inputs: dict[str, Any], *dimensions: int) -> dict[str, dict[int, Any]]:
+    """These dimensions of every input, left free."""
+    return {name: dict.fromkeys(dimensions, Dim.AUTO) for name in inputs}
