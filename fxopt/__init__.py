@@ -2,6 +2,7 @@
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
+from fxopt.history import applied, history, undo
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
@@ -35,7 +36,10 @@ __all__ = [
     "TracedModule",
     "Transformation",
     "UndoError",
+    "applied",
     "compose",
+    "history",
     "symbolic_trace",
     "trace",
+    "undo",
 ]

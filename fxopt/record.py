@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import pickle
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError
+from fxopt.errors import PassError, UndoError
 
 RECORD = "fxopt_record"
 """The name of the child module that carries marks and undo data."""
@@ -26,10 +27,60 @@ ROLES = "fxopt_roles"
 """Keys of `node.meta`: signatures of the passes that transformed the node, and its roles in their sites."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One application of a transformation.
+
+    Attributes:
+        name: the transformation as it is written, with its options.
+        signature: the same as `Transformation.signature`.
+        nodes: how many nodes it marked as transformed.
+        reversible: whether it can be undone.
+        sites: the numbers of its entries in the record; of fxopt's own passes only.
+        transformation: the instance, or, out of a pickle, its pickle (`None`: it could not be pickled).
+    """
+
+    name: str
+    signature: str
+    nodes: int
+    reversible: bool
+    sites: frozenset[int] = dataclasses.field(default=frozenset(), repr=False)
+    transformation: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    def load(self) -> Any:
+        """The transformation that was applied.
+
+        Raises:
+            UndoError: it did not survive a pickle.
+        """
+        if not isinstance(self.transformation, bytes | None):
+            return self.transformation
+        why = "it could not be pickled together with the graph module"
+        try:
+            if self.transformation is not None:
+                return pickle.loads(self.transformation)
+        except Exception as error:  # the class of a user may be gone, or raise anything
+            why = f"it cannot be unpickled ({type(error).__name__}: {error})"
+        raise UndoError(f"{self.name} is not known here: {why}. Undo it with {self.name}(gm, reverse=True)")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        pickled = self.transformation
+        if not isinstance(pickled, bytes | None):
+            try:
+                pickled = pickle.dumps(pickled)
+            except Exception:  # a graph module must not become unpicklable by what a user passed to a pass
+                pickled = None
+        return {**self.__dict__, "transformation": pickled}
+
+
 class PassRecord(torch.nn.Module):
     """What passes did to a graph module, as data; it rides along as a child module without parameters.
 
     Attributes:
+        steps: what was applied and not undone, oldest first.
         entries: what each rewritten site needs to be undone (`fxopt.rewrite.Entry`), oldest first.
         facts: for each node of the graph, in order, what it is and how it is marked.
         unpickled: the marks in `node.meta` may be gone and have to be read from `facts`.
@@ -37,6 +88,7 @@ class PassRecord(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps: list[Step] = []
         self.entries: list[Any] = []
         self.facts: list[_NodeFact] = []
         self.unpickled = False
@@ -94,7 +146,8 @@ def store_marks(graph_module: GraphModule) -> None:
     """Write the marks of all nodes to the record, and drop a record that has nothing left to say."""
     nodes = list(graph_module.graph.nodes)
     record = find_record(graph_module)
-    if any(MARKS in node.meta or ROLES in node.meta for node in nodes):
+    marked = any(MARKS in node.meta or ROLES in node.meta for node in nodes)
+    if marked or (record is not None and record.steps):
         make_record(graph_module).facts = [_NodeFact.of(node) for node in nodes]
     elif record is not None and not record.entries:
         delattr(graph_module, RECORD)
@@ -114,8 +167,15 @@ class Snapshot:
             for module in graph_module.modules()
             for registry in (module._modules, module._parameters, module._buffers)
         ]
+        self._versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers())
+            if not tensor.is_inference()  # such tensors count no writes
+        ]
         record = find_record(graph_module)
-        self._record = None if record is None else (record, list(record.entries), list(record.facts))
+        self.steps = [] if record is None else list(record.steps)
+        self.entries = [] if record is None else list(record.entries)
+        self._record = None if record is None else (record, list(record.facts))
 
     def restore(self) -> None:
         """Bring the graph module back; its nodes are copies of those that it had."""
@@ -123,9 +183,39 @@ class Snapshot:
             registry.clear()
             registry.update(held)
         if self._record is not None:
-            record, entries, facts = self._record
-            record.entries, record.facts = entries, facts
+            record, facts = self._record
+            record.facts = facts
+            record.steps, record.entries = self.steps, self.entries
         self._graph_module.graph = self._graph
+
+    def written(self) -> list[str]:
+        """The parameters and buffers that were written into since, as far as torch counts (not `.data`)."""
+        return [name for name, tensor, version in self._versions if tensor._version != version]
+
+    def marked(self, signature: str) -> int:
+        """How many nodes had the mark of a pass."""
+        return sum(signature in node.meta.get(MARKS, ()) for node in self._graph.nodes)
+
+    def is_like(self, graph_module: GraphModule) -> bool:
+        """Whether it is this module, with the same nodes, modules and tensors, and nothing was written since."""
+        nodes, copies = graph_module.graph.nodes, self._graph.nodes
+        return (
+            graph_module is self._graph_module
+            and len(nodes) == len(copies)
+            and all(_content(old) == _content(new) for old, new in zip(nodes, copies, strict=True))
+            and all(_same_items(registry, held) for registry, held in self._held)
+            and not self.written()
+        )
+
+
+def _same_items(registry: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
+    same_names = list(registry) == list(held)
+    return same_names and all(registry[name] is value for name, value in held.items())
+
+
+def _content(node: Node) -> tuple[Any, ...]:
+    arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda value: value.name)
+    return node.name, node.op, node.target, arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError
-from fxopt.record import MARKS, ROLES, find_record, make_record
-from fxopt.transformation import ReversibleTransformation, Transformation
+from fxopt.record import MARKS, ROLES, Step, find_record, make_record
+from fxopt.transformation import ReversibleTransformation, Transformation, steps_of
 
 TRACE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -184,6 +184,19 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         own = [entry for entry in record.entries if entry.signature == self.signature] if record else []
         if not own:
             self._check_no_trace(graph_module)
+        return self._revert_all(graph_module, own)
+
+    def reverse_steps(self, graph_module: GraphModule, steps: Sequence[Step]) -> GraphModule:
+        """Undo some applications: the record tells which sites are theirs, and what has changed there since."""
+        if len(steps) == len(steps_of(self, graph_module)):
+            return self.reverse(graph_module)
+        record = find_record(graph_module)
+        assert record is not None
+        sites = frozenset[int]().union(*(step.sites for step in steps))
+        return self._revert_all(graph_module, [entry for entry in record.entries if entry.site in sites])
+
+    def _revert_all(self, graph_module: GraphModule, own: list[Entry]) -> GraphModule:
+        record = find_record(graph_module)
         found = _nodes_by_site(graph_module) if own else {}
         for entry in reversed(own):
             assert record is not None
@@ -200,8 +213,9 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         site = 1 + max((entry.site for entry in entries), default=0)
         for role, node in change.nodes.items():
             node.meta[ROLES] = (*node.meta.get(ROLES, ()), (site, role))
-        name = type(self).__name__
-        entries.append(Entry(site, self.signature, name, tuple(change.nodes), change.modules, change.data))
+        entries.append(
+            Entry(site, self.signature, repr(self), tuple(change.nodes), change.modules, change.data)
+        )
 
     def _nodes_of(self, entry: Entry, marked: list[tuple[str, Node]]) -> dict[str, Node]:
         found = dict(marked)
@@ -220,12 +234,16 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
 
     def _check_order(self, entry: Entry, nodes: Mapping[str, Node], entries: list[Entry]) -> None:
         sites = {site for node in nodes.values() for site, _ in node.meta.get(ROLES, ())}
-        for later in entries[entries.index(entry) + 1 :]:
-            if later.site in sites or set(later.modules) & set(entry.modules):
-                raise UndoError(
-                    f"{self!r} cannot be undone yet: {later.name} has rewritten the same place since. "
-                    f"Undo {later.name} first"
-                )
+        later = [
+            other.name
+            for other in entries[entries.index(entry) + 1 :]
+            if other.site in sites or set(other.modules) & set(entry.modules)
+        ]
+        if later:
+            raise UndoError(
+                f"{self!r} cannot be undone yet: the same place was rewritten since. "
+                f"Undo {', then '.join(dict.fromkeys(reversed(later)))} first"
+            )
 
     def _forget(self, node: Node, site: int) -> None:
         node.meta[ROLES] = tuple(pair for pair in node.meta[ROLES] if pair[0] != site)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError
-from fxopt.record import MARKS, Snapshot, class_name, restore_marks, stable_text, store_marks
+from fxopt.errors import PassError, UndoError
+from fxopt.record import (
+    MARKS,
+    Snapshot,
+    Step,
+    class_name,
+    find_record,
+    make_record,
+    restore_marks,
+    stable_text,
+    store_marks,
+)
 
 
 class Transformation(abc.ABC):
@@ -19,6 +30,7 @@ class Transformation(abc.ABC):
 
     Attributes:
         preserves_computation: whether the transformed graph gives the same outputs as the original.
+        reversible: whether it can be undone.
 
     Example:
         >>> import operator, torch
@@ -40,6 +52,7 @@ class Transformation(abc.ABC):
     """
 
     preserves_computation: bool = False
+    reversible: bool = False
 
     @abc.abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -49,7 +62,7 @@ class Transformation(abc.ABC):
         """Apply the transformation.
 
         On an error the graph module gets back the nodes (as copies), modules, parameters and buffers that it
-        had; what was written into a tensor stays written.
+        had. What was written into a tensor stays written; a note on the error names these tensors.
 
         Args:
             graph_module: the module to transform.
@@ -64,7 +77,7 @@ class Transformation(abc.ABC):
                 own signature. An error of the transformation itself is raised as it is, with a note that
                 names the transformation.
         """
-        return _run(self, self.transform, graph_module, lint_and_recompile)
+        return _run(self, self.transform, graph_module, lint_and_recompile, _note_applied)
 
     @property
     def signature(self) -> str:
@@ -115,16 +128,46 @@ class ReversibleTransformation(Transformation):
         tensor(25.)
     """
 
+    reversible = True
+
     @abc.abstractmethod
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undo the transformation on `graph_module` and return the module."""
+        """Undo all that the transformation did to `graph_module`, and return the module."""
+
+    def reverse_steps(self, graph_module: GraphModule, steps: Sequence[Step]) -> GraphModule:
+        """Undo some applications of the transformation: by default only all of them, and the last ones.
+
+        Args:
+            graph_module: the module that it was applied to.
+            steps: its applications to undo, as the history has them, oldest first.
+
+        Returns:
+            The restored module.
+
+        Raises:
+            UndoError: other transformations followed, or `steps` are not all of its applications: `reverse`
+                tells neither apart.
+        """
+        own, later = steps_of(self, graph_module), _followers(self, graph_module)
+        if later:
+            raise UndoError(f"{self!r} cannot be undone yet. Undo {', then '.join(later)} first")
+        if len(own) > len(steps):
+            raise UndoError(
+                f"{self!r} was applied {len(own)} times, and its reverse() undoes them together: undo as many"
+            )
+        return self.reverse(graph_module)
 
     def __call__(
         self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False
     ) -> GraphModule:
-        """Apply the transformation, or undo it if `reverse`; else as `Transformation.__call__`."""
-        function = self.reverse if reverse else self.transform
-        return _run(self, function, graph_module, lint_and_recompile)
+        """Apply the transformation, or undo it if `reverse`; else as `Transformation.__call__`.
+
+        Raises:
+            UndoError: it cannot be undone exactly, or another transformation has to be undone first.
+        """
+        if not reverse:
+            return super().__call__(graph_module, lint_and_recompile)
+        return undo_steps(self, graph_module, None, lint_and_recompile)
 
     def mark_as_restored(self, node: Node) -> None:
         """Take the mark of this transformation off `node`.
@@ -275,37 +318,102 @@ class LintAndRecompile(ReversibleTransformation):
         return self.transform(graph_module)
 
 
-def _run(
-    pass_: Transformation,
-    function: Callable[[GraphModule], GraphModule],
+def steps_of(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
+    """The applications of a transformation that were not undone, oldest first."""
+    record = find_record(graph_module)
+    return [step for step in record.steps if step.signature == pass_.signature] if record else []
+
+
+def undo_steps(
+    pass_: ReversibleTransformation,
     graph_module: GraphModule,
-    lint_and_recompile: bool,
+    steps: Sequence[Step] | None = None,
+    lint_and_recompile: bool = True,
 ) -> GraphModule:
+    """Undo some applications of a transformation, by default all, and take them off the history."""
+    _check_graph_module(pass_, graph_module)
+    undone = steps_of(pass_, graph_module) if steps is None else list(steps)
+    reverse = functools.partial(pass_.reverse_steps, steps=undone)
+    return _run(pass_, reverse, graph_module, lint_and_recompile, functools.partial(_note_undone, undone))
+
+
+def _followers(pass_: Transformation, graph_module: GraphModule) -> list[str]:
+    """What was applied after a transformation, in the order in which to undo it."""
+    record, own = find_record(graph_module), steps_of(pass_, graph_module)
+    if record is None or not own:
+        return []
+    later = record.steps[record.steps.index(own[0]) :]
+    return list(dict.fromkeys(step.name for step in reversed(later) if step.signature != pass_.signature))
+
+
+def _note_applied(pass_: Transformation, before: Snapshot, result: GraphModule) -> None:
+    """Add an application to the history, if it changed something."""
+    if isinstance(pass_, Composition | DeepCopy | LintAndRecompile):
+        return  # the parts of a composition are noted; the others change nothing
+    record, known = find_record(result), {entry.site for entry in before.entries}
+    sites = {entry.site for entry in record.entries} - known if record else set()
+    marked = len(pass_.get_transformed_nodes(result)) - before.marked(pass_.signature)
+    if sites or marked > 0 or not before.is_like(result):
+        name, reversible = repr(pass_), pass_.reversible
+        step = Step(name, pass_.signature, max(marked, 0), reversible, frozenset(sites), pass_)
+        make_record(result).steps.append(step)
+
+
+def _note_undone(
+    undone: Sequence[Step], pass_: Transformation, before: Snapshot, result: GraphModule
+) -> None:
+    """Take applications off the history; the reverse of what was never applied is a step of its own."""
+    record = find_record(result)
+    if record is not None and undone:
+        record.steps = [step for step in record.steps if step not in undone]
+    elif not isinstance(pass_, Composition | DeepCopy | LintAndRecompile) and not before.is_like(result):
+        make_record(result).steps.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
+
+
+def _check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
             f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "
             "trace the model first, for example with fxopt.symbolic_trace"
         )
+
+
+def _run(
+    pass_: Transformation,
+    function: Callable[[GraphModule], GraphModule],
+    graph_module: GraphModule,
+    lint_and_recompile: bool,
+    note: Callable[[Transformation, Snapshot, GraphModule], None],
+) -> GraphModule:
+    _check_graph_module(pass_, graph_module)
+    method = "transform" if note is _note_applied else "reverse"
     restore_marks(graph_module)
     before, signature = Snapshot(graph_module), pass_.signature
     try:
         result = function(graph_module)
         if not isinstance(result, GraphModule):
             raise PassError(
-                f"{type(pass_).__name__}.{function.__name__} returned {type(result).__name__}; "
+                f"{type(pass_).__name__}.{method} returned {type(result).__name__}; "
                 "it has to return the graph module"
             )
         if pass_.signature != signature:
             raise PassError(
-                f"{type(pass_).__name__}.{function.__name__} changed its own signature, by which its marks are "
+                f"{type(pass_).__name__}.{method} changed its own signature, by which its marks are "
                 "found again; keep results out of its attributes, or write a property `signature`"
             )
+        note(pass_, before, result)
         store_marks(result)
         if lint_and_recompile:
             _lint_and_recompile(pass_, result)
     except BaseException as error:
+        written = before.written()
         before.restore()
-        error.add_note(f"raised by {pass_!r} in {function.__name__}()")
+        error.add_note(f"raised by {pass_!r} in {method}()")
+        if written:
+            error.add_note(
+                f"written into before, and not restored: {', '.join(written)}. A pass must put new tensors "
+                "in the place of the old ones"
+            )
         raise
     return result
 

@@ -1,0 +1,171 @@
+"""What was applied to a graph module, in order, and how to take it back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch.fx import GraphModule
+
+from fxopt.errors import PassError, UndoError
+from fxopt.record import Snapshot, Step, find_record
+from fxopt.transformation import (
+    Composition,
+    LintAndRecompile,
+    ReversibleTransformation,
+    Transformation,
+    undo_steps,
+)
+
+
+class History(tuple[Step, ...]):
+    """What was applied to a graph module and not undone, oldest first: a tuple whose `str()` is a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        width = max((len(step.name) for step in self), default=0)
+        lines = [
+            f"  {number}  {step.name:{width}}  {step.nodes} nodes{'' if step.reversible else ', cannot be undone'}"
+            for number, step in enumerate(self, start=1)
+        ]
+        return "\n".join([f"{len(self)} applied", *lines])
+
+    __repr__ = __str__
+
+
+def history(graph_module: GraphModule) -> History:
+    """What was applied to a graph module and not undone since, oldest first.
+
+    The parts of a composition stand for it. What found nothing to do is not listed, nor are `DeepCopy` and
+    `LintAndRecompile`. Each step has `name`, `signature`, `nodes` (how many were marked as transformed) and
+    `reversible`. The history is kept as the marks are: it survives deepcopy, pickle, `torch.save` and `.to()`.
+
+    Example:
+        >>> import torch
+        >>> from fxopt import FuseBiasInLinear, ReplaceActivation, compose, history
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.GELU())
+        >>> traced = torch.fx.symbolic_trace(layers)
+        >>> history(compose(FuseBiasInLinear(), ReplaceActivation())(traced))
+        2 applied
+          1  FuseBiasInLinear()                                    1 nodes
+          2  ReplaceActivation(source='gelu', target='gelu_tanh')  1 nodes
+    """
+    record = find_record(graph_module)
+    return History(record.steps if record else ())
+
+
+def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
+    """Undo what was applied last; the graph module changes in place.
+
+    Args:
+        graph_module: the module that was transformed.
+        steps: how many applications to undo, as `history` counts them; the parts of a composition are one
+            each. All of them: `len(history(graph_module))`.
+
+    Returns:
+        The module (a copy, where a transformation of your own makes one).
+
+    Raises:
+        ValueError: `steps` is less than 1.
+        UndoError: there are not as many, one of them is not reversible, or undoing one would not be exact.
+            The graph module stays as it is.
+
+    Example:
+        >>> import torch
+        >>> from fxopt import FuseBiasInLinear, undo
+        >>> fused = FuseBiasInLinear()(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3))))
+        >>> undo(fused).get_submodule("0")
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; give the number of applications to undo")
+    applied_steps = history(graph_module)
+    if steps > len(applied_steps):
+        raise UndoError(
+            f"steps is {steps}, but the graph module knows of {len(applied_steps)} transformations. What was "
+            "applied is kept in a child module, which delete_all_unused_submodules, copy.copy, retracing and "
+            "GraphModule(module, graph) lose"
+        )
+    before, result = Snapshot(graph_module), graph_module
+    try:
+        for pass_, run in _runs(applied_steps[-steps:]):
+            result = undo_steps(pass_, result, run, lint_and_recompile=False)
+        return LintAndRecompile()(result)
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextlib.contextmanager
+def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[GraphModule]:
+    """Apply a transformation for the length of a `with` block, to compare with and without it.
+
+    Args:
+        graph_module: the module to transform, in place.
+        pipeline: a reversible transformation, or a composition of such.
+
+    Yields:
+        The graph module.
+
+    Raises:
+        UndoError: `pipeline` cannot be undone; nothing has been touched then. Or it cannot be undone any
+            more when the block ends, because of what was done there; then it stays applied.
+        PassError: `pipeline` does not work in place.
+
+    Example:
+        >>> import torch
+        >>> from fxopt import FuseBiasInLinear, applied
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+        >>> with applied(traced, FuseBiasInLinear()):
+        ...     print(traced.get_submodule("0"))
+        Linear(in_features=3, out_features=3, bias=False)
+        >>> print(traced.get_submodule("0"))
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    plain = [part for part in _parts(pipeline) if not part.reversible]
+    if plain:
+        raise UndoError(
+            f"{', '.join(map(repr, plain))} cannot be undone, so the graph module was left alone: apply it to a "
+            "copy.deepcopy of the graph module instead"
+        )
+    before, earlier = Snapshot(graph_module), history(graph_module)
+    if pipeline(graph_module) is not graph_module:
+        before.restore()
+        raise PassError(
+            f"{pipeline!r} gives another graph module; what is applied for a while works in place"
+        )
+    own = history(graph_module)[len(earlier) :]
+    try:
+        yield graph_module
+    finally:
+        now = history(graph_module)
+        if now == (*earlier, *own):
+            if own:
+                undo(graph_module, len(own))
+        elif now != earlier:
+            raise UndoError(
+                f"{pipeline!r} cannot be undone, because the block applied or undid something else and left it "
+                f"so. Undo it in the block. Now {now}"
+            )
+
+
+def _parts(pass_: Transformation) -> Iterator[Transformation]:
+    if isinstance(pass_, Composition):
+        for part in pass_.parts:
+            yield from _parts(part)
+    else:
+        yield pass_
+
+
+def _runs(steps: Sequence[Step]) -> list[tuple[ReversibleTransformation, list[Step]]]:
+    """The transformations to undo, the last one first, each with its applications that follow each other."""
+    plain = [step.name for step in steps if not step.reversible]
+    if plain:
+        raise UndoError(
+            f"{plain[-1]} cannot be undone, nor what was applied before it in this way. A transformation whose "
+            "places are as it left them can still be undone by itself: transformation(gm, reverse=True)"
+        )
+    runs = [list(run) for _, run in itertools.groupby(reversed(steps), lambda step: step.signature)]
+    return [(run[0].load(), run[::-1]) for run in runs]

@@ -1,0 +1,420 @@
+"""History, undo, and transformations that are applied for a while."""
+
+import copy
+import io
+import operator
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import (
+    ChangePrecision,
+    ChangeTrueDivToMulByInverse,
+    DeepCopy,
+    FuseBiasInLinear,
+    LintAndRecompile,
+    MergeLinears,
+    PassError,
+    ReplaceActivation,
+    ReversibleTransformation,
+    Transformation,
+    UndoError,
+    applied,
+    compose,
+    history,
+    undo,
+)
+from fxopt.record import RECORD
+from fxopt.testing import assert_round_trip
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        return self.out(self.act(self.q(x) * self.k(x) / 8))
+
+
+class MulToAdd(Transformation):
+    """Plain, and marks nothing."""
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.mul):
+            node.target = operator.add
+        return graph_module
+
+
+class SubToAdd(ReversibleTransformation):
+    """Written by a user: reversible, and marks nothing."""
+
+    before, after = operator.mul, operator.sub
+
+    def transform(self, graph_module):
+        return self.change(graph_module, self.before, self.after)
+
+    def reverse(self, graph_module):
+        return self.change(graph_module, self.after, self.before)
+
+    def change(self, graph_module, old, new):
+        for node in graph_module.graph.find_nodes(op="call_function", target=old):
+            node.target = new
+        return graph_module
+
+
+class Negates(ReversibleTransformation):
+    """Written by a user: each application adds a node, and `reverse` takes all of them away."""
+
+    def transform(self, graph_module):
+        output = next(iter(graph_module.graph.find_nodes(op="output")))
+        (value,) = output.all_input_nodes
+        with graph_module.graph.inserting_before(output):
+            node = graph_module.graph.call_function(operator.neg, (value,))
+        output.replace_input_with(value, node)
+        self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module):
+        for node in reversed(self.get_transformed_nodes(graph_module)):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+        return graph_module
+
+
+class Fails(Negates):
+    def reverse(self, graph_module):
+        super().reverse(graph_module)
+        raise ValueError("cannot be undone")
+
+
+X = torch.randn(3, 4)
+ALL = compose(
+    MergeLinears(),
+    compose(FuseBiasInLinear(), ReplaceActivation()),
+    ChangeTrueDivToMulByInverse(),
+    SubToAdd(),
+)
+
+
+def traced(trace=fxopt.trace):
+    torch.manual_seed(0)
+    return fxopt.trace(Block(), (X,)) if trace is fxopt.trace else trace(Block())
+
+
+def names(graph_module):
+    return [step.name for step in history(graph_module)]
+
+
+TRACES = pytest.mark.parametrize("trace", [fxopt.trace, torch.fx.symbolic_trace])
+
+
+@TRACES
+def test_the_parts_of_a_composition_stand_in_order(trace):
+    graph_module = ALL(traced(trace))
+    steps = history(graph_module)
+    assert [(step.name, step.nodes, step.reversible) for step in steps] == [
+        ("MergeLinears()", 1, True),
+        ("FuseBiasInLinear()", 2, True),
+        ("ReplaceActivation(source='gelu', target='gelu_tanh')", 1, True),
+        ("ChangeTrueDivToMulByInverse()", 1, True),
+        ("SubToAdd()", 0, True),
+    ]
+    assert [step.signature for step in steps][:2] == [MergeLinears().signature, FuseBiasInLinear().signature]
+    assert str(steps).splitlines()[:2] == [
+        "5 applied",
+        "  1  MergeLinears()                                        1 nodes",
+    ]
+
+
+def test_what_did_nothing_is_not_listed():
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    passes = compose(MergeLinears(), MulToAdd(), SubToAdd(), DeepCopy(), LintAndRecompile())
+    assert history(passes(graph_module)) == ()
+    assert RECORD not in dict(graph_module.named_children())
+    assert str(history(graph_module)) == "0 applied"
+
+
+def test_a_plain_transformation_is_listed_and_says_so():
+    graph_module = MulToAdd()(MergeLinears()(traced()))
+    assert names(graph_module) == ["MergeLinears()", "MulToAdd()"]
+    assert str(history(graph_module)).endswith("2  MulToAdd()      0 nodes, cannot be undone")
+
+
+def test_a_write_into_a_weight_is_listed():
+    class Halves(Transformation):
+        def transform(self, graph_module):
+            with torch.no_grad():
+                graph_module.q.weight.mul_(0.5)
+            return graph_module
+
+    assert names(Halves()(traced())) == [
+        "test_a_write_into_a_weight_is_listed.<locals>.Halves()",
+    ]
+
+
+@TRACES
+def test_undo_takes_back_one_step_after_the_other(trace):
+    graph_module = traced(trace)
+    stages = []
+    for pass_ in (MergeLinears(), FuseBiasInLinear(), SubToAdd(), Negates(), ChangeTrueDivToMulByInverse()):
+        stages.append(copy.deepcopy(graph_module))
+        pass_(graph_module)
+    while stages:
+        assert undo(graph_module) is graph_module
+        assert_round_trip(stages[-1], graph_module)
+        assert names(graph_module) == names(stages.pop())
+    assert RECORD not in dict(graph_module.named_children())
+
+
+@TRACES
+def test_undo_several_steps(trace):
+    graph_module = traced(trace)
+    before = copy.deepcopy(graph_module)
+    merged = copy.deepcopy(MergeLinears()(graph_module))
+    compose(FuseBiasInLinear(), ReplaceActivation(), SubToAdd())(graph_module)
+    assert_round_trip(merged, undo(graph_module, 3))
+    assert_round_trip(before, undo(graph_module, len(history(graph_module))))
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_more_steps_than_there_are(steps):
+    graph_module = MergeLinears()(traced())
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match=f"steps is {steps}, but the graph module knows of 1 transformations"):
+        undo(graph_module, steps)
+    assert_round_trip(before, graph_module)
+    with pytest.raises(ValueError, match="steps is 0"):
+        undo(graph_module, 0)
+
+
+def test_a_lost_record_is_an_error():
+    graph_module = MergeLinears()(traced())
+    graph_module.delete_all_unused_submodules()
+    with pytest.raises(UndoError, match="delete_all_unused_submodules"):
+        undo(graph_module)
+
+
+def deepcopied(graph_module):
+    return copy.deepcopy(graph_module)
+
+
+def pickled(graph_module):
+    return pickle.loads(pickle.dumps(graph_module))
+
+
+def saved(graph_module):
+    file = io.BytesIO()
+    torch.save(graph_module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def converted(graph_module):
+    return graph_module.to(torch.float64).to(torch.float32)
+
+
+@TRACES
+@pytest.mark.parametrize("carry", [deepcopied, pickled, saved, converted])
+def test_history_survives(carry, trace):
+    graph_module = traced(trace)
+    before = copy.deepcopy(graph_module)
+    compose(ALL, Negates())(graph_module)
+    carried = carry(carry(graph_module))
+    assert history(carried) == history(graph_module)
+    assert_round_trip(before, undo(carried, 6))
+    assert len(history(graph_module)) == (0 if carry is converted else 6)
+
+
+def test_the_same_pass_at_different_times():
+    graph_module = traced()
+    first, second = ReplaceActivation("gelu", "relu"), FuseBiasInLinear()
+    second(first(graph_module))
+    stage = copy.deepcopy(graph_module)
+    graph_module.add_module("late", nn.Linear(4, 4))
+    output = next(iter(graph_module.graph.find_nodes(op="output")))
+    with graph_module.graph.inserting_before(output):
+        late = graph_module.graph.call_module("late", (output.args[0],))
+    output.args = (late,)
+    second(graph_module)
+    assert names(graph_module) == [repr(first), repr(second), repr(second)]
+    undo(graph_module)
+    assert graph_module.late.bias is not None
+    assert graph_module.out.bias is None
+    output.args = late.args
+    graph_module.graph.erase_node(late)
+    del graph_module.late
+    graph_module.recompile()
+    assert_round_trip(stage, graph_module)
+    undo(graph_module)
+    assert graph_module.out.bias is not None
+
+
+def test_a_plain_transformation_blocks_undo():
+    graph_module = MulToAdd()(MergeLinears()(traced()))
+    before = copy.deepcopy(graph_module)
+    for steps in (1, 2):
+        with pytest.raises(
+            UndoError, match=r"^MulToAdd\(\) cannot be undone, nor what was applied before it"
+        ):
+            undo(graph_module, steps)
+        assert_round_trip(before, graph_module)
+    assert names(MergeLinears()(graph_module, reverse=True)) == ["MulToAdd()"]
+
+
+def test_the_wrong_order_names_the_right_one():
+    graph_module = compose(MergeLinears(), FuseBiasInLinear(), ChangePrecision())(traced())
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match=r"Undo ChangePrecision\(.*\), then FuseBiasInLinear\(\) first"):
+        MergeLinears()(graph_module, reverse=True)
+    assert_round_trip(before, graph_module)
+    assert len(history(graph_module)) == 3
+
+
+def test_a_transformation_that_tells_no_places_is_undone_in_order():
+    graph_module = compose(SubToAdd(), MergeLinears(), Negates())(traced())
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match=r"Undo Negates\(\), then MergeLinears\(\) first"):
+        SubToAdd()(graph_module, reverse=True)
+    assert_round_trip(before, graph_module)
+
+
+def test_applications_that_reverse_undoes_together():
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    compose(Negates(), Negates(), Negates())(graph_module)
+    with pytest.raises(UndoError, match=r"Negates\(\) was applied 3 times"):
+        undo(graph_module)
+    with pytest.raises(UndoError, match=r"Negates\(\) was applied 3 times"):
+        undo(graph_module, 2)
+    assert len(history(graph_module)) == 3
+    assert_round_trip(before, undo(graph_module, 3))
+
+
+def test_an_undo_that_fails_in_the_middle_leaves_all_applied():
+    graph_module = compose(Fails(), MergeLinears(), Negates())(traced())
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(ValueError, match="cannot be undone"):
+        undo(graph_module, 3)
+    assert_round_trip(before, graph_module)
+    assert names(graph_module) == ["Fails()", "MergeLinears()", "Negates()"]
+    undo(graph_module, 2)
+
+
+def test_a_transformation_that_cannot_be_pickled():
+    class Local(SubToAdd):
+        pass
+
+    graph_module = Local()(traced())
+    before = copy.deepcopy(graph_module)
+    carried = pickled(pickled(graph_module))
+    assert names(carried) == names(graph_module)
+    with pytest.raises(UndoError, match="it could not be pickled together with the graph module"):
+        undo(carried)
+    assert_round_trip(before, carried)
+    assert undo(copy.deepcopy(graph_module))(X) is not None
+    assert history(Local()(carried, reverse=True)) == ()
+
+
+def test_a_class_that_is_gone(monkeypatch):
+    data = pickle.dumps(SubToAdd()(traced()))
+    monkeypatch.delitem(globals(), "SubToAdd")
+    with pytest.raises(UndoError, match="cannot be unpickled .*AttributeError"):
+        undo(pickle.loads(data))
+
+
+def test_the_reverse_of_what_was_never_applied_is_a_step():
+    graph_module = SubToAdd()(MulToAdd()(traced()), reverse=True)
+    assert names(graph_module) == ["MulToAdd()"]
+    graph_module = SubToAdd()(SubToAdd()(traced()))
+    assert len(history(graph_module)) == 1
+    undo(graph_module)
+
+    class AddToMul(SubToAdd):
+        before, after = operator.add, operator.mul
+
+    assert names(AddToMul()(graph_module, reverse=True))[0].endswith("AddToMul(), reversed")
+    with pytest.raises(UndoError, match="reversed cannot be undone"):
+        undo(graph_module)
+
+
+@TRACES
+def test_applied_for_a_while(trace):
+    graph_module = traced(trace)
+    MergeLinears()(graph_module)
+    before = copy.deepcopy(graph_module)
+    plain = graph_module(X)
+    with applied(graph_module, compose(ReplaceActivation("gelu", "relu"), Negates())) as same:
+        assert same is graph_module
+        assert len(history(graph_module)) == 3
+        assert not torch.allclose(graph_module(X), plain)
+    assert_round_trip(before, graph_module)
+    assert torch.equal(graph_module(X), plain)
+    assert names(graph_module) == ["MergeLinears()"]
+
+
+def test_applied_is_undone_after_an_error():
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(KeyboardInterrupt), applied(graph_module, ALL):
+        raise KeyboardInterrupt
+    assert_round_trip(before, graph_module)
+
+
+@pytest.mark.parametrize("pipeline", [MulToAdd(), compose(MergeLinears(), compose(SubToAdd(), MulToAdd()))])
+def test_applied_refuses_what_cannot_be_undone(pipeline):
+    graph_module = traced()
+    before, nodes = copy.deepcopy(graph_module), list(graph_module.graph.nodes)
+    with pytest.raises(UndoError, match=r"^MulToAdd\(\) cannot be undone"), applied(graph_module, pipeline):
+        raise AssertionError("the block must not run")
+    assert_round_trip(before, graph_module)
+    assert list(graph_module.graph.nodes) == nodes
+
+
+@pytest.mark.parametrize(
+    "pipeline", [compose(MergeLinears(), inplace=False), compose(MergeLinears(), DeepCopy())]
+)
+def test_applied_works_in_place(pipeline):
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(PassError, match="gives another graph module"), applied(graph_module, pipeline):
+        raise AssertionError("the block must not run")
+    assert_round_trip(before, graph_module)
+
+
+def test_applied_with_nothing_to_do():
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with applied(graph_module, ReplaceActivation("relu", "silu")):
+        pass
+    assert_round_trip(before, graph_module)
+
+
+def test_applied_and_undone_in_the_block():
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with applied(graph_module, ALL):
+        undo(graph_module, 5)
+    assert_round_trip(before, graph_module)
+
+
+def test_applied_does_not_undo_what_the_block_did():
+    graph_module = traced()
+    with pytest.raises(UndoError, match="the block applied or undid something else"):  # noqa: SIM117
+        with applied(graph_module, MergeLinears()):
+            Negates()(graph_module)
+    assert names(graph_module) == ["MergeLinears()", "Negates()"]
+
+
+def test_applied_keeps_what_was_trained():
+    graph_module = traced()
+    with applied(graph_module, compose(MergeLinears(), FuseBiasInLinear())), torch.no_grad():
+        for parameter in graph_module.parameters():
+            parameter.add_(1)
+    original = dict(traced().named_parameters())
+    for name, parameter in graph_module.named_parameters():
+        assert torch.equal(parameter, original[name] + 1)
