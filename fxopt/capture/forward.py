@@ -21,6 +21,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.assumptions import Condition, FreeDimension, FreeSizes, guards_of
 from fxopt.capture.comparison import same_calls
+from fxopt.capture.decisions import Decisions, Settled, settled_by_errors
+from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.guards import (
     ConstantInput,
     Input,
@@ -37,7 +39,7 @@ from fxopt.capture.guards import (
 )
 from fxopt.capture.interception import intercepted
 from fxopt.capture.module import TracedModule
-from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.shell import Shell, copy_tree, is_layer
@@ -49,8 +51,43 @@ _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _fx_config: Any = torch.fx.experimental._config
 
 
+def capture(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    dimensions: dict[str, Any],
+    leaf_modules: Sequence[str | type[torch.nn.Module]],
+    specialize: bool,
+) -> TracedModule:
+    """The forward of `model` as a graph module; the arguments are those of `Capture`."""
+    return _recorded(model, inputs, dimensions, leaf_modules, frozenset(), specialize).finish()
+
+
+def _recorded(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    dimensions: dict[str, Any],
+    leaf_modules: Sequence[str | type[torch.nn.Module]],
+    at_one: Set[tuple[str, int]],
+    specialize: bool,
+) -> Capture:
+    """A capture whose forward has run, with the questions on values settled that can be."""
+
+    def record(settled: tuple[Settled, ...]) -> Capture:
+        made = Capture(model, inputs, dimensions, leaf_modules, at_one, specialize, settled)
+        made.recorder = made.record()
+        return made
+
+    return record(()) if specialize else settled_by_errors(record)
+
+
 class Capture:
-    """One run of a model's forward, recorded."""
+    """One run of a model's forward, recorded.
+
+    `inputs` are example values by name, `dimensions` what is free of their sizes; `at_one` says which of these are 1
+    this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set.
+    """
+
+    recorder: Recorder
 
     def __init__(
         self,
@@ -59,12 +96,18 @@ class Capture:
         dimensions: dict[str, Any],
         leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
         at_one: Set[tuple[str, int]] = frozenset(),
+        specialize: bool = False,
+        settled: tuple[Settled, ...] = (),
     ) -> None:
         self.model = model
         self.inputs = inputs
         self.dimensions = dimensions
         self.leaf_modules = leaf_modules
         self.at_one = at_one
+        self.specialize = specialize
+        self.settled = settled
+        # The real tensor for each fake input.
+        self.examples: dict[int, torch.Tensor] = {}
         self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
         self.shape_env = CaptureShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
@@ -75,9 +118,9 @@ class Capture:
         # The containers among the inputs, with the identities of what was in them.
         self.containers: list[tuple[str, Any, list[int]]] = []
 
-    def run(self) -> TracedModule:
-        """Capture at the sizes of the example inputs; where that excludes a size of 1, at 1 as well."""
-        recorder = self.record()
+    def finish(self) -> TracedModule:
+        """The graph module; where the forward excluded a size of 1, it is captured there as well."""
+        recorder = self.recorder
         guards = guards_of(self._relied_on(recorder) + self.free.asked(), self.shape_env.replace)
         alternatives = [guards, *self._captured_at_one(recorder, guards)]
         self.free.check_asked()
@@ -95,12 +138,17 @@ class Capture:
         device = _device(self.model, self.inputs)
         shell = Shell(self.model, self.fake_mode, self.layers)
         writer = GraphWriter(self.graph, self.sizes, shell, device)
-        recorder = Recorder(writer, self.shape_env, shell)
+        example = None
+        if self.specialize:
+            example = ExampleRun(self.model, self.layers, self.graph, writer.constants, self.examples)
+        decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
+        recorder = Recorder(writer, self.shape_env, shell, decisions)
         shell.report_to(recorder)
         arguments = {name: self._placeholder(writer, name, value) for name, value in self.inputs.items()}
         args, kwargs = _call_arguments(self.model, arguments)
         try:
             self.shape_env.location = writer.location
+            self.shape_env.decide = decisions.size
             with (
                 _fx_config.patch(backed_size_oblivious=True),
                 _process_state_kept(),
@@ -115,14 +163,23 @@ class Capture:
                     self._check_values()
                     writer.add_output(result)
         except TraceError:
+            if decisions.open:
+                raise decisions.open from None
             raise
         except Exception as error:
+            if decisions.open:
+                raise decisions.open from None
             if _is_own(error):
                 raise
             raise _explained(error, recorder) from error
         finally:
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             self.shape_env.location = str
+            self.shape_env.decide = lambda expression: None
+            if example is not None:
+                example.close()
+        if decisions.open:
+            raise decisions.open
         if recorder.failure or self.shape_env.failure:
             # The forward has caught it, and gone another way than it would with real tensors.
             raise recorder.failure or _explained(self.shape_env.failure, recorder)
@@ -138,6 +195,8 @@ class Capture:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
         for asserts in self.shape_env.deferred_runtime_asserts.values():
             for runtime_assert in asserts:
+                if runtime_assert.msg == LEARNED:
+                    continue
                 condition = self.sizes.node_of(self.shape_env.replace(runtime_assert.expr))
                 if condition is not True:
                     message = f"the graph assumes {runtime_assert.expr}, as does {runtime_assert.msg or 'the forward'}"
@@ -214,6 +273,7 @@ class Capture:
             self.free.dimensions.append(
                 FreeDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )
+        self.examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         expected = TensorInput(name, path, value.dtype, shape, layout=layout(example))
         self.expected.append(expected)
@@ -243,11 +303,13 @@ class Capture:
         narrowed = {
             (f.where, f.dim) for f in self.free.dimensions if self.shape_env.replace(f.symbol) in ones
         }
-        other = Capture(self.model, self.inputs, self.dimensions, self.leaf_modules, narrowed)
         try:
-            its = other.record()
+            other = _recorded(
+                self.model, self.inputs, self.dimensions, self.leaf_modules, narrowed, self.specialize
+            )
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
+        its = other.recorder
         mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
         names = {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
 
@@ -276,7 +338,10 @@ class Capture:
         while hasattr(root, guard_name):
             guard_name = f"_{guard_name}"
         root.add_module(
-            guard_name, InputGuard([self._final(i, recorder) for i in self.expected], alternatives)
+            guard_name,
+            InputGuard(
+                [self._final(i, recorder) for i in self.expected], alternatives, recorder.decisions.checks
+            ),
         )
         root.get_submodule(guard_name).training = root.training
         if placeholders:

@@ -94,14 +94,21 @@ class InputGuard(torch.nn.Module):
     """Raises GuardError unless the inputs are such as the graph was captured for.
 
     `alternatives` are sets of guards of which one must hold: a graph that was captured twice with the same
-    result, at sizes of 1 and at larger ones, holds where either capture does.
+    result, at sizes of 1 and at larger ones, holds where either capture does. `decisions` says what the graph itself
+    checks while it runs: decisions on values.
     """
 
     # torch.fx reads this: the call is kept though nothing uses its result.
     _is_impure = True
 
-    def __init__(self, inputs: Sequence[Input], alternatives: Sequence[Sequence[SizeGuard]]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        alternatives: Sequence[Sequence[SizeGuard]],
+        decisions: Sequence[str] = (),
+    ) -> None:
         super().__init__()
+        self.decisions = tuple(decisions)
         self.inputs = tuple(inputs)
         self.alternatives = tuple(tuple(guards) for guards in alternatives)
 
@@ -163,7 +170,7 @@ class InputGuard(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return "\n".join(self.conditions())
+        return "\n".join([*self.conditions(), *self.decisions])
 
 
 @has_side_effect
@@ -171,6 +178,31 @@ def check_value(condition: bool, message: str) -> None:
     """Raise GuardError unless a condition on numbers that the graph computes is true."""
     if not condition:
         raise GuardError(f"{message}; this input is outside of that.")
+
+
+@has_side_effect
+def check_decision(value: Any, decided: Any, where: str, otherwise: str) -> None:
+    """Raise GuardError unless `value` leads the forward to the decision of the capture.
+
+    `decided` is what Python made of the value: a bool or number, or a tensor for all values of an array.
+    `otherwise` is the error that the model itself raises for any other value, where it does.
+    """
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return  # nothing is computed
+    if isinstance(decided, torch.Tensor):
+        if value.shape != decided.shape or not torch.allclose(value, decided, 0, 0, equal_nan=True):
+            raise GuardError(
+                f"the forward reads all values of a tensor, and they are not those of the capture. {where}"
+            )
+        return
+    now = type(decided)(value)
+    if not same_value(now, decided):
+        raise GuardError(
+            f"the model raises {otherwise}. {where}"
+            if otherwise
+            else f"the forward decides on a value: it was {decided} when the graph was captured, and is {now} now. {where} "
+            "Capture again with inputs such as these."
+        )
 
 
 def describe(expected: Input) -> str:

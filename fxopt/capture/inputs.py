@@ -22,7 +22,11 @@ Example = tuple[torch.Tensor, dict[int, Any]]
 
 
 def symbolic_trace(
-    model: torch.nn.Module, input_names: Iterable[str] | None = None, disable_check: bool = False
+    model: torch.nn.Module,
+    input_names: Iterable[str] | None = None,
+    disable_check: bool = False,
+    *,
+    specialize: bool = False,
 ) -> TracedModule:
     """Capture a transformers model for any batch size and sequence length that it takes.
 
@@ -34,6 +38,9 @@ def symbolic_trace(
             (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults.
         disable_check: accepted for compatibility. The ancestor checked the class against a list of supported
             architectures; here every capture checks itself, so there is nothing to turn off.
+        specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that
+            later inputs decide likewise. The examples are made up: token ids, masks, embeddings and pixels are all 1,
+            class labels 0. So masks mask nothing; where the decision must be another, give `fxopt.trace` real data.
 
     Returns:
         A `TracedModule` with batch and sequence dimensions free within what the model takes; a size outside
@@ -64,7 +71,7 @@ def symbolic_trace(
     examples = {name: _example(name, config, dtype, device, type(model).__name__) for name in names}
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
     dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
-    return trace(model, (), kwargs, dynamic_shapes=dimensions)
+    return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
 
 
 def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> list[str]:

@@ -54,6 +54,12 @@ def leave(context: Any) -> None:
     context.__exit__(None, None, None)
 
 
+def leave_all(depth: int = 0) -> None:
+    """Leave what this thread has entered, down to a number of contexts."""
+    while len(_entered()) > depth:
+        _entered().pop().__exit__(None, None, None)
+
+
 @contextlib.contextmanager
 def restored_on_error() -> Iterator[None]:
     """Give the caller's modes back when the block raises between an `enter` and its `leave`."""
@@ -62,8 +68,7 @@ def restored_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while len(_entered()) > depth:
-            _entered().pop().__exit__(None, None, None)
+        leave_all(depth)
         torch._C._set_grad_enabled(grad_enabled)
         raise
 

@@ -17,6 +17,9 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+# The message of a runtime assertion that need not be written, because a check stands where it was learned.
+LEARNED = "learned"
+
 
 class CaptureShapeEnv(ShapeEnv):
     """A ShapeEnv that leaves sizes of 0 and 1 free, and keeps the model's line for each guard."""
@@ -29,6 +32,8 @@ class CaptureShapeEnv(ShapeEnv):
             duck_shape=False,
         )
         self.location: Callable[[], str] = lambda: "the inputs"
+        # Answers a question that only data can answer; None when it cannot.
+        self.decide: Callable[[Any], Any] = lambda expression: None
         # The first question that only data could answer; a forward may catch the error.
         self.failure: GuardOnDataDependentSymNode | None = None
         self._origins: list[str] = []
@@ -57,8 +62,11 @@ class CaptureShapeEnv(ShapeEnv):
         try:
             return self._evaluate(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
-            self.failure = self.failure or error
-            raise
+            answer = self.decide(self.replace(orig_expr))
+            if answer is None:
+                self.failure = self.failure or error
+                raise
+            return answer
 
     def _evaluate(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -76,6 +84,18 @@ class CaptureShapeEnv(ShapeEnv):
         while len(self._origins) < len(self.guards):
             self._origins.append(self.location())
         return answer
+
+    def learn(self, fact: Any) -> None:
+        """Take a condition as true that the graph checks by itself."""
+        self.guard_or_defer_runtime_assert(fact, LEARNED)
+
+    def symbolic(self, expression: Any, kind: type) -> Any:
+        """The number that a sympy expression stands for, as Python sees it."""
+        if kind is bool:
+            return self.create_symboolnode(expression)
+        if kind is int:
+            return self.create_symintnode(expression, hint=None)
+        return self.create_symfloatnode(expression, hint=None)
 
     def guard(self, questions: dict[Any, bool]) -> None:
         """Put guards for collected questions after all."""
@@ -106,6 +126,9 @@ class CaptureShapeEnv(ShapeEnv):
         function = getattr(call, "__qualname__", ""), id(getattr(call, "__self__", call))
         key = repr((symbol, function, self._described(args, {}), self._described(list(kwargs.items()), {})))
         if key not in self._verdicts:
+            # What only data can answer here is not the forward's question.
+            decide, self.decide = self.decide, lambda expression: None
+            failure = self.failure
             try:
                 with torch.no_grad():
                     at_one = call(*self._substituted(args, one), **self._substituted(kwargs, one))
@@ -113,6 +136,8 @@ class CaptureShapeEnv(ShapeEnv):
             except Exception:
                 # Not settled: the guard stays, or a capture of the whole forward decides.
                 self._verdicts[key] = False
+            finally:
+                self.decide, self.failure = decide, failure
         return self._verdicts[key]
 
     def _substituted(self, value: Any, one: dict[Any, Any]) -> Any:

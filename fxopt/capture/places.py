@@ -23,7 +23,7 @@ def place(frame: FrameType | None, module: tuple[str, str] | None) -> str:
         return f"{inside}."
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
-    return f"{inside}, at {file}:{line}: `{text}`" if text else f"{inside}, at {file}:{line}."
+    return f"{inside}, at {file}:{line}: `{text}`." if text else f"{inside}, at {file}:{line}."
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture import modes
 from fxopt.capture.canonical import canonical, property_name, writes
+from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.layers import LayerRunner
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.shell import Shell
@@ -50,13 +51,16 @@ _GRAD_BLOCKS = (
 class Recorder(PreDispatchTorchFunctionMode):
     """Records the calls of one forward.
 
-    `writer` writes the nodes; `shell` knows what the layers were like before the forward. It is a
-    PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
+    `writer` writes the nodes; `shell` knows what the layers were like before the forward; `decisions` answers what
+    Python asks of values. It is a PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
     """
 
-    def __init__(self, writer: GraphWriter, shape_env: CaptureShapeEnv, shell: Shell) -> None:
+    def __init__(
+        self, writer: GraphWriter, shape_env: CaptureShapeEnv, shell: Shell, decisions: Decisions
+    ) -> None:
         TorchFunctionMode.__init__(self)
         self.writer = writer
+        self.decisions = decisions
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
         # Where it asked for each dtype, and for a global mode, with the answer.
@@ -106,6 +110,12 @@ class Recorder(PreDispatchTorchFunctionMode):
             if call.arguments.get("inplace"):
                 call.arguments["inplace"] = False
                 return self._written(call.arguments["input"], function, call.args, call.kwargs)
+        name = getattr(function, "__name__", "")
+        if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
+            return self._read_values(name, function, args, kwargs)
+        if function is torch._assert and isinstance(args[0], torch.Tensor):
+            self.record(function, args, kwargs, None)
+            return None
         with self._shape_env.in_operator() as questions:
             result = function(*args, **kwargs)
         writing = writes(getattr(function, "__name__", ""))
@@ -257,6 +267,13 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     # --- special calls
 
+    def _read_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that makes a Python value of what is in a tensor."""
+        if name in READS:
+            return self.decisions.read(name, function, args, kwargs)
+        array = self.decisions.array(args[0])
+        return array.astype(args[1]) if len(args) > 1 else array
+
     def _tensor_from_data(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with unset_fake_temporarily():
             real = function(*args, **kwargs)
@@ -306,6 +323,11 @@ def _has_inplace_flag(function: Any) -> bool:
     return getattr(function, "__module__", "") == "torch.nn.functional" and "inplace" in getattr(
         getattr(function, "__code__", None), "co_varnames", ()
     )
+
+
+def _is_known(value: Any) -> bool:
+    """Whether the tensors in `value` are made from Python data, so that their numbers are known."""
+    return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
 
 
 def _versions(value: Any) -> list[int]:

@@ -51,6 +51,10 @@ class Sizes:
         """Whether `value` depends on a symbol that nothing has been taken as the source of."""
         return not self._origins.keys() >= value.node.expr.free_symbols
 
+    def has_source(self, symbol: sympy.Symbol) -> bool:
+        """Whether something has been taken as the source of a symbol."""
+        return symbol in self._origins
+
     def bind_shape(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
         """Take the dimensions of `tensor`, made by `node()`, as sources of the symbols they consist of."""
         for dim, size in enumerate(tensor.shape):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.forward import Capture
+from fxopt.capture.forward import capture
 from fxopt.capture.interception import lock
 from fxopt.capture.module import TracedModule
 from fxopt.errors import TraceError
@@ -21,6 +21,7 @@ def trace(
     *,
     dynamic_shapes: Any = None,
     leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+    specialize: bool = False,
 ) -> TracedModule:
     """Capture the forward of `model` as a graph in which `torch.nn` layers are `call_module` nodes.
 
@@ -36,6 +37,12 @@ def trace(
             `torch.export.Dim`. None: every size is fixed.
         leaf_modules: qualified names or types of modules that become one `call_module` node, besides
             `torch.nn` layers.
+        specialize: where the forward decides on the value of a tensor (`if mask.all():`, a number of Python, a
+            size), take the decision that the example inputs give, which must then be real data, and check in the
+            graph that later inputs decide likewise (GuardError). At the first such question the example inputs are
+            run through the graph so far, on the CPU or GPU where they are, and from there on with it: that costs at most
+            one forward, and the memory of its intermediate results and of a copy of the buffers. Without it such
+            forwards are refused, except where one side raises: then the other one is in the graph, with a check.
 
     Returns:
         A `TracedModule`, a `torch.fx.GraphModule` that takes the inputs by the names of the forward's
@@ -71,7 +78,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return Capture(model, inputs, dimensions, leaf_modules).run()
+        return capture(model, inputs, dimensions, leaf_modules, specialize)
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

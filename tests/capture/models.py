@@ -221,3 +221,9 @@ class Containers(nn.Module):
         for block in self.blocks:
             x = block(x) * self.scales[0]
         return self.named["out"](x)
+
+
+def asserted(self, x):
+    """A forward; pytest would rewrite the assertion in a file of tests."""
+    assert x.sum() < 1e6, "too large"
+    return x * 2

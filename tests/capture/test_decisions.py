@@ -1,0 +1,362 @@
+"""Decisions on values: refused with the line, settled where one side raises, or taken by the example inputs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from fxopt.capture.guards import check_decision
+from tests.capture.models import asserted
+from tests.capture.test_silent_changes import module
+
+X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
+ROWS = ({0: Dim.AUTO},)
+
+
+def checks(gm):
+    return [node for node in gm.graph.nodes if node.target is check_decision]
+
+
+def right_or_refused(gm, model, *inputs):
+    """Compare on each input; return for which of them the graph raised GuardError."""
+    refused = []
+    for x in inputs:
+        try:
+            result = gm(x)
+        except fxopt.GuardError:
+            refused.append(True)
+        else:
+            torch.testing.assert_close(result, model(x), rtol=0, atol=0)
+            refused.append(False)
+    return refused
+
+
+# --- by default
+
+
+def branch(self, x):
+    positive = self.dense(x).sum() > 0
+    if positive:
+        return x
+    return -x
+
+
+def branch_on_input(self, x):
+    return x if x.bool().all() else -x
+
+
+def branch_on_number(self, x):
+    n = x.argmax().item()
+    return x if n > 2 else -x
+
+
+def branch_on_count(self, x):
+    found = torch.nonzero(x > 0)
+    return x if found.shape[0] > 2 else -x
+
+
+@pytest.mark.parametrize(
+    ("forward", "line", "origin"),
+    [
+        (branch, "`if positive:`", r"node 'gt', made in module 'the root', at .*test_decisions.py:\d+"),
+        (branch_on_input, r"`return x if x\.bool\(\)\.all\(\) else -x`", "node 'all_1'"),
+        (branch_on_number, "`return x if n > 2 else -x`", "node 'item'"),
+        (branch_on_count, r"`return x if found\.shape\[0\] > 2 else -x`", "node 'nonzero'"),
+    ],
+)
+def test_a_decision_on_a_value_is_refused_with_its_line_and_origin(forward, line, origin):
+    with pytest.raises(
+        fxopt.TraceError,
+        match=rf"decides on the value.*test_decisions\.py:\d+: {line}.*{origin}.*specialize=True",
+    ):
+        fxopt.trace(module(forward, dense=nn.Linear(4, 4)), (X,))
+
+
+def test_a_question_about_an_input_names_it():
+    with pytest.raises(fxopt.TraceError, match="The value is the input 'x'"):
+        fxopt.trace(module(lambda self, x: x if x else -x), (torch.ones(()),))
+
+
+def not_too_small(self, x):
+    if not (x > -100).all():
+        raise ValueError("too small")
+    return x * 2
+
+
+def counted(self, x):
+    found = x[x > 0]
+    if found.numel() < 1:
+        raise ValueError(f"{found.numel()} found")
+    return found * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "error"),
+    [
+        (not_too_small, "ValueError: too small"),
+        (asserted, "AssertionError: too large"),
+        (counted, "ValueError: .* found"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [None, ROWS])
+def test_the_side_that_does_not_raise_is_taken_and_checked(forward, error, sizes):
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=sizes)
+    assert torch.equal(gm(X), model(X))
+    if sizes:
+        assert torch.equal(gm(X[:2]), model(X[:2]))
+        assert torch.equal(gm(X[:1]), model(X[:1]))
+    bad = {"too small": X - 1000, "too large": X + 1e7, ".* found": -X.abs()}[error.split(": ")[1]]
+    with pytest.raises((ValueError, AssertionError)):
+        model(bad)
+    with pytest.raises(fxopt.GuardError, match=rf"the model raises {error}.*\.py:\d+"):
+        gm(bad)
+
+
+def test_an_assertion_of_torch_stays_in_the_graph():
+    def forward(self, x):
+        torch._assert((x > -100).all(), "too small")
+        return x * 2
+
+    gm = fxopt.trace(module(forward), (X,))
+    assert torch.equal(gm(X), X * 2)
+    with pytest.raises(AssertionError, match="too small"):
+        gm(X - 1000)
+
+
+def several(self, x):
+    if (x > 100).any():
+        raise ValueError("large")
+    for _ in range(3):
+        if not (x > -100).all():
+            raise ValueError("small")
+        x = x + 1
+    return x
+
+
+def nested(self, x):
+    if (x > 100).any():
+        if (x < -100).any():
+            raise ValueError("both")
+        raise ValueError("large")
+    return x
+
+
+def test_several_questions_are_settled_one_after_the_other():
+    gm = fxopt.trace(module(several), (X,))
+    assert len(checks(gm)) == 4
+    assert right_or_refused(gm, module(several), X, X + 50) == [False, False]
+    with pytest.raises(fxopt.GuardError, match="ValueError: large"):
+        gm(X + 200)
+    with pytest.raises(fxopt.GuardError, match="ValueError: small"):
+        gm(X - 200)
+
+
+def test_a_side_that_asks_again_before_it_raises_is_not_taken_to_raise():
+    with pytest.raises(fxopt.TraceError, match=r"`if \(x > 100\)\.any\(\):`"):
+        fxopt.trace(module(nested), (X,))
+
+
+def test_both_sides_are_the_model_s_own():
+    def fails_under_capture(self, x):
+        return x.numpy() if x.sum() > 0 else x  # a limit of the capture, not an error of the model
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(fails_under_capture), (X,))
+
+
+def test_a_caught_error_is_no_error_of_the_model():
+    def forward(self, x):
+        try:
+            assert (x > 0).all()
+        except AssertionError:
+            return -x
+        return x
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(forward), (X,))
+
+
+# --- specialize=True
+
+
+def numbers(self, x):
+    n = int(x.argmax())
+    scale = float(x.max())
+    return x[:, : 1 + n % 3] * scale
+
+
+def listed(self, x):
+    return torch.cat([x[i : i + 1].repeat(n + 1, 1) for i, n in enumerate((x > 0).sum(1).tolist())])
+
+
+def looped(self, x):
+    for _ in range(x.argmax() % 3):
+        x = x * 2
+    return x
+
+
+def compared(self, x):
+    if torch.equal(x, x.abs()) or torch.allclose(x, x * 0):
+        return x
+    return -x if 3.0 in x else x * 3
+
+
+def through_numpy(self, x):
+    return x - torch.from_numpy((x > 0).long().numpy() * 2)
+
+
+def sizes(self, x):
+    found = x[x > 0]
+    values = torch.unique(x)
+    if found.shape[0] == values.shape[0]:
+        return found
+    return found * 2
+
+
+def one_hot(self, x):
+    return nn.functional.one_hot((x > 0).long())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        branch,
+        branch_on_input,
+        branch_on_number,
+        branch_on_count,
+        numbers,
+        looped,
+        compared,
+        sizes,
+        through_numpy,
+    ],
+)
+@pytest.mark.parametrize("free", [None, ROWS])
+def test_a_decision_is_taken_on_the_example_inputs_and_checked(forward, free):
+    model = module(forward, dense=nn.Linear(4, 4))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free, specialize=True)
+    assert checks(gm)
+    inputs = [
+        -X,
+        X * 0,
+        X.abs(),
+        torch.arange(1.0, 13).view(3, 4),
+        *([X[:2], torch.cat([X, X])] if free else []),
+    ]
+    for again in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        again.graph.eliminate_dead_code()
+        again.recompile()
+        assert right_or_refused(again, model, X) == [False]
+        assert any(right_or_refused(again, model, *inputs))
+
+
+def test_a_refusal_says_where_and_what_was_decided():
+    gm = fxopt.trace(module(numbers), (X,), specialize=True)
+    with pytest.raises(
+        fxopt.GuardError, match=r"it was 7 when.*is 0 now.*test_decisions\.py:\d+: `n = int\(x\.argmax\(\)\)`"
+    ):
+        gm(-X + torch.eye(3, 4) * 10)
+    assert "`scale = float(x.max())`" in repr(gm.input_guard)
+
+
+def test_sizes_that_no_decision_fixes_stay_free():
+    model = module(branch_on_input)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS, specialize=True)
+    assert right_or_refused(gm, model, X[:1], X[:2], torch.cat([X, X])) == [False, False, False]
+
+
+def test_a_number_that_only_becomes_an_argument_is_no_decision():
+    model = module(lambda self, x: x * x.max().item() + x.argmax().item())
+    gm = fxopt.trace(model, (X,), specialize=True)
+    assert not checks(gm)
+    assert right_or_refused(gm, model, X, -X) == [False, False]
+    gm = fxopt.trace(module(listed), (X,), specialize=True)
+    assert right_or_refused(gm, module(listed), X, -X) == [False, False]
+
+
+def test_a_decision_between_writes_sees_the_values_of_its_time():
+    def forward(self, x):
+        y = x.clone()
+        view = y[0]
+        before = bool(y.sum() > 0)
+        view.fill_(-100)
+        after = bool(y.sum() > 0)
+        return y if before and not after else -y
+
+    gm = fxopt.trace(module(forward), (X,), specialize=True)
+    assert [node.args[1] for node in checks(gm)] == [True, False]
+    assert torch.equal(gm(X), module(forward)(X))
+
+
+def test_a_decision_inside_modes_is_that_of_eager():
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.dense(x)
+            if (y == y.bfloat16()).all():
+                x = x + 1
+        with torch.no_grad():
+            z = self.dense(x)
+            if z.float().sum() > 1000:
+                return x
+        return self.dense(x)
+
+    model = module(forward, dense=nn.Linear(4, 4))
+    gm = fxopt.trace(model, (X,), specialize=True)
+    assert [node.args[1] for node in checks(gm)] == [True, False]
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(gm(X), model(X))
+    assert gm(X).requires_grad
+
+
+def test_running_the_example_changes_nothing_of_the_user():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.dropout = nn.Dropout(0.5)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            x.mul_(2)
+            self.count += 1
+            y = self.dropout(self.norm(x))
+            return y if y.sum() > -1000 else x
+
+    model = Model().train()
+    x, state, before = X.clone(), torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    gm = fxopt.trace(model, (x,), specialize=True)
+    assert torch.equal(x, X)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    twin = copy.deepcopy(model)
+    expected, given = X.clone(), X.clone()
+    torch.manual_seed(0)
+    result = gm(given)
+    torch.manual_seed(0)
+    assert torch.equal(result, twin(expected))
+    assert torch.equal(given, expected)
+    assert model.count == 1
+
+
+def test_a_forward_that_writes_a_parameter_is_not_run_on_examples():
+    def forward(self, x):
+        with torch.no_grad():
+            self.dense.weight.mul_(2)
+        return x if x.sum() > 0 else -x
+
+    model = module(forward, dense=nn.Linear(4, 4))
+    weight = model.dense.weight.clone()
+    with pytest.raises(fxopt.TraceError, match=r"writes into a parameter.*specialize=True is not possible"):
+        fxopt.trace(model, (X,), specialize=True)
+    assert torch.equal(model.dense.weight, weight)
+
+
+def test_an_error_on_the_example_inputs_is_the_model_s():
+    with pytest.raises(fxopt.TraceError, match="ValueError: too small"):
+        fxopt.trace(module(not_too_small), (X - 1000,), specialize=True)
