@@ -1,0 +1,79 @@
+"""The zoo of every architecture: small configs and inputs by rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxopt.testing import compare
+from validation import architectures
+
+DIVERSE = [
+    "bert",
+    "bart",
+    "llama",
+    "mixtral",
+    "gemma2",
+    "mamba",
+    "vit",
+    "resnet",
+    "convnext",
+    "hubert",
+    "whisper",
+    "layoutlm",
+]
+
+
+def test_every_type_of_the_registry_is_listed() -> None:
+    types = architectures.model_types()
+
+    assert types == sorted(set(types))
+    assert {"bert", "llama", "vit", "whisper"} <= set(types)
+
+
+@pytest.mark.parametrize("model_type", DIVERSE)
+def test_small_models_run_at_two_sizes_and_stay_finite(model_type: str) -> None:
+    model = architectures.build(model_type)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
+    for sizes in ({}, {"batch": architectures.OTHER_BATCH, "sequence": architectures.OTHER_SEQUENCE}):
+        with torch.no_grad():
+            output = model(**architectures.example_inputs(model, **sizes))
+        assert all(
+            value.isfinite().all()
+            for value in output.values()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        )
+
+
+def test_the_same_model_and_inputs_each_time() -> None:
+    first, second = architectures.build("bert"), architectures.build("bert")
+    inputs = architectures.example_inputs(first)
+
+    assert compare(inputs, architectures.example_inputs(second)).max_abs == 0
+    with torch.no_grad():
+        assert compare(first(**inputs), second(**inputs)).max_abs == 0
+
+
+def test_free_dimensions_are_those_that_change_with_the_sizes() -> None:
+    model = architectures.build("bert")
+    inputs = architectures.example_inputs(model)
+    free = architectures.free_dimensions(model)
+
+    assert inputs["input_ids"].shape == (architectures.BATCH, architectures.SEQUENCE)
+    assert {name: [*dimensions] for name, dimensions in free.items()} == {
+        "input_ids": [0, 1],
+        "attention_mask": [0, 1],
+    }
+
+
+def test_pixels_have_a_free_batch_alone() -> None:
+    free = architectures.free_dimensions(architectures.build("vit"))
+
+    assert {name: [*dimensions] for name, dimensions in free.items()} == {"pixel_values": [0]}
+
+
+def test_floating_inputs_follow_the_model() -> None:
+    model = architectures.build("vit").double()
+
+    assert architectures.example_inputs(model)["pixel_values"].dtype == torch.float64

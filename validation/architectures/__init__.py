@@ -1,0 +1,95 @@
+"""Every architecture of transformers, small: built from its own config class with random weights, and its inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import AutoModel, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from fxopt.testing import randomise
+from validation.architectures.configs import small_config
+from validation.architectures.inputs import make_inputs
+
+BATCH, SEQUENCE = 2, 16
+OTHER_BATCH, OTHER_SEQUENCE = 3, 11
+
+
+def model_types() -> list[str]:
+    """Every model type that `transformers.AutoModel` knows, sorted."""
+    return sorted(MODEL_MAPPING_NAMES)
+
+
+def config(model_type: str) -> PreTrainedConfig:
+    """The config of a small model of `model_type`, the same each time."""
+    defaults: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    return small_config(defaults, _overrides().get(model_type, {}).get("config", {}))
+
+
+def build(model_type: str, seed: int = 0) -> nn.Module:
+    """A small model of `model_type` in float32 on the CPU, in evaluation mode, with random weights.
+
+    Raises whatever transformers raises where the type cannot be built, such as `ImportError` for a package that
+    is missing.
+
+    Example:
+        >>> type(build("bert")).__name__
+        'BertModel'
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModel.from_config(config(model_type), dtype=torch.float32)
+    return randomise(model, seed).eval()
+
+
+def example_inputs(
+    model: nn.Module, batch: int = BATCH, sequence: int = SEQUENCE, seed: int = 0
+) -> dict[str, Tensor]:
+    """Inputs of a model of `build`, the same for the same arguments; floating ones in the model's dtype.
+
+    Args:
+        model: a model of `build`.
+        batch: how many examples.
+        sequence: how many tokens of text, or steps of audio or time, where the architecture leaves that free.
+        seed: of the random values.
+
+    Returns:
+        Tensors by the names of the forward's parameters.
+
+    Raises:
+        LookupError: when no rule makes an input that the forward requires.
+    """
+    model_type = getattr(model.config, "model_type", "")
+    return make_inputs(model, batch, sequence, seed, _overrides().get(model_type, {}).get("inputs", {}))
+
+
+def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
+    """Which dimensions of `example_inputs` are free, as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
+
+    Those are the ones that change with the batch or the sequence.
+    """
+    inputs = example_inputs(model)
+    others = [example_inputs(model, batch=OTHER_BATCH), example_inputs(model, sequence=OTHER_SEQUENCE)]
+    return {
+        name: {
+            i: Dim.AUTO
+            for i, size in enumerate(tensor.shape)
+            if any(other[name].shape[i] != size for other in others)
+        }
+        for name, tensor in inputs.items()
+    }
+
+
+@functools.cache
+def _overrides() -> Mapping[str, Any]:
+    """What rules cannot derive, by model type."""
+    text = Path(__file__).with_name("overrides.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text) or {}

@@ -1,0 +1,218 @@
+"""Small configs by rules: any config class of transformers, with its defaults made small and kept consistent.
+
+Three properties hold the parts of a config together. Widths are capped, never drawn, so sizes that were equal stay
+equal. Fields that a config derives from others are left to it. Equal token ids stay equal throughout a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+VOCABULARY = 256
+"""Token ids are below this; special tokens that were above it are counted down from it."""
+
+WIDTH = 64
+HEADS = 4
+HEAD_WIDTH = WIDTH // HEADS
+LAYERS = 2
+LAYER_KINDS = 4
+"""At most so many kinds of layers are kept."""
+IMAGE = 64
+"""Height and width of images in pixels, where patches allow it."""
+
+
+def small_config(
+    config: PreTrainedConfig, changes: Mapping[str, Any], tokens: Tokens | None = None
+) -> PreTrainedConfig:
+    """A config of the same class as `config`, which holds the defaults of its class, made small.
+
+    `changes` has values to take as they are; a mapping for a nested config changes only what it names.
+    """
+    tokens = tokens or Tokens()
+    values: dict[str, Any] = {}
+    for name, value in _given(config).items():
+        if isinstance(changes.get(name), Mapping) and isinstance(value, PreTrainedConfig):
+            values[name] = small_config(value, changes[name], tokens)
+        elif name not in changes:
+            values[name] = _small(name, value, tokens)
+    values = _consistent(values, config)
+    values |= {name: value for name, value in changes.items() if name not in values}
+    return type(config)(**values)
+
+
+class Tokens:
+    """Special token ids inside a small vocabulary: the same id for the same original id."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+
+    def small(self, original: int) -> int:
+        if original < VOCABULARY // 2:
+            return original
+        return self._ids.setdefault(original, VOCABULARY - 1 - len(self._ids))
+
+
+def _given(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that define `config`: not those that its class computes from others."""
+    defaults = vars(type(config)())
+    given = {}
+    for field in dataclasses.fields(config):
+        if field.name in _GENERAL:
+            continue
+        actual = vars(config).get(field.name)
+        declared = field.default if field.default is not dataclasses.MISSING else actual
+        # lists of widths and depths are computed too, but from nothing that gets smaller
+        computed = declared is None and not isinstance(actual, PreTrainedConfig) and not _scales(field.name)
+        if actual is not None and not (computed and actual == defaults.get(field.name)):
+            given[field.name] = actual
+    return given
+
+
+_GENERAL = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"is_encoder_decoder"}
+
+
+def _small(name: str, value: Any, tokens: Tokens) -> Any:
+    if isinstance(value, PreTrainedConfig):
+        return small_config(value, {}, tokens)
+    if isinstance(value, bool):
+        return (
+            value and name != "use_cache"
+        )  # a cache that nobody reads on is not what an architecture is about
+    if isinstance(value, int):
+        return _small_integer(name, value, tokens)
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
+        return type(value)(_small_list(name, list(value), tokens))
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(item, PreTrainedConfig) for item in value)
+    ):
+        return type(value)(small_config(item, {}, tokens) for item in value)
+    return value
+
+
+def _small_integer(name: str, value: int, tokens: Tokens) -> int:
+    for pattern, rule in _INTEGERS:
+        if re.search(pattern, name):
+            return tokens.small(value) if rule is None else rule(value)
+    return value
+
+
+def _cap(limit: int) -> Callable[[int], int]:
+    return lambda value: min(value, limit)
+
+
+_INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
+    (r"token_id$|token_index$|_token$|_idx$|(bos|eos|pad|sep|cls|mask|unk|image|video|audio)_id$", None),
+    (r"vocab(ulary)?_size|vocab_size_", _cap(VOCABULARY)),
+    (r"(kv|key_value).*heads?$|heads?_(kv|key_value)$", _cap(2)),
+    (r"(num|n|nb).*heads?$|(^|_)heads$|^n_head$|attention_heads", _cap(HEADS)),
+    (r"head_(dim|size|width)|headdim|^d_kv$|^d_head$|(nope|rope|v)_head_dim|qk_.*dim", _cap(HEAD_WIDTH)),
+    (r"lora_rank|_rank$", _cap(HEAD_WIDTH)),
+    (r"experts?_per_tok|top_?k$|moe_k$|^num_selected", _cap(2)),
+    (r"shared_experts?$|offset", _cap(1)),
+    (r"(num|n)_.*experts$|^num_experts", _cap(4)),
+    (r"n_group$|topk_group$", _cap(1)),
+    (r"first_k_dense|interval|every|frequency|_freq$|stride$|period$|_step$", _cap(2)),
+    (r"layers?$|^depth$|num_.*blocks?$|.*_depth$|n_layer$", _cap(LAYERS)),
+    (r"source_positions|target_positions", _cap(WIDTH)),
+    (r"(max|n|num)_.*positions?(_embeddings)?$|positions?$|_length$|seq_len", _cap(512)),
+    (
+        r"hidden_(size|dim)|d_model|n_embd|embed_dim|embedding_(size|dim)|_width$|^dim$|projection_(dim|size)",
+        _cap(WIDTH),
+    ),
+    (r"intermediate|ffn|d_ff|mlp_dim|inner|mlp_hidden|feedforward|feed_forward_size", _cap(2 * WIDTH)),
+    (r"(channels|filters|_dim|_size|_features)$", _cap(2 * WIDTH)),
+)
+"""What an integer means, by the name of its field; the first pattern that is found decides. `None`: a token id."""
+
+
+def _scales(name: str) -> bool:
+    return re.search(r"^(depths|hidden_sizes|embed_dims|hidden_dims|channels)$", name) is not None
+
+
+def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
+    if re.search(r"depths|num_blocks|num_layers|layers?$", name):
+        return [min(value, 1) for value in values]
+    if re.search(r"heads", name):
+        return [max(1, value // values[0]) for value in values]
+    if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths", name):
+        return [value if value <= 4 else max(4, value // 4) for value in values]
+    if re.search(r"token_id", name):
+        return [tokens.small(value) for value in values]
+    return values
+
+
+def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Settle what one field asks of another."""
+    original = vars(config)
+    names = {field.name for field in dataclasses.fields(config)}
+    _image(values)
+    _layers(values, config, names)
+    heads = original.get("num_attention_heads")
+    if "num_key_value_heads" in names and original.get("num_key_value_heads") in (heads, None):
+        values["num_key_value_heads"] = values.get("num_attention_heads", HEADS)
+    if "head_dim" in names and original.get("head_dim") is None and "hidden_size" in values:
+        values["head_dim"] = values["hidden_size"] // values.get("num_attention_heads", HEADS)
+    _state_space(values)
+    _sections(values, config, names)
+    return values
+
+
+def _image(values: dict[str, Any]) -> None:
+    """Images are a whole number of patches."""
+    patch = values.get("patch_size")
+    for name in ("image_size", "img_size", "input_size"):
+        if isinstance(values.get(name), int):
+            side = patch if isinstance(patch, int) else 1
+            values[name] = side * max(2, IMAGE // side)
+        elif isinstance(values.get(name), (list, tuple)):
+            values[name] = type(values[name])(IMAGE for _ in values[name])
+
+
+def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -> None:
+    """Lists with an item a layer keep one layer of every kind, and the number of layers is theirs."""
+    count_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    count = vars(config).get(count_name)
+    if count_name not in values or not isinstance(count, int) or count < 2:
+        return
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if name in names and isinstance(value, (list, tuple)) and len(value) == count
+    }
+    kinds = [tuple(map(str, items)) for items in zip(*lists.values(), strict=True)] if lists else []
+    kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]][:LAYER_KINDS]
+    kept = kept if len(kept) > 1 else [*range(min(LAYERS, count))]
+    values[count_name] = len(kept)
+    for name, value in lists.items():
+        values[name] = type(value)(value[i] for i in kept)
+
+
+def _state_space(values: dict[str, Any]) -> None:
+    """Mamba: heads times their width is the expanded width."""
+    for heads, width, expand in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+        ("mamba_num_heads", "mamba_head_dim", "expand"),
+        ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+        ("num_heads", "head_dim", "expand"),
+    ):
+        if heads in values and width in values and expand in values:
+            values[heads] = values["hidden_size"] * values[expand] // values[width]
+
+
+def _sections(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -> None:
+    """Multimodal rotary embeddings share the frequencies of a head among time, height and width."""
+    ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
+    rope = vars(config).get("rope_parameters") or {}
+    if "rope_parameters" not in names or not ("mrope_section" in ignored or "mrope_section" in rope):
+        return
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    third = frequencies // 3
+    values["rope_parameters"] = {**rope, "mrope_section": [frequencies - 2 * third, third, third]}
