@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _NormBase
 
+from fxopt.objects import build_object
+
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
     """The values that a node may write into; `None` for an effect of an unknown kind, as a mode switch has.
@@ -62,7 +64,9 @@ _MAKES_TUPLES = {"split", "chunk", "unbind", "size", "tolist", "item", "max", "m
 
 
 def is_container(target: object) -> bool:
-    """Whether a call target only packs its arguments: a tuple, a dict, a model output."""
+    """Whether a call target only packs its arguments: a tuple, a dict, a model output, an object of a class."""
+    if target is build_object:
+        return True
     return isinstance(target, type) and issubclass(target, tuple | list | dict)
 
 

@@ -19,10 +19,10 @@ Condition = tuple[Any, str]
 
 @dataclasses.dataclass
 class FreeDimension:
-    """One dimension that was asked to be free."""
+    """One dimension of a tensor, or one number (without a `dim`), that was asked to be free."""
 
     where: str
-    dim: int
+    dim: int | None
     choice: Any
     symbol: Any
     hint: int
@@ -75,7 +75,7 @@ class FreeSizes:
         roots: dict[Any, FreeDimension] = {}
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
-            if isinstance(expression, sympy.Symbol):
+            if isinstance(expression, sympy.Symbol) and free.dim is not None:
                 roots.setdefault(expression, free)
         return list(roots.items())
 

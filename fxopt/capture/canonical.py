@@ -7,8 +7,6 @@ a target that fx knows to be impure, a function is itself.
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.errors import TraceError
+from fxopt.objects import find
 
 # Name of the Tensor method (or torch function) -> the operator that means the same for two operands.
 _BINARY: dict[str, Callable[..., Any]] = {
@@ -119,22 +118,6 @@ def named(function: Any) -> Any:
             "Define it at the top level of a module, or make the module that calls it a leaf."
         ) from error
     return function
-
-
-def find(name: str) -> Any:
-    """Import what has this qualified name; ImportError or AttributeError when there is no such thing."""
-    parts = name.split(".")
-    if len(parts) == 1:
-        return getattr(builtins, name)
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(name)
 
 
 def _method(function: Any, name: str) -> str | None:

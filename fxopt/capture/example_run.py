@@ -34,7 +34,7 @@ class ExampleRun:
         layers: the identities of the modules that are called as one node.
         graph: the graph.
         constants: tensors of `get_attr` nodes that the model does not have, by name.
-        examples: the real input for each fake one, by its identity.
+        examples: the real value for each fake input, by its identity.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ExampleRun:
         layers: Collection[int],
         graph: torch.fx.Graph,
         constants: Mapping[str, torch.Tensor],
-        examples: Mapping[int, torch.Tensor],
+        examples: Mapping[int, Any],
     ) -> None:
         self._model, self._layers, self._graph = model, layers, graph
         self._constants, self._examples = constants, examples
@@ -78,12 +78,15 @@ class ExampleRun:
         self._shared = {t.untyped_storage()._cdata for t in shared}
         self._copy = copy.deepcopy(self._model, {id(t): t for t in shared})
         self._inputs = {
-            key: t.detach().clone().requires_grad_(t.requires_grad) for key, t in self._examples.items()
+            key: value.detach().clone().requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in self._examples.items()
         }
 
     def _run(self) -> None:
         """Run the nodes that are new."""
-        devices = {t.device for t in self._examples.values() if t.device.type == "cuda"}
+        devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
         with torch.random.fork_rng(devices=devices):
             for node in self._graph.nodes:
                 if node not in self._values:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import os
 import traceback
@@ -15,35 +13,22 @@ import sympy
 import torch
 import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxopt.capture.assumptions import Condition, FreeDimension, FreeSizes, guards_of
+from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
 from fxopt.capture.comparison import same_calls
 from fxopt.capture.decisions import Decisions, Settled, settled_by_errors
 from fxopt.capture.example_run import ExampleRun
-from fxopt.capture.guards import (
-    ConstantInput,
-    Input,
-    InputGuard,
-    Path,
-    SizeGuard,
-    StructureInput,
-    TensorInput,
-    check_value,
-    layout,
-    python_expression,
-    same_value,
-    structure_keys,
-)
+from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
 from fxopt.capture.interception import intercepted
 from fxopt.capture.module import TracedModule
 from fxopt.capture.ones import LEARNED, CaptureShapeEnv
+from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.shell import Shell, copy_tree, is_layer
-from fxopt.capture.sizes import Sizes, free_dimensions, symbolic_context
+from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
 
@@ -67,15 +52,22 @@ def _recorded(
     inputs: dict[str, Any],
     dimensions: dict[str, Any],
     leaf_modules: Sequence[str | type[torch.nn.Module]],
-    at_one: Set[tuple[str, int]],
+    at_one: Set[tuple[str, int | None]],
     specialize: bool,
+    moving: Set[str] = frozenset(),
 ) -> Capture:
     """A capture whose forward has run, with the questions on values settled that can be."""
+    free_numbers = set(moving)
 
     def record(settled: tuple[Settled, ...]) -> Capture:
-        made = Capture(model, inputs, dimensions, leaf_modules, at_one, specialize, settled)
+        made = Capture(model, inputs, dimensions, leaf_modules, at_one, specialize, settled, free_numbers)
         made.recorder = made.record()
-        return made
+        moved = made.placeholders.moved()
+        if not moved:
+            return made
+        # Such a number counts calls or tokens: it is free, as are the sizes that it counts.
+        free_numbers.update(moved)
+        return record(settled)
 
     return record(()) if specialize else settled_by_errors(record)
 
@@ -84,7 +76,8 @@ class Capture:
     """One run of a model's forward, recorded.
 
     `inputs` are example values by name, `dimensions` what is free of their sizes; `at_one` says which of these are 1
-    this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set.
+    this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set. `moving`
+    names ints inside objects that are free, because the forward changes them.
     """
 
     recorder: Recorder
@@ -95,9 +88,10 @@ class Capture:
         inputs: dict[str, Any],
         dimensions: dict[str, Any],
         leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
-        at_one: Set[tuple[str, int]] = frozenset(),
+        at_one: Set[tuple[str, int | None]] = frozenset(),
         specialize: bool = False,
         settled: tuple[Settled, ...] = (),
+        moving: Set[str] = frozenset(),
     ) -> None:
         self.model = model
         self.inputs = inputs
@@ -106,17 +100,15 @@ class Capture:
         self.at_one = at_one
         self.specialize = specialize
         self.settled = settled
-        # The real tensor for each fake input.
-        self.examples: dict[int, torch.Tensor] = {}
+        self.moving = moving
+        # The real value for each fake input.
+        self.examples: dict[int, Any] = {}
         self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
         self.shape_env = CaptureShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
         self.free = FreeSizes(self.shape_env)
-        self.expected: list[Input] = []
-        # The containers among the inputs, with the identities of what was in them.
-        self.containers: list[tuple[str, Any, list[int]]] = []
 
     def finish(self) -> TracedModule:
         """The graph module; where the forward excluded a size of 1, it is captured there as well."""
@@ -144,7 +136,15 @@ class Capture:
         decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
         recorder = Recorder(writer, self.shape_env, shell, decisions)
         shell.report_to(recorder)
-        arguments = {name: self._placeholder(writer, name, value) for name, value in self.inputs.items()}
+        self.placeholders = Placeholders(
+            writer, self.fake_mode, self.shape_env, self.free, self.at_one, self.moving, self.examples
+        )
+        arguments = {
+            name: self.placeholders.add(
+                name, value, self.dimensions.get(name.lstrip("*")), **self._default(name)
+            )
+            for name, value in self.inputs.items()
+        }
         args, kwargs = _call_arguments(self.model, arguments)
         try:
             self.shape_env.location = writer.location
@@ -184,11 +184,7 @@ class Capture:
             # The forward has caught it, and gone another way than it would with real tensors.
             raise recorder.failure or _explained(self.shape_env.failure, recorder)
         shell.check_state()
-        for name, container, before in self.containers:
-            if _entries(container) != before:
-                raise TraceError(
-                    f"the forward changes its input {name!r}; a graph would not. Return the change instead."
-                )
+        self.placeholders.check_unchanged()
         return recorder
 
     def _check_values(self) -> None:
@@ -202,17 +198,6 @@ class Capture:
                     message = f"the graph assumes {runtime_assert.expr}, as does {runtime_assert.msg or 'the forward'}"
                     self.graph.call_function(check_value, (condition, message))
 
-    # --- inputs
-
-    def _placeholder(self, writer: GraphWriter, name: str, value: Any) -> Any:
-        """Write the placeholder for one input and return the fake of its value."""
-        node = self.graph.placeholder(name, **self._default(name))
-        fake = self._fake_input(
-            writer, node, name.lstrip("*"), (), value, self.dimensions.get(name.lstrip("*"))
-        )
-        node.meta["val"] = fake
-        return fake
-
     def _default(self, name: str) -> dict[str, Any]:
         """What equals the forward's own default can be left out, where no input without one follows."""
         parameters = inspect.signature(self.model.forward).parameters
@@ -220,65 +205,6 @@ class Capture:
         if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):
             return {"default_value": self.inputs[name]}
         return {}
-
-    def _fake_input(
-        self, writer: GraphWriter, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any
-    ) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._fake_tensor(writer, node, name, path, value, spec)
-        if not _holds_tensors(value):
-            if _hides_tensors(value):
-                raise TraceError(
-                    f"input {name!r} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
-                    "tensors, and tuples, lists, dicts and dataclasses of tensors."
-                )
-            self.expected.append(ConstantInput(name, path, copy.deepcopy(value)))
-            return copy.deepcopy(value)
-        keys = structure_keys(value)
-        kind = "item" if isinstance(value, (tuple, list, dict)) else "attr"
-        self.expected.append(StructureInput(name, path, type(value), keys))
-        items = {}
-        for position, key in enumerate(keys):
-            item = value[key] if kind == "item" else getattr(value, key)
-            inner = (
-                spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
-            )
-            items[key] = self._fake_input(writer, node, name, (*path, (kind, key)), item, inner)
-        container: Any
-        if isinstance(value, (tuple, list)):
-            named_tuple = hasattr(value, "_fields")
-            container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
-        else:
-            container = items if type(value) is dict else type(value)(**items)
-        self.containers.append((name, container, _entries(container)))
-        return container
-
-    def _fake_tensor(
-        self, writer: GraphWriter, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any
-    ) -> torch.Tensor:
-        where = f"input {name}{''.join(f'[{key!r}]' for _, key in path)}"
-        choices = free_dimensions(spec, value, where)
-        with torch.no_grad():
-            # An object of its own: the same tensor given twice is two inputs.
-            example = value.detach().requires_grad_(value.requires_grad)
-            for dim in list(choices):
-                if (where, dim) in self.at_one:
-                    example = example.narrow(dim, 0, 1).contiguous()
-                    del choices[dim]
-        fake = self.fake_mode.from_tensor(
-            example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
-        )
-        sizes: Any = fake.shape
-        for dim, choice in choices.items():
-            self.free.dimensions.append(
-                FreeDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
-            )
-        self.examples[id(fake)] = example
-        shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
-        expected = TensorInput(name, path, value.dtype, shape, layout=layout(example))
-        self.expected.append(expected)
-        writer.add_input(fake, node, path)
-        return fake
 
     def _captured_at_one(self, recorder: Recorder, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
         """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
@@ -305,7 +231,13 @@ class Capture:
         }
         try:
             other = _recorded(
-                self.model, self.inputs, self.dimensions, self.leaf_modules, narrowed, self.specialize
+                self.model,
+                self.inputs,
+                self.dimensions,
+                self.leaf_modules,
+                narrowed,
+                self.specialize,
+                self.moving,
             )
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
@@ -339,9 +271,7 @@ class Capture:
             guard_name = f"_{guard_name}"
         root.add_module(
             guard_name,
-            InputGuard(
-                [self._final(i, recorder) for i in self.expected], alternatives, recorder.decisions.checks
-            ),
+            InputGuard(self.placeholders.final(recorder), alternatives, recorder.decisions.checks),
         )
         root.get_submodule(guard_name).training = root.training
         if placeholders:
@@ -352,27 +282,6 @@ class Capture:
         traced.dtypes_read_at = recorder.dtypes_read_at
         traced.modes_read = recorder.modes_read
         return traced
-
-    def _final(self, expected: Input, recorder: Recorder) -> Input:
-        """An input with the sizes that are left free after the whole forward."""
-        if not isinstance(expected, TensorInput):
-            return expected
-        shape: list[int | str] = []
-        for size in expected.shape:
-            expression = self.shape_env.replace(sympy.sympify(size))
-            shape.append(int(expression) if expression.is_number else python_expression(expression))
-        fixed = tuple(
-            (dim, self.free.origin(size))
-            for dim, size in enumerate(expected.shape)
-            if isinstance(size, sympy.Symbol) and isinstance(shape[dim], int)
-        )
-        return dataclasses.replace(
-            expected,
-            shape=tuple(shape),
-            fixed_by=fixed,
-            strict_dtype=expected.dtype in recorder.dtypes_read_at,
-            layout=expected.layout if recorder.layout_read_at is not None else None,
-        )
 
 
 def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -413,41 +322,10 @@ def _call_arguments(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[lis
     return args, kwargs
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(_holds_tensors(item) for item in value.values())
-    if isinstance(value, (tuple, list)):
-        return any(_holds_tensors(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_holds_tensors(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return False
-
-
 def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
     """Whether a value is the parameter's default, and generated code can hold it."""
     literal = value is None or type(value) in (bool, int, float, str)
     return parameter is not None and literal and same_value(value, parameter.default)
-
-
-def _hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is no known container holds tensors, or is an array."""
-    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
-        return True
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
-        return False
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    )
-    return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
-
-
-def _entries(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else container
-    if dataclasses.is_dataclass(container) and not isinstance(container, (dict, tuple, list)):
-        values = vars(container).values()
-    return [id(value) for value in values]
 
 
 @contextlib.contextmanager

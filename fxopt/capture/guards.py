@@ -17,6 +17,7 @@ from torch.fx.node import has_side_effect
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxopt.errors import GuardError
+from fxopt.objects import is_mutable, is_open
 
 Path = tuple[tuple[str, Any], ...]
 
@@ -49,8 +50,17 @@ class ConstantInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class NumberInput:
+    """An int that the forward changes from call to call: an expression in symbols, or the one value that it fixed."""
+
+    name: str
+    path: Path
+    value: int | str
+
+
+@dataclasses.dataclass(frozen=True)
 class StructureInput:
-    """A container, of this type with these keys."""
+    """A container or an object, of this type with these keys."""
 
     name: str
     path: Path
@@ -87,7 +97,7 @@ def _code(expression: str) -> Any:
     return compile(expression, "<guard>", "eval")
 
 
-Input = TensorInput | ConstantInput | StructureInput
+Input = TensorInput | ConstantInput | NumberInput | StructureInput
 
 
 class InputGuard(torch.nn.Module):
@@ -115,7 +125,8 @@ class InputGuard(torch.nn.Module):
     def forward(self, **named: Any) -> None:
         """Check the placeholders, given by name."""
         sizes: dict[str, int] = {}
-        deferred: list[tuple[TensorInput, int, int, str]] = []
+        deferred: list[Deferred] = []
+        objects: dict[int, str] = {}
         for expected in self.inputs:
             value = named[expected.name]
             for kind, key in expected.path:
@@ -123,18 +134,20 @@ class InputGuard(torch.nn.Module):
             if isinstance(expected, TensorInput):
                 _check_tensor(expected, value, sizes, deferred)
             elif isinstance(expected, StructureInput):
-                _check_structure(expected, value)
+                _check_structure(expected, value, objects)
+            elif isinstance(expected, NumberInput):
+                _check_number(expected, value, sizes, deferred)
             elif not same_value(value, expected.value):
                 raise GuardError(
                     f"input {describe(expected)!r} is {value!r}; the graph was captured for {expected.value!r}. "
                     "Capture again with the value that you need."
                 )
-        for expected, dim, size, expression in deferred:
+        for subject, size, expression in deferred:
             wanted = evaluate(expression, sizes)
             if wanted != size:
                 raise GuardError(
-                    f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {wanted} "
-                    f"({self.origin(expression)}) with the sizes of the other inputs."
+                    f"{subject} is {size}; it must be {wanted} ({self.origin(expression)}) with the sizes of the "
+                    "other inputs."
                 )
         if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
             failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
@@ -147,6 +160,9 @@ class InputGuard(torch.nn.Module):
                 if isinstance(expected, TensorInput) and symbol in expected.shape:
                     dim = expected.shape.index(symbol)
                     expression = expression.replace(symbol, f"{describe(expected)}.shape[{dim}]")
+                    break
+                if isinstance(expected, NumberInput) and symbol == expected.value:
+                    expression = expression.replace(symbol, describe(expected))
                     break
         return expression
 
@@ -162,12 +178,16 @@ class InputGuard(torch.nn.Module):
                 f"was captured for: {self.origin(guard.condition)} (needed by {guard.source})."
             )
         (symbol,) = symbols
-        where = next(i for i in self.inputs if isinstance(i, TensorInput) and symbol in i.shape)
         limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self.origin(guard.condition)}"
-        return (
-            f"input {describe(where)!r}, dimension {where.shape.index(symbol)} is {sizes[symbol]}; "
-            f"{limit} (needed by {guard.source})."
-        )
+        return f"{self._subject(symbol)} is {sizes[symbol]}; {limit} (needed by {guard.source})."
+
+    def _subject(self, symbol: str) -> str:
+        for expected in self.inputs:
+            if isinstance(expected, TensorInput) and symbol in expected.shape:
+                return f"input {describe(expected)!r}, dimension {expected.shape.index(symbol)}"
+            if isinstance(expected, NumberInput) and symbol == expected.value:
+                return f"input {describe(expected)!r}"
+        raise KeyError(symbol)
 
     def extra_repr(self) -> str:
         return "\n".join([*self.conditions(), *self.decisions])
@@ -217,12 +237,11 @@ def python_expression(expression: Any) -> str:
     return str(PythonPrinter().doprint(expression))
 
 
-def _check_tensor(
-    expected: TensorInput,
-    value: Any,
-    sizes: dict[str, int],
-    deferred: list[tuple[TensorInput, int, int, str]],
-) -> None:
+# What must equal an expression in sizes that are not known yet: its description, its value and the expression.
+Deferred = tuple[str, int, str]
+
+
+def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
     if not isinstance(value, torch.Tensor):
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
@@ -252,7 +271,7 @@ def _check_tensor(
                     f"alone. {_why_fixed(expected, dim)}"
                 )
         elif not wanted.isidentifier():
-            deferred.append((expected, dim, size, wanted))
+            deferred.append((f"input {describe(expected)!r}, dimension {dim}", size, wanted))
         elif sizes.setdefault(wanted, size) != size:
             raise GuardError(
                 f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
@@ -274,25 +293,61 @@ def _why_fixed(expected: TensorInput, dim: int) -> str:
     return f"The forward fixes it, at {line}: capture again with the size that you need."
 
 
-def _check_structure(expected: StructureInput, value: Any) -> None:
+def _check_number(expected: NumberInput, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+    subject = f"input {describe(expected)!r}"
+    if type(value) is not int:
+        raise GuardError(f"{subject} is {value!r}; the graph takes an int there.")
+    if isinstance(expected.value, int):
+        if value != expected.value:
+            raise GuardError(
+                f"{subject} is {value}; the graph was captured for {expected.value}. "
+                "Capture again with the value that you need."
+            )
+    elif not expected.value.isidentifier():
+        deferred.append((subject, value, expected.value))
+    elif sizes.setdefault(expected.value, value) != value:
+        raise GuardError(
+            f"{subject} is {value}; it must be {sizes[expected.value]}, as in the inputs before it."
+        )
+
+
+def _check_structure(expected: StructureInput, value: Any, objects: dict[int, str]) -> None:
     if type(value) is not expected.type:
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes {expected.type.__name__} there."
         )
     keys = structure_keys(value)
-    if keys != expected.keys:
+    if keys != expected.keys and not (is_open(value) and set(keys) == set(expected.keys)):
+        raise GuardError(f"input {describe(expected)!r} {_difference(keys, expected)}")
+    if is_mutable(value) and objects.setdefault(id(value), describe(expected)) != describe(expected):
         raise GuardError(
-            f"input {describe(expected)!r} has entries {list(keys)}; the graph was captured with {list(expected.keys)}."
+            f"inputs {objects[id(value)]!r} and {describe(expected)!r} are one {type(value).__name__}; "
+            "the graph takes two."
         )
 
 
+def _difference(keys: tuple[Any, ...], expected: StructureInput) -> str:
+    if issubclass(expected.type, (list, tuple)):
+        return f"has {len(keys)} entries; the graph was captured with {len(expected.keys)}."
+    if issubclass(expected.type, dict) or dataclasses.is_dataclass(expected.type):
+        return f"has entries {list(keys)}; the graph was captured with {list(expected.keys)}."
+    missing, more = ([k for k in a if k not in b] for a, b in ((expected.keys, keys), (keys, expected.keys)))
+    words = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has also {', '.join(more)}"] * bool(more)
+    return (
+        f"{' and '.join(words)}, unlike the {expected.type.__name__} that the graph was captured with "
+        "(is one of them still empty?)."
+    )
+
+
 def structure_keys(value: Any) -> tuple[Any, ...]:
-    """The keys of a container: indices of a sequence, keys of a mapping, field names of a dataclass."""
+    """The keys of a container: indices of a sequence, keys of a mapping, names of fields or attributes."""
     if isinstance(value, dict):
         return tuple(value)
     if isinstance(value, (tuple, list)):
         return tuple(range(len(value)))
-    return tuple(field.name for field in dataclasses.fields(value))
+    if dataclasses.is_dataclass(value):
+        return tuple(field.name for field in dataclasses.fields(value))
+    return tuple(vars(value))
 
 
 def _limit(guard: SizeGuard, symbol: str, size: int) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from fxopt.capture.decoding import CACHES, decoding_step
 from fxopt.capture.module import TracedModule
 from fxopt.capture.trace import trace
 from fxopt.errors import TraceError
@@ -18,7 +19,7 @@ _BATCH = 3
 _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
 
-Example = tuple[torch.Tensor, dict[int, Any]]
+Example = tuple[Any, Any]
 
 
 def symbolic_trace(
@@ -35,7 +36,9 @@ def symbolic_trace(
     Args:
         model: a transformers model, in the training mode and dtype in which the graph will run.
         input_names: names of the tensor inputs of the graph, in any order; `None` takes the model's main input
-            (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults.
+            (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. With
+            `past_key_values` among them the graph is one step of decoding: it takes one token and the cache of
+            those before, which it updates as the model does. Without it, a decoder's graph returns a new cache.
         disable_check: accepted for compatibility. The ancestor checked the class against a list of supported
             architectures; here every capture checks itself, so there is nothing to turn off.
         specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that
@@ -68,9 +71,16 @@ def symbolic_trace(
     names = _input_names(model, input_names)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    examples = {name: _example(name, config, dtype, device, type(model).__name__) for name in names}
+    caches = [name for name in names if name in CACHES]
+    examples = {
+        name: _example(name, config, dtype, device, type(model).__name__)
+        for name in names
+        if name not in caches
+    }
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
     dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
+    for cache in caches:
+        kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
     return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
 
 
@@ -95,8 +105,13 @@ def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, m
             f"no example of input {name!r} of {model} can be made from its config. Known are {sorted(_EXAMPLES)}. "
             f"Give an example yourself: fxopt.trace(model, kwargs={{{name!r}: ...}}, dynamic_shapes=...)."
         )
-    tensor, free = make(config)
-    return (tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)), free
+    value, free = make(config)
+    for key, tensor in value.items() if isinstance(value, dict) else [(None, value)]:
+        placed = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+        if key is None:
+            return placed, free
+        value[key] = placed
+    return value, free
 
 
 def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Example]:
@@ -113,6 +128,14 @@ def _embeddings(config: Any) -> Example:
     """Token embeddings, (batch, sequence, hidden size)."""
     hidden = _read(config, "embedding_size", "hidden_size", "d_model", "n_embd")
     return torch.ones(_BATCH, _SEQUENCE, hidden), {0: Dim.AUTO, 1: Dim.AUTO}
+
+
+def _encoder_outputs(config: Any) -> Example:
+    """What an encoder returns, its last hidden state (batch, sequence, hidden size)."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    hidden, free = _embeddings(config)
+    return BaseModelOutput(last_hidden_state=hidden), {"last_hidden_state": free}
 
 
 def _pixels(config: Any) -> Example:
@@ -135,6 +158,7 @@ _EXAMPLES: dict[str, Callable[[Any], Example]] = {
     "decoder_input_ids": _tokens(_DECODER_SEQUENCE),
     "decoder_attention_mask": _tokens(_DECODER_SEQUENCE),
     "inputs_embeds": _embeddings,
+    "encoder_outputs": _encoder_outputs,
     "pixel_values": _pixels,
     "next_sentence_label": _class_labels,
 }

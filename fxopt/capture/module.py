@@ -17,8 +17,9 @@ import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import find, writes
+from fxopt.capture.canonical import writes
 from fxopt.errors import GuardError
+from fxopt.objects import find
 
 # What `torch.fx.GraphModule` derives from the graph; made anew when a module is rebuilt.
 _DERIVED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_containers", "_compiled_call_impl"}

@@ -172,19 +172,23 @@ class Recorder(PreDispatchTorchFunctionMode):
             return module._call_impl(*args, **kwargs)
         self._shell.check_layer(name, module)
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
+        containers = self.writer.containers
+        with self.writer.inside(name, module):
+            node_args, node_kwargs = self.writer.arguments(name, args, kwargs)
         versions = _versions((args, kwargs))
         with self.paused():
+            containers.before_call((args, kwargs))
             with self._shape_env.in_operator() as questions:
                 result = self._layers.run(module, args, kwargs)
             if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
                 result = _distinct(result, args, kwargs)
-            if module.training:
-                self._shape_env.guard(questions)
+            if module.training or containers.any_in((args, kwargs)):
+                self._shape_env.guard(questions)  # a second call would change something
             else:
                 self._shape_env.settle_at_one(questions, module._call_impl, args, kwargs, result)
         with self.writer.inside(name, module):
-            node_args, node_kwargs = self.writer.arguments(name, args, kwargs)
             self.writer.create("call_module", name, node_args, node_kwargs, result)
+            containers.after_call((args, kwargs))
         return result
 
     def call_container(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -14,27 +14,33 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.canonical import named
+from fxopt.capture.containers import Containers
 from fxopt.capture.places import model_frame, place, stack_trace
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import Sizes, SymbolicNumber
 from fxopt.errors import TraceError
+from fxopt.objects import entries, is_open
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 
 
 @dataclasses.dataclass
 class Value:
-    """Where a tensor comes from: a node, and the way from the node's result to the tensor."""
+    """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
 
-    node: torch.fx.Node
+    source: torch.fx.Node | Callable[[], torch.fx.Node]
     path: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def node(self) -> torch.fx.Node:
+        return self.source if isinstance(self.source, torch.fx.Node) else self.source()
 
 
 class GraphWriter:
@@ -50,24 +56,34 @@ class GraphWriter:
         self.fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
         self._sizes = sizes
         self._shell = shell
-        self._device = device
+        self.device = device
         self._values: dict[int, Value] = {}
         self._alive: list[Any] = []
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
+        self.containers = Containers(graph, self._create_function, self.argument, self._bind_entry)
+        self._inputs: list[Any] = []
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
         self._bind(tensor, Value(node, path))
-        if self._device_source is None and tensor.device == self._device:
+        if self._device_source is None and tensor.device == self.device:
             self._device_source = node if not path else None
         self._sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
 
+    def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
+        """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
+        self.containers.add(value, functools.cache(lambda: self._follow(Value(node, path))), bind=True)
+        self._inputs.append(value)
+
     def add_output(self, value: Any) -> None:
         """Write the output node, and give every run tensors of its own where the forward makes them from data."""
+        for changed in self._inputs:
+            self.containers.write_back(changed)
         self.graph.output(self.argument(value))
-        returned = {storage_of(tensor) for tensor in tensors_in(value)}
+        self.containers.erase_unused()
+        returned = {storage_of(tensor) for tensor in tensors_in([value, self._inputs])}
         for fake, version, node in self.fresh:
             if fake._version != version or storage_of(fake) in returned:
                 with self.graph.inserting_after(node):
@@ -108,9 +124,11 @@ class GraphWriter:
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._construct(value)
+        if is_open(value):
+            return self.containers.node(value)
         raise TraceError(
             f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
-            f"numbers, strings, dtypes, devices, and tuples, lists, dicts and dataclasses of those. {self.where()}"
+            f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"
         )
 
     def _construct(self, value: Any) -> torch.fx.Node:
@@ -180,7 +198,7 @@ class GraphWriter:
         return name
 
     def _device_argument(self, device: torch.device) -> Any:
-        if device != self._device:
+        if device != self.device:
             return device
         if self._device_node is None:
             if self._device_source is None:
@@ -221,6 +239,14 @@ class GraphWriter:
         self.bind_result(result, Value(node))
         return node
 
+    def _create_function(self, target: Any, *args: Any) -> torch.fx.Node:
+        return self.create("call_function", target, args, {}, None)
+
+    def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
+        """Take `value` as an entry of what `node()` gives."""
+        if isinstance(value, (torch.Tensor, tuple, *SymbolicNumber)):
+            self.bind_result(value, Value(node, ((kind, key),)))
+
     def bind_result(self, result: Any, value: Value) -> None:
         if isinstance(result, torch.Tensor):
             self._bind(result, value)
@@ -232,10 +258,12 @@ class GraphWriter:
                 self._values[id(result)] = value
                 self._alive.append(result)
             for index, item in enumerate(result):
-                self.bind_result(item, Value(value.node, (*value.path, ("item", index))))
+                self.bind_result(item, Value(value.source, (*value.path, ("item", index))))
         elif isinstance(result, dict):
             for key, item in result.items():
-                self.bind_result(item, Value(value.node, (*value.path, ("item", key))))
+                self.bind_result(item, Value(value.source, (*value.path, ("item", key))))
+        elif is_open(result):
+            self.containers.add(result, functools.cache(lambda: self._follow(value)), bind=True)
 
     def _bind(self, tensor: torch.Tensor, value: Value) -> None:
         self._values[id(tensor)] = value
@@ -291,3 +319,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+    elif is_open(value):
+        for item in entries(value).values():
+            yield from tensors_in(item)

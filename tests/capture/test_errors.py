@@ -152,9 +152,7 @@ def test_a_constant_that_is_the_default_can_be_left_out():
 
 def test_a_container_of_another_form():
     gm = fxopt.trace(InputContainers(), ((X, [X]), {"a": X}, Point(X, X)))
-    with pytest.raises(
-        fxopt.GuardError, match=r"'pair\[1\]' has entries \[0, 1\]; the graph was captured with \[0\]"
-    ):
+    with pytest.raises(fxopt.GuardError, match=r"'pair\[1\]' has 2 entries; the graph was captured with 1"):
         gm((X, [X, X]), {"a": X}, Point(X, X))
     with pytest.raises(fxopt.GuardError, match=r"'named' has entries \['b'\]"):
         gm((X, [X]), {"b": X}, Point(X, X))

@@ -1,0 +1,118 @@
+"""Python objects that hold tensors, as the caches of a decoder do: what is in them, and how a graph makes and changes them.
+
+An object is *open* when its class is written in Python and its `__dict__` is all there is to it, so that the class
+and the attributes make the same object again. `build_object`, `set_attributes` and `set_items` are the targets of
+the nodes that do so when a graph runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.fx.node import has_side_effect
+
+
+def is_open(value: Any) -> bool:
+    """Whether class and `__dict__` are all there is to an object, so that it can be taken apart and made again."""
+    cls = type(value)
+    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+        return False
+    if any(hasattr(cls, name) for name in ("__setstate__", "__getnewargs__", "__getnewargs_ex__")):
+        return False
+    if any(getattr(cls, name) is not getattr(object, name) for name in _PICKLING):
+        return False
+    try:
+        parts: Any = object.__reduce_ex__(value, 2)
+        _, arguments, state, *items = parts
+    except TypeError:  # a class with memory of its own, written in C
+        return False
+    return len(arguments) == 1 and isinstance(state, (dict, type(None))) and not any(items)
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether a value is a container that code may change: an open object, a list or a dict."""
+    return type(value) in (list, dict, collections.OrderedDict) or is_open(value)
+
+
+def entries(container: Any) -> dict[Any, Any]:
+    """What is in a list, a dict or an open object, by index, key or name."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return dict(container if isinstance(container, dict) else vars(container))
+
+
+def key_kind(container: Any) -> str:
+    """How the entries of a container are reached: `item` for `container[key]`, `attr` for `container.key`."""
+    return "item" if isinstance(container, (list, tuple, dict)) else "attr"
+
+
+def rebuilt(container: Any, contents: dict[Any, Any]) -> Any:
+    """A new container of the same class with these contents."""
+    cls: Any = type(container)
+    if isinstance(container, list):
+        return cls(contents.values())
+    if isinstance(container, dict):
+        return cls(contents)
+    made = cls.__new__(cls)
+    made.__dict__.update(contents)
+    return made
+
+
+def build_object(name: str, state: dict[str, Any]) -> Any:
+    """A new object of the class of this qualified name with these attributes; its `__init__` does not run."""
+    cls: Any = find(name)
+    made = cls.__new__(cls)
+    made.__dict__.update(_plain(state))
+    return made
+
+
+@has_side_effect
+def set_attributes(target: Any, changed: dict[str, Any], removed: Sequence[str] = ()) -> None:
+    """Give an object attributes, and take others away; like `build_object`, past any `__setattr__`."""
+    target.__dict__.update(_plain(changed))
+    for name in removed:
+        del target.__dict__[name]
+
+
+@has_side_effect
+def set_items(target: Any, items: Any) -> None:
+    """Replace all that is in a list or a dict; it remains the same object."""
+    if isinstance(target, list):
+        target[:] = _plain(items)
+    else:
+        target.clear()
+        target.update(_plain(items))
+
+
+def find(name: str) -> Any:
+    """Import what has this qualified name; ImportError or AttributeError when there is no such thing."""
+    parts = name.split(".")
+    if len(parts) == 1:
+        return getattr(builtins, name)
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(name)
+
+
+def _plain(value: Any) -> Any:
+    """Arguments of a node with lists and dicts of Python: an interpreter of a graph hands over immutable ones."""
+    if isinstance(value, immutable_list):
+        return [_plain(item) for item in value]
+    if isinstance(value, immutable_dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
