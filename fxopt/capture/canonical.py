@@ -105,6 +105,13 @@ def writes(name: str) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
+def is_write(target: Any) -> bool:
+    """Whether a call target writes into an argument: by its name, or as the schema of an operator says."""
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return writes(getattr(target, "__name__", ""))
+
+
 def named(function: Any) -> Any:
     """`function`, if code generation can name it; TraceError otherwise."""
     try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._functorch.apis
 import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
@@ -41,6 +42,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _inference_mode(stack, recorder, active)
         _sdpa_kernel(stack, recorder, active)
         _autograd_function(stack, recorder, active)
+        _vmap(stack, recorder, active)
         _queries(stack, recorder, active)
         _refusals(stack, recorder, active)
         yield
@@ -116,6 +118,19 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     stack.enter_context(
         _replaced(torch.autograd.function, "_is_setup_context_defined", first_call_of_the_original)
     )
+
+
+def _vmap(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    for name in ("vmap_impl", "_chunked_vmap"):
+        original: Any = getattr(torch._functorch.apis, name)
+
+        def vmap(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            if not active():
+                return original(*args, **kwargs)
+            with recorder.below_transforms():
+                return original(*args, **kwargs)
+
+        stack.enter_context(_replaced(torch._functorch.apis, name, vmap))
 
 
 def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import writes
+from fxopt.capture.canonical import is_write
 from fxopt.errors import GuardError
 from fxopt.objects import find
 
@@ -213,7 +213,7 @@ def _graph(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> torch.fx.Graph
 
     for data, meta in nodes:
         target = find(data["target"].name) if isinstance(data["target"], _Importable) else data["target"]
-        if data["op"] == "call_function" and writes(getattr(target, "__name__", "")):
+        if data["op"] == "call_function" and is_write(target):
             has_side_effect(target)
         args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)
         node = graph.create_node(data["op"], target, args, kwargs, data["name"], data["type_expr"])

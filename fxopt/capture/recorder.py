@@ -17,11 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.fx.node import _side_effectful_functions
+from torch.fx.node import _side_effectful_functions, has_side_effect
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import canonical, property_name, writes
+from fxopt.capture.canonical import canonical, is_write, property_name, writes
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.layers import LayerRunner
 from fxopt.capture.ones import CaptureShapeEnv
@@ -221,6 +222,16 @@ class Recorder(PreDispatchTorchFunctionMode):
         finally:
             self._opaque -= 1
 
+    @contextlib.contextmanager
+    def below_transforms(self) -> Iterator[None]:
+        """Record the operators to which the calls of the block come down.
+
+        Inside `torch.vmap` a call is made on wrapped tensors, which stand for slices that no node has; the operators
+        that torch makes of it are calls on whole tensors.
+        """
+        with self.paused(), _Operators(self):
+            yield
+
     def fail(self, reason: str) -> None:
         """Raise TraceError, also where the forward would catch it."""
         self.failure = self.failure or TraceError(f"{reason}. {self.writer.where()}")
@@ -302,6 +313,28 @@ class Recorder(PreDispatchTorchFunctionMode):
         out.copy_(result)
         self.record(torch.Tensor.copy_, (out, result), {}, out)
         return out
+
+
+class _Operators(TorchDispatchMode):
+    """Records operators, as `torch.ops` names them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        writer = self._recorder.writer
+        args, kwargs = writer.faked(args), writer.faked(kwargs or {})
+        result = operator(*args, **kwargs)
+        if is_write(operator):
+            has_side_effect(operator)
+        elif not writer.makes_something(result):
+            return result
+        node_args, node_kwargs = writer.arguments(operator.__name__, args, kwargs)
+        writer.create("call_function", operator, node_args, node_kwargs, result)
+        return result
 
 
 def _caller(depth: int) -> FrameType:
