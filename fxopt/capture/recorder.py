@@ -319,7 +319,7 @@ class _Operators(TorchDispatchMode):
     """Records operators, as `torch.ops` names them."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
