@@ -378,6 +378,21 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
     return f"{parent}.{candidate}" if parent else candidate
 
 
+def rename(node: Node, name: str) -> None:
+    """Give a node the name of one that was erased, which fx keeps reserved; not where another node has it."""
+    if node.name != name and all(other.name != name for other in node.graph.nodes):
+        node.name = name
+
+
+def node_between(value: Node, name: str, users: Iterable[Node]) -> Node:
+    """The node of this name, where it stands behind `value` and before its `users`; else `value` itself."""
+    if value.name == name:
+        return value
+    named = next((node for node in value.graph.nodes if node.name == name), None)
+    fits = named is not None and value < named and all(named < user for user in users)
+    return named if named is not None and fits else value
+
+
 def without_tensors(module: nn.Module) -> nn.Module:
     """A module of the same type with the same options and flags, whose parameters are all `None`."""
     shell = type(module).__new__(type(module))

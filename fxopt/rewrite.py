@@ -200,8 +200,9 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         found = _nodes_by_site(graph_module) if own else {}
         for entry in reversed(own):
             assert record is not None
-            nodes = self._nodes_of(entry, found.get(entry.site, []))
-            self._check_order(entry, nodes, record.entries)
+            marked = found.get(entry.site, [])
+            self._check_order(entry, [node for _, node in marked], record.entries)
+            nodes = self._nodes_of(entry, marked)
             self.revert(graph_module, nodes, entry.data)
             for node in nodes.values():
                 self._forget(node, entry.site)
@@ -209,6 +210,8 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         return graph_module
 
     def _keep(self, graph_module: GraphModule, change: Change) -> None:
+        if not self.reversible:
+            return
         entries = make_record(graph_module).entries
         site = 1 + max((entry.site for entry in entries), default=0)
         for role, node in change.nodes.items():
@@ -232,8 +235,8 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             )
         return found
 
-    def _check_order(self, entry: Entry, nodes: Mapping[str, Node], entries: list[Entry]) -> None:
-        sites = {site for node in nodes.values() for site, _ in node.meta.get(ROLES, ())}
+    def _check_order(self, entry: Entry, nodes: Iterable[Node], entries: list[Entry]) -> None:
+        sites = {site for node in nodes for site, _ in node.meta.get(ROLES, ())}
         later = [
             other.name
             for other in entries[entries.index(entry) + 1 :]

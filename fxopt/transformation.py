@@ -214,7 +214,7 @@ def compose(*args: Transformation, inplace: bool = True) -> Composition:
         if not isinstance(argument, Transformation):
             hint = f"; write {argument.__name__}()" if isinstance(argument, type) else ""
             raise TypeError(f"compose takes Transformation instances, got {argument!r}{hint}")
-    if all(isinstance(part, ReversibleTransformation) for part in args):
+    if all(part.reversible for part in args):
         return ReversibleComposition(args, inplace)
     return Composition(args, inplace)
 

@@ -52,7 +52,7 @@ def rewritten(
     assert not pass_.explain(after).sites
     code = after.code
     assert pass_(after).code == code, "a second application changed something"
-    if isinstance(pass_, fxopt.ReversibleTransformation):
+    if pass_.reversible:
         for copied in (copy.deepcopy(after), pickle.loads(pickle.dumps(after))):
             assert_round_trip(before, copy.deepcopy(pass_)(copied, reverse=True))
     return after

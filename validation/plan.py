@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from fxopt.transformation import ReversibleTransformation, Transformation
+from fxopt.transformation import Transformation
 from validation.records import Case, Check
 from validation.zoo import Entry
 
@@ -56,7 +56,7 @@ def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transfo
         return [Check.EFFECT]
     exact = all(part.preserves_computation for part in parts)
     wanted = [Check.EFFECT, Check.EQUIVALENCE if exact else Check.ACCURACY]
-    if all(isinstance(part, ReversibleTransformation) for part in parts):
+    if all(part.reversible for part in parts):
         wanted.append(Check.ROUND_TRIP)
     if len(pipeline) == 1:
         wanted.append(Check.LATENCY)

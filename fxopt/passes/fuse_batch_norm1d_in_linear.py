@@ -10,21 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import batch_norm, graph
-from fxopt.rewrite import Change, Refusal, Rewrite
+from fxopt.rewrite import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearNorm:
-    """A batch normalization beside a linear layer, and the layer that stands for both."""
-
-    linear: Node
-    node: Node
-    fused: nn.Module
-    removable: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
+class FuseBatchNorm1dInLinear(batch_norm.FuseBatchNorm):
     """Fuses `torch.nn.BatchNorm1d` in eval mode into the `torch.nn.Linear` before it, or else after it.
 
     The first of the two must have the second as its only user, and the values between them two dimensions:
@@ -32,6 +22,14 @@ class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
     read from the metadata of the trace; where there is none, the place is refused. A new linear layer takes
     the place of the old one, which stays as it is; it has a bias, also where the old one had none.
     It requires gradients where the old one did: fine-tuning a normalization behind a frozen layer ends here.
+
+    Undoing gives the old weights back bit for bit: the record keeps copies of the layer and of the
+    normalization, beside the graph and outside of `state_dict`, at the cost of their memory. After `.to()`,
+    `.half()` and such it gives what these make of the old weights. Folded weights that were trained, loaded or
+    rounded to a lower dtype and back cannot be taken apart, so undoing raises `UndoError` then.
+
+    Args:
+        reversible: `False` keeps no copies; then the pass cannot be undone.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
 
@@ -43,9 +41,7 @@ class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
         ['1.weight', '1.bias']
     """
 
-    preserves_computation = True
-
-    def match(self, graph_module: GraphModule) -> Iterator[LinearNorm | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the pairs of a linear layer and a batch normalization, each layer at most once."""
         index = graph.GraphIndex(graph_module)
         linears = set(index.calls_of(nn.Linear))
@@ -59,20 +55,12 @@ class FuseBatchNorm1dInLinear(Rewrite[LinearNorm]):
                 fused = _obstacle(index, linear, node, value) or _fuse(index, linear, node, value)
                 if not isinstance(fused, str):
                     taken.add(linear)
-                    yield LinearNorm(linear, node, fused, index.removable(node))
+                    yield batch_norm.Fold(linear, node, fused, index.removable(node))
                     break
                 reasons.append(fused)
             else:
                 if reasons:
                     yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
-
-    def apply(self, graph_module: GraphModule, site: LinearNorm) -> Change:
-        """Put the fused layer in the place of the old one and drop the normalization."""
-        graph.set_module(graph_module, str(site.linear.target), site.fused)
-        (value,) = site.node.all_input_nodes
-        site.node.replace_all_uses_with(value)
-        batch_norm.drop_norm(graph_module, site.node, site.removable)
-        return Change((site.linear,))
 
 
 def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> str | None:
@@ -104,10 +92,8 @@ def _fuse(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> nn.
     assert isinstance(layer, nn.Linear)
     assert isinstance(norm, nn.BatchNorm1d)
     scale, shift = batch_norm.scale_and_shift(norm)
+    before = linear is not value
     weight: Tensor = layer.weight.detach().to(scale.dtype)
     bias = weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach().to(scale.dtype)
-    if linear is value:
-        weight, bias = weight * scale.unsqueeze(1), bias * scale + shift
-    else:
-        weight, bias = weight * scale, bias + torch.mv(weight, shift)
-    return batch_norm.layer_with(layer, weight, bias)
+    bias = bias + torch.mv(weight, shift) if before else bias * scale + shift
+    return batch_norm.layer_with(layer, batch_norm.scaled(weight, scale, 1 if before else 0), bias)

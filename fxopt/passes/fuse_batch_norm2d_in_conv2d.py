@@ -10,26 +10,24 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import batch_norm, graph
-from fxopt.rewrite import Change, Refusal, Rewrite
+from fxopt.rewrite import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvNorm:
-    """A convolution whose only use is a batch normalization, and the layer that stands for both."""
-
-    conv: Node
-    node: Node
-    fused: nn.Module
-    removable: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
+class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
     """Fuses `torch.nn.BatchNorm2d` in eval mode into the `torch.nn.Conv2d` before it.
 
     The convolution must have the batch normalization as its only user. A new convolution takes the place of
     the old one, which stays as it is; it has a bias, also where the old one had none.
     It requires gradients where the old one did: fine-tuning a normalization behind a frozen layer ends here.
+
+    Undoing gives the old weights back bit for bit: the record keeps copies of the layer and of the
+    normalization, beside the graph and outside of `state_dict`, at the cost of their memory. After `.to()`,
+    `.half()` and such it gives what these make of the old weights. Folded weights that were trained, loaded or
+    rounded to a lower dtype and back cannot be taken apart, so undoing raises `UndoError` then.
+
+    Args:
+        reversible: `False` keeps no copies; then the pass cannot be undone.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
 
@@ -41,9 +39,7 @@ class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
         ['0']
     """
 
-    preserves_computation = True
-
-    def match(self, graph_module: GraphModule) -> Iterator[ConvNorm | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the convolutions that are followed by a batch normalization."""
         index = graph.GraphIndex(graph_module)
         convs = set(index.calls_of(nn.Conv2d))
@@ -55,14 +51,7 @@ class FuseBatchNorm2dInConv2d(Rewrite[ConvNorm]):
             if isinstance(fused, str):
                 yield Refusal(node, fused)
             else:
-                yield ConvNorm(conv, node, fused, index.removable(node))
-
-    def apply(self, graph_module: GraphModule, site: ConvNorm) -> Change:
-        """Put the fused convolution in the place of the old one and drop the normalization."""
-        graph.set_module(graph_module, str(site.conv.target), site.fused)
-        site.node.replace_all_uses_with(site.conv)
-        batch_norm.drop_norm(graph_module, site.node, site.removable)
-        return Change((site.conv,))
+                yield batch_norm.Fold(conv, node, fused, index.removable(node))
 
 
 def _obstacle(index: graph.GraphIndex, conv: Node, node: Node) -> str | None:
@@ -83,6 +72,6 @@ def _fuse(conv: nn.Module, norm: nn.Module) -> nn.Module | str:
     assert isinstance(conv, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     scale, shift = batch_norm.scale_and_shift(norm)
-    weight = conv.weight.detach().to(scale.dtype) * scale.reshape(-1, 1, 1, 1)
+    weight = batch_norm.scaled(conv.weight, scale, 0)
     bias = torch.zeros_like(shift) if conv.bias is None else conv.bias.detach().to(scale.dtype)
     return batch_norm.layer_with(conv, weight, bias * scale + shift)

@@ -1,0 +1,249 @@
+"""Undoing a fold of a batch normalization: bit for bit, or an error; nothing of training is lost."""
+
+import copy
+import dataclasses
+import io
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import (
+    ChangePrecision,
+    FuseBatchNorm1dInLinear,
+    FuseBatchNorm2dInConv2d,
+    ReversibleTransformation,
+    UndoError,
+    compose,
+    history,
+    undo,
+)
+from fxopt.record import RECORD
+from fxopt.testing import assert_round_trip, randomise
+
+BOTH = compose(FuseBatchNorm1dInLinear(), FuseBatchNorm2dInConv2d())
+
+
+class Convs(nn.Module):
+    """Two convolutions before one shared normalization, in an odd order, and linear layers around another."""
+
+    def __init__(self, layer_before=True):
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm2d(4), nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(3, 4, 1)
+        self.own, self.c, self.head_norm = nn.BatchNorm2d(4), nn.Conv2d(3, 4, 1), nn.BatchNorm1d(4)
+        self.head, self.layer_before = nn.Linear(4, 4), layer_before
+
+    def forward(self, x):
+        a, b, c = self.a(x), self.b(x), self.c(x)
+        image = self.norm(input=b) * 2 + self.own(c) + self.norm(a)
+        value = image.mean((2, 3))
+        return self.head_norm(self.head(value)) if self.layer_before else self.head(self.head_norm(value))
+
+
+X = torch.randn(2, 3, 5, 5)
+
+
+def traced(layer_before=True, model=None):
+    torch.manual_seed(0)
+    return fxopt.trace(randomise(model or Convs(layer_before)).eval(), (X,))
+
+
+def conv_norm():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+
+
+def metadata(graph_module):
+    return {
+        node.name: (node.meta["nn_module_stack"], node.meta["stack_trace"], node.meta["val"].shape)
+        for node in graph_module.graph.nodes
+        if node.op == "call_module" and node.target != "input_guard"
+    }
+
+
+@pytest.mark.parametrize("layer_before", [True, False])
+def test_bit_for_bit_with_metadata(layer_before):
+    graph_module = traced(layer_before)
+    before, facts, plain = copy.deepcopy(graph_module), metadata(graph_module), graph_module(X)
+    BOTH(graph_module)
+    assert [step.nodes for step in history(graph_module)] == [1, 3]
+    assert len([n for n in graph_module.graph.nodes if n.op == "call_module"]) == 5  # with the guard
+    for undone in (BOTH(copy.deepcopy(graph_module), reverse=True), undo(graph_module, 2)):
+        assert_round_trip(before, undone)
+        assert torch.equal(undone(X), plain)
+        assert metadata(undone) == facts
+
+
+def test_nothing_is_added_to_the_state_dict():
+    graph_module = BOTH(traced())
+    assert not [name for name in graph_module.state_dict() if RECORD in name or "norm" in name]
+    assert {name for name, _ in graph_module.named_parameters()} == set(graph_module.state_dict())
+
+
+def test_the_record_does_not_follow_the_users_model():
+    graph_module = traced()
+    model = copy.deepcopy(graph_module)
+    shared = fxopt.trace(model, (X,))
+    BOTH(shared)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    BOTH(shared, reverse=True)
+    assert torch.equal(shared.a.weight, graph_module.a.weight)
+    assert torch.equal(shared.norm.running_var, graph_module.norm.running_var)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_after_a_change_of_dtype_undo_gives_what_the_old_weights_become(dtype):
+    model = randomise(conv_norm()).eval()
+    graph_module = torch.fx.symbolic_trace(copy.deepcopy(model))
+    converted = copy.deepcopy(graph_module).to(dtype)
+    FuseBatchNorm2dInConv2d()(graph_module).to(dtype)
+    assert_round_trip(converted, undo(graph_module))
+
+
+def test_after_to_meta():
+    graph_module = torch.fx.symbolic_trace(conv_norm().eval())
+    on_meta = copy.deepcopy(graph_module).to("meta")
+    assert_round_trip(on_meta, undo(FuseBatchNorm2dInConv2d()(graph_module).to("meta")))
+
+
+def trained(graph_module):
+    optimizer = torch.optim.SGD(graph_module.parameters(), 0.1)
+    graph_module(X).square().sum().backward()
+    optimizer.step()
+
+
+def only_a_bias(graph_module):
+    with torch.no_grad():
+        graph_module.c.bias[0] += 1e-3
+
+
+def rounded(graph_module):
+    graph_module.half().float()
+
+
+def loaded(graph_module):
+    state = {name: value + 1 for name, value in graph_module.state_dict().items()}
+    graph_module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [trained, only_a_bias, rounded, loaded])
+def test_weights_that_changed_are_never_dropped(change):
+    graph_module = BOTH(traced())
+    change(graph_module)
+    after = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match="the folded weights of .* have changed since"):
+        BOTH(graph_module, reverse=True)
+    assert_round_trip(after, graph_module)
+
+
+def test_flags_follow_where_they_were_changed():
+    graph_module = BOTH(traced())
+    graph_module.requires_grad_(False)
+    BOTH(graph_module, reverse=True)
+    assert not any(parameter.requires_grad for parameter in graph_module.parameters())
+    graph_module = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(randomise(conv_norm()).eval()))
+    undo(graph_module.train())
+    assert [module.training for module in graph_module.modules()] == [True] * 3
+
+
+def test_flags_are_kept_where_they_were_not():
+    model = randomise(conv_norm())
+    model[1].eval().weight.requires_grad_(False)
+    graph_module = torch.fx.symbolic_trace(model)
+    before = copy.deepcopy(graph_module)
+    assert_round_trip(before, undo(FuseBatchNorm2dInConv2d()(graph_module)))
+
+
+@pytest.mark.parametrize("pass_", [FuseBatchNorm1dInLinear(False), FuseBatchNorm2dInConv2d(reversible=False)])
+def test_without_copies_it_is_a_plain_transformation(pass_):
+    graph_module = pass_(traced())
+    assert not isinstance(compose(pass_), ReversibleTransformation)
+    assert [step.reversible for step in history(graph_module)] == [False]
+    folded = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match=r"keeps no copy of the weights: fold with reversible=True"):
+        pass_(graph_module, reverse=True)
+    with pytest.raises(UndoError, match="cannot be undone"):
+        undo(graph_module)
+    assert_round_trip(folded, graph_module)
+
+
+def saved_bytes(*passes):
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)).eval())
+    file = io.BytesIO()
+    torch.save(compose(*passes)(graph_module), file)
+    return file.tell()
+
+
+def test_the_copies_cost_the_memory_of_the_layers_and_can_be_turned_off():
+    weights = 64 * 64 * 9 * 4
+    plain, without = saved_bytes(), saved_bytes(FuseBatchNorm2dInConv2d(reversible=False))
+    assert abs(without - plain) < 10_000
+    assert weights < saved_bytes(FuseBatchNorm2dInConv2d()) - without < weights + 20_000
+
+
+def test_a_normalization_that_was_changed_since():
+    graph_module = traced()
+    FuseBatchNorm2dInConv2d()(graph_module)
+    graph_module.add_module("own", nn.BatchNorm2d(4))
+    with pytest.raises(UndoError, match="own is not the normalization it was"):
+        FuseBatchNorm2dInConv2d()(graph_module, reverse=True)
+
+
+def test_a_layer_that_was_replaced_since():
+    graph_module = traced()
+    FuseBatchNorm2dInConv2d()(graph_module)
+    graph_module.add_module("c", nn.Conv2d(3, 4, 1))
+    with pytest.raises(UndoError, match="c was changed since"):
+        FuseBatchNorm2dInConv2d()(graph_module, reverse=True)
+
+
+def test_a_new_user_of_the_folded_layer_gets_the_normalised_value():
+    graph_module = torch.fx.symbolic_trace(randomise(conv_norm()).eval())
+    FuseBatchNorm2dInConv2d()(graph_module)
+    output = next(iter(graph_module.graph.find_nodes(op="output")))
+    with graph_module.graph.inserting_before(output):
+        node = graph_module.graph.call_function(operator.neg, output.args)
+    output.args = ((output.args[0], node),)
+    graph_module.recompile()
+    folded = graph_module(X)
+    for old, new in zip(folded, undo(graph_module)(X), strict=True):
+        torch.testing.assert_close(old, new)
+
+
+def test_a_name_that_was_given_away_in_between():
+    graph_module = copy.deepcopy(FuseBatchNorm2dInConv2d()(traced()))
+    first = next(n for n in graph_module.graph.nodes if n.op == "call_module" and n.target == "a")
+    with graph_module.graph.inserting_before(first):
+        graph_module.graph.create_node("call_function", torch.rand, (1,), name="own")
+    undo(graph_module)
+    names = [node.name for node in graph_module.graph.nodes]
+    assert len(names) == len(set(names))
+
+
+def test_after_another_pass_on_the_same_layers():
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    lower = ChangePrecision(torch.bfloat16)
+    lowered = copy.deepcopy(lower(graph_module))
+    FuseBatchNorm2dInConv2d()(graph_module)
+    with pytest.raises(UndoError, match=r"Undo FuseBatchNorm2dInConv2d\(reversible=True\) first"):
+        lower(graph_module, reverse=True)
+    assert_round_trip(lowered, undo(graph_module))
+    assert_round_trip(before, undo(graph_module))
+
+
+def test_a_chain_of_normalizations_comes_back_in_order():
+    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+    graph_module = traced(model=layers)
+    before, facts = copy.deepcopy(graph_module), metadata(graph_module)
+    assert len(FuseBatchNorm2dInConv2d()(graph_module).graph.find_nodes(op="call_module")) == 2
+    assert_round_trip(before, undo(graph_module))
+    assert metadata(graph_module) == facts
+
+
+def test_reversible_is_an_option_like_others():
+    assert FuseBatchNorm2dInConv2d().signature != FuseBatchNorm2dInConv2d(reversible=False).signature
+    assert [field.name for field in dataclasses.fields(FuseBatchNorm1dInLinear)] == ["reversible"]
