@@ -4,6 +4,9 @@ VENV ?= .venv
 # Which torch build to install: empty takes what the package index offers for this platform; the URL of
 # PyTorch's own CPU or CUDA index takes that build (see the README).
 TORCH_INDEX_URL ?=
+# How long `make fuzz` runs, and with which programs.
+FUZZ_SECONDS ?= 600
+FUZZ_SEED ?= 0
 # Extra arguments for the harness, e.g. FX="--fx-tag smoke".
 FX ?=
 JOBS ?= auto
@@ -13,13 +16,17 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: validate test lint clean
+.PHONY: validate test fuzz lint clean
 
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) tests
+
+# Random graphs against all passes; a fault is made small and written to reports/fuzz.
+fuzz: $(INSTALLED)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m tests.fuzz
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -346,8 +346,8 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
         return False
     if left.device.type == "meta" or not left.numel():
         return True
-    raw = [t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (left, right)]
-    return torch.equal(*raw)
+    raw = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (left, right)]
+    return torch.equal(*(t.flatten().view(torch.uint8) for t in raw))
 
 
 def _first_difference(before: Any, after: Any) -> str:

@@ -238,7 +238,8 @@ def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> 
                 else graph_module.graph.call_method("to", (value, torch.float32))
             )
         node.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
-        node.meta["val"] = graph.value_of(value).to(dtype if cast.down else torch.float32)
+        to = dtype if cast.down else torch.float32
+        node.meta["val"] = torch.empty_like(graph.value_of(value), dtype=to)
         for other in cast.users:
             other.replace_input_with(value, node)
         yield node
@@ -246,7 +247,9 @@ def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> 
 
 def _described(node: Node, dtype: torch.dtype) -> Any:
     def lower(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+        # Not `to`: autograd may forbid to read a view that was written into.
+        is_float32 = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+        return torch.empty_like(leaf, dtype=dtype) if is_float32 else leaf
 
     return tree_map(lower, graph.value_of(node))
 

@@ -96,8 +96,10 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
         assert isinstance(fused, nn.Linear)
         layer = graph.without_tensors(shell)
         weight, gradients = fused.weight.detach(), fused.weight.requires_grad
-        layer._parameters["weight"] = nn.Parameter(weight[:, :-1].clone(), gradients)
-        layer._parameters["bias"] = nn.Parameter(weight[:, -1].clone(), gradients)
+        # A plain clone of a single row keeps the strides of the larger weight.
+        for name, part in (("weight", weight[:, :-1]), ("bias", weight[:, -1])):
+            copied = part.clone(memory_format=torch.contiguous_format)
+            layer._parameters[name] = nn.Parameter(copied, gradients)
         graph.set_module(graph_module, data["path"], layer.train(fused.training))
         node.replace_input_with(pad, pad.all_input_nodes[0])
         graph_module.graph.erase_node(pad)

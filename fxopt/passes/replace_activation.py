@@ -87,7 +87,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
                 if node is not calls[0] or not self._is_source(module) or self.signature in traces(module):
                     continue  # a module that this pass made may be of the source's type, too
                 writes = getattr(module, "inplace", False)
-                reason = "it writes into its input" if writes else index.obstacle_everywhere(module)
+                reason = "it writes into its input" if writes else _module_obstacle(index, calls, module)
                 site = ActivationCalls(tuple(calls), tuple(index.names(module)))
             elif isinstance(self.source, str) and _calls(node, ACTIVATIONS[self.source]):
                 reason = "it writes into its input" if index.writes(node) else None
@@ -105,7 +105,10 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         for path in site.paths:
             graph.set_module(graph_module, path, new)
         nodes = {str(number): call for number, call in enumerate(site.calls)}
-        return Change(site.calls, nodes, site.paths, graph.without_tensors(old))
+        data = ModuleCalls(graph.without_tensors(old), tuple(next(iter(c.kwargs), None) for c in site.calls))
+        for call in site.calls:  # the new module may have another name for its input
+            call.args, call.kwargs = tuple(call.all_input_nodes), {}
+        return Change(site.calls, nodes, site.paths, data)
 
     def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
         """Put the old activation back."""
@@ -116,10 +119,17 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         modules = [graph_module.get_submodule(path) for path in paths]
         if any(self.signature not in traces(module) for module in modules):
             raise UndoError(f"{self!r} cannot be undone: {', '.join(paths)} was replaced since")
-        old = graph.without_tensors(data).train(modules[0].training)
+        if any(len(node.args) != 1 or node.kwargs for node in nodes.values()):
+            raise UndoError(
+                f"{self!r} cannot be undone: the arguments of {', '.join(paths)} were changed since"
+            )
+        old = graph.without_tensors(data.shell).train(modules[0].training)
         names = [n for n, m in graph_module.named_modules(remove_duplicate=False) if m is modules[0]]
         for name in names:
             graph.set_module(graph_module, name, old)
+        for node, keyword in zip(nodes.values(), data.keywords, strict=True):
+            if keyword:
+                node.args, node.kwargs = (), {keyword: node.all_input_nodes[0]}
 
     def _replace_function(self, graph_module: GraphModule, node: Node) -> Change:
         (value,) = node.all_input_nodes
@@ -203,11 +213,27 @@ INPUT = Input()
 
 
 @dataclasses.dataclass(frozen=True)
+class ModuleCalls:
+    """What undo needs of the calls of a module: what it was, and the name of the input where it was given."""
+
+    shell: nn.Module
+    keywords: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class FunctionCall:
     """What undo needs of a call of a function: what it was, and the module made for it."""
 
     before: tuple[str, Any, Any, Any]
     path: str | None
+
+
+def _module_obstacle(index: graph.GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
+    """Why a module cannot be replaced by another at all its calls; `None` if it can."""
+    unclear = [call.name for call in calls if graph.input_of(call, module) is None]
+    if unclear:
+        return f"{', '.join(unclear)} does not call it with one tensor alone"
+    return index.obstacle_everywhere(module)
 
 
 def _mapped(args: Any, kwargs: Any, old: Any, new: Any) -> tuple[Any, Any]:
