@@ -6,9 +6,10 @@ the graph through deepcopy, pickle, other passes and other tracers, and dead cod
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,33 +69,46 @@ class StructureInput:
     keys: tuple[Any, ...]
 
 
+class Formula:
+    """An expression over sizes, as torch prints it, made a function once: torch.compile can follow that."""
+
+    def __init__(self, text: str) -> None:
+        known: dict[str, Any] = {"math": math, "torch": torch, "max": max, "min": min}
+        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        self.text = text
+        self.symbols = tuple(sorted(names - known.keys()))
+        self._function = eval(f"lambda {', '.join(self.symbols)}: {text}", known)
+
+    def value(self, sizes: dict[str, int]) -> Any:
+        """The value for these sizes."""
+        return self._function(*[sizes[symbol] for symbol in self.symbols])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Formula, (self.text,)
+
+
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
     """A condition on symbols, as Python, and the line of the model that needs it."""
 
     condition: str
     source: str
+    formula: Formula = dataclasses.field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "formula", Formula(self.condition))
+
+    @property
     def symbols(self) -> tuple[str, ...]:
-        return compile(self.condition, "<guard>", "eval").co_names
+        """The sizes that the condition is about."""
+        return self.formula.symbols
 
     def holds(self, sizes: dict[str, int]) -> bool:
         """Whether the condition is true for these sizes."""
         try:
-            return bool(evaluate(self.condition, sizes))
+            return bool(self.formula.value(sizes))
         except ZeroDivisionError:
             return False
-
-
-def evaluate(expression: str, sizes: dict[str, int]) -> Any:
-    """The value of an expression over sizes, as torch prints them."""
-    return eval(_code(expression), {"math": math, "torch": torch, "max": max, "min": min, **sizes})
-
-
-@functools.cache
-def _code(expression: str) -> Any:
-    return compile(expression, "<guard>", "eval")
 
 
 Input = TensorInput | ConstantInput | NumberInput | StructureInput
@@ -121,6 +135,11 @@ class InputGuard(torch.nn.Module):
         self.decisions = tuple(decisions)
         self.inputs = tuple(inputs)
         self.alternatives = tuple(tuple(guards) for guards in alternatives)
+        self._places = _places(self.inputs)
+        self._formulas = {guard.condition: guard.formula for guards in self.alternatives for guard in guards}
+        self._formulas |= {text: Formula(text) for text in _expressions(self.inputs)}
+        # Made here, because torch.compile cannot.
+        self._words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
 
     def forward(self, **named: Any) -> None:
         """Check the placeholders, given by name."""
@@ -143,42 +162,33 @@ class InputGuard(torch.nn.Module):
                     "Capture again with the value that you need."
                 )
         for subject, size, expression in deferred:
-            wanted = evaluate(expression, sizes)
+            wanted = self._formulas[expression].value(sizes)
             if wanted != size:
                 raise GuardError(
-                    f"{subject} is {size}; it must be {wanted} ({self.origin(expression)}) with the sizes of the "
+                    f"{subject} is {size}; it must be {wanted} ({self._words[expression]}) with the sizes of the "
                     "other inputs."
                 )
         if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
             failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
             raise GuardError(self._explain(failed, sizes))
 
-    def origin(self, expression: str) -> str:
-        """`s0 + 1` as the inputs and dimensions that its symbols stand for."""
-        for symbol in compile(expression, "<guard>", "eval").co_names:
-            for expected in self.inputs:
-                if isinstance(expected, TensorInput) and symbol in expected.shape:
-                    dim = expected.shape.index(symbol)
-                    expression = expression.replace(symbol, f"{describe(expected)}.shape[{dim}]")
-                    break
-                if isinstance(expected, NumberInput) and symbol == expected.value:
-                    expression = expression.replace(symbol, describe(expected))
-                    break
-        return expression
+    def _in_words(self, formula: Formula) -> str:
+        """`s0 + 1` with the inputs and dimensions that its symbols stand for."""
+        return re.sub(r"\b\w+\b", lambda word: self._places.get(word[0], word[0]), formula.text)
 
     def conditions(self) -> list[str]:
         """The guards in words of the inputs, one line each."""
-        return [f"{self.origin(guard.condition)}  # {guard.source}" for guard in self.alternatives[0]]
+        return [f"{self._words[guard.condition]}  # {guard.source}" for guard in self.alternatives[0]]
 
     def _explain(self, guard: SizeGuard, sizes: dict[str, int]) -> str:
         symbols = [symbol for symbol in guard.symbols if symbol in sizes]
-        if len(symbols) != 1:
+        if len(symbols) != 1 or torch.compiler.is_compiling():  # compiled, a size is a symbol
             return (
-                f"sizes {', '.join(f'{self.origin(s)} = {sizes[s]}' for s in symbols)} are outside what the graph "
-                f"was captured for: {self.origin(guard.condition)} (needed by {guard.source})."
+                f"sizes {', '.join(f'{self._places[s]} = {sizes[s]}' for s in symbols)} are outside what the graph "
+                f"was captured for: {self._words[guard.condition]} (needed by {guard.source})."
             )
         (symbol,) = symbols
-        limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self.origin(guard.condition)}"
+        limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self._words[guard.condition]}"
         return f"{self._subject(symbol)} is {sizes[symbol]}; {limit} (needed by {guard.source})."
 
     def _subject(self, symbol: str) -> str:
@@ -235,6 +245,25 @@ def describe(expected: Input) -> str:
 def python_expression(expression: Any) -> str:
     """A sympy expression over sizes as Python source."""
     return str(PythonPrinter().doprint(expression))
+
+
+def _expressions(inputs: Sequence[Input]) -> set[str]:
+    """The expressions in symbols that sizes and numbers among the inputs must equal."""
+    found = [size for i in inputs if isinstance(i, TensorInput) for size in i.shape]
+    found += [i.value for i in inputs if isinstance(i, NumberInput)]
+    return {text for text in found if isinstance(text, str)}
+
+
+def _places(inputs: Sequence[Input]) -> dict[str, str]:
+    """For each symbol the first input, or dimension of one, that it is the size of."""
+    places: dict[str, str] = {}
+    for expected in inputs:
+        if isinstance(expected, NumberInput):
+            places.setdefault(str(expected.value), describe(expected))
+        elif isinstance(expected, TensorInput):
+            for dim, size in enumerate(expected.shape):
+                places.setdefault(str(size), f"{describe(expected)}.shape[{dim}]")
+    return {symbol: place for symbol, place in places.items() if symbol.isidentifier()}
 
 
 # What must equal an expression in sizes that are not known yet: its description, its value and the expression.

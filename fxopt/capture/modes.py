@@ -3,6 +3,9 @@
 A node that switches a mode hands what it found to the node that restores it, so that a captured graph gives
 back the mode of its caller and not the one of the capture. Every function here is known to fx as having
 a side effect: dead code elimination keeps it.
+
+torch.compile follows no `__enter__` and `__exit__` of these contexts that stand alone, but has functions in
+their place, which it puts into its graph; so each function here calls those where it is compiled.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx.node import has_side_effect
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
 
 _thread = threading.local()
 
@@ -31,12 +36,16 @@ def set_grad_enabled(mode: bool) -> bool:
 @has_side_effect
 def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool) -> Any:
     """Enter `torch.autocast`; the result goes to `leave`."""
+    if torch.compiler.is_dynamo_compiling():
+        return _enter_autocast(device_type, dtype, enabled, cache_enabled)
     return _enter(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled))
 
 
 @has_side_effect
 def enter_inference_mode(mode: bool) -> Any:
     """Enter `torch.inference_mode`; the result goes to `leave`."""
+    if torch.compiler.is_dynamo_compiling():
+        return _enter_inference_mode(mode)
     return _enter(torch.inference_mode(mode))
 
 
@@ -44,14 +53,26 @@ def enter_inference_mode(mode: bool) -> Any:
 def enter_sdpa_kernel(backends: list[str], set_priority: bool) -> Any:
     """Enter `torch.nn.attention.sdpa_kernel` with backends by name; the result goes to `leave`."""
     chosen = [getattr(SDPBackend, name) for name in backends]
+    if torch.compiler.is_dynamo_compiling() and not set_priority:
+        previous = _cur_sdpa_kernel_backends()
+        _sdpa_kernel(chosen)
+        return previous
     return _enter(sdpa_kernel(chosen, set_priority))
 
 
 @has_side_effect
 def leave(context: Any) -> None:
     """Leave a context that one of the `enter` functions returned."""
-    _entered().remove(context)
-    context.__exit__(None, None, None)
+    if isinstance(context, list):
+        _sdpa_kernel(context)
+    elif torch.compiler.is_dynamo_compiling() and isinstance(context, torch.autocast):
+        _exit_autocast(context)
+    elif torch.compiler.is_dynamo_compiling() and isinstance(context, torch.inference_mode):
+        _exit_inference_mode(context)
+    else:
+        if context in _entered():  # not there when it was entered inside compiled code
+            _entered().remove(context)
+        context.__exit__(None, None, None)
 
 
 def leave_all(depth: int = 0) -> None:
