@@ -82,7 +82,7 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
             and self.signature in traces(fused)
             and len(node.all_input_nodes) == 1
         ):
-            raise UndoError(f"{self!r} cannot be undone: {node.name} was changed since")
+            raise self.changed(node, data.path)
         if not _is_as_folded(fused, data):
             raise UndoError(
                 f"{self!r} cannot be undone: the folded weights of {data.path} have changed since (by training, "
@@ -92,7 +92,7 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
         layer, norm = _restored(fused, data)
         present = graph_module.get_submodule(data.norm_path) if _has(graph_module, data.norm_path) else None
         if present is not None and not _same_values(present, norm):
-            raise UndoError(f"{self!r} cannot be undone: {data.norm_path} is not the normalization it was")
+            raise self.changed(node, f"{data.norm_path}, which was folded into {data.path},")
         graph.set_module(graph_module, data.path, layer)
         if present is None:
             graph.set_module(graph_module, data.norm_path, norm)

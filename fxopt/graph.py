@@ -10,6 +10,8 @@ import functools
 import inspect
 import itertools
 import operator
+import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -329,6 +331,32 @@ def rank_of(node: Node) -> int | None:
 def _description(node: Node) -> Any:
     value = value_of(node)
     return node.meta.get("tensor_meta") if value is None else value  # that is what fx's ShapeProp writes
+
+
+def module_path(node: Node) -> str:
+    """The module that a node calls or belongs to; empty where the trace does not tell."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def source_line(node: Node) -> str:
+    """`file:line` of the model's code that a node stands for; empty where the trace does not tell."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_TORCH)]
+    return own[-1] if own else ""
+
+
+def place(node: Node) -> str:
+    """A node with its module and its line in the model, as far as they are known, for a message."""
+    path, line = module_path(node), source_line(node)
+    where = [f"in {path}" if path else "", f"from {line}" if line else ""]
+    text = ", ".join(filter(None, where))
+    return f"{node.name} ({text})" if text else node.name
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def split_path(path: str) -> tuple[str, str]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fxopt import graph
 from fxopt.errors import PassError, UndoError
 from fxopt.record import MARKS, ROLES, Step, find_record, make_record
 from fxopt.transformation import ReversibleTransformation, Transformation, steps_of
@@ -71,35 +73,54 @@ class Entry:
     data: Any
 
 
+class Row(NamedTuple):
+    """A site (`reason` is `None`) or a refusal.
+
+    Attributes:
+        node: the name of the node.
+        module: the module that it calls or belongs to; empty where the trace does not tell.
+        reason: why it is left alone.
+        source: `file:line` of the model's code; empty where the trace does not tell.
+    """
+
+    node: str
+    module: str
+    reason: str | None
+    source: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a pass would do to a graph: `str()` gives a table.
 
     Attributes:
         name: the pass.
-        rows: for each site and refusal, in the order of matching: the node, the module that it calls or
-            belongs to, as far as that is known, and the reason for refusing (`None` for a site).
+        rows: the sites and refusals, in the order of matching.
     """
 
     name: str
-    rows: tuple[tuple[str, str, str | None], ...]
+    rows: tuple[Row, ...]
 
     @property
     def sites(self) -> tuple[tuple[str, str], ...]:
         """Node and module of what would be rewritten."""
-        return tuple((node, module) for node, module, reason in self.rows if reason is None)
+        return tuple((row.node, row.module) for row in self.rows if row.reason is None)
 
     @property
     def refusals(self) -> tuple[tuple[str, str, str], ...]:
         """Node, module and reason of what would be left alone."""
-        return tuple((node, module, reason) for node, module, reason in self.rows if reason is not None)
+        return tuple((row.node, row.module, row.reason) for row in self.rows if row.reason is not None)
 
     def __str__(self) -> str:
         head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
-        cells = [(node, module, reason or "rewritten") for node, module, reason in self.rows]
-        widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
-        lines = [f"  {n:{widths[0]}}  {m:{widths[1]}}  {reason}".rstrip() for n, m, reason in cells]
-        return "\n".join([head, *lines])
+        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "rewritten") for r in self.rows]
+        columns = [column for column in zip(*cells, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        lines = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in zip(*columns, strict=True)
+        ]
+        return "\n  ".join([head, *lines])
 
     __repr__ = __str__
 
@@ -131,8 +152,8 @@ class Rewrite(Transformation, Generic[S]):
         """
         rows = []
         for found in self.match(graph_module):
-            reason = found.reason if isinstance(found, Refusal) else None
-            rows.append((found.node.name, _module_path(found.node), reason))
+            node, reason = found.node, found.reason if isinstance(found, Refusal) else None
+            rows.append(Row(node.name, graph.module_path(node), reason, graph.source_line(node)))
         return Explanation(type(self).__name__, tuple(rows))
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -151,11 +172,19 @@ class Rewrite(Transformation, Generic[S]):
                     "rounds; match must not yield what apply made"
                 )
             for site in sites:
-                change = self.apply(graph_module, site)
+                change = self._apply(graph_module, site)
                 for node in change.transformed:
                     self.mark_as_transformed(node)
                 self._keep(graph_module, change)
         return graph_module
+
+    def _apply(self, graph_module: GraphModule, site: S) -> Change:
+        where = graph.place(site.node)
+        try:
+            return self.apply(graph_module, site)
+        except Exception as error:
+            error.add_note(f"{type(self).__name__} was rewriting {where}")
+            raise
 
     def _keep(self, graph_module: GraphModule, change: Change) -> None:
         """A pass that is not reversible keeps nothing."""
@@ -171,6 +200,13 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         Raises:
             UndoError: the site is not as `apply` left it, so that undoing would not be exact.
         """
+
+    def changed(self, node: Node, what: str) -> UndoError:
+        """The error to raise where `what`, at `node`, is not as `apply` left it."""
+        return UndoError(
+            f"{self!r} cannot be undone: {what} was changed since, at {graph.place(node)}. Undo that change "
+            "first, or take a copy from before it"
+        )
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         """Undo all changes of this pass, the last one first.
@@ -264,13 +300,6 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
                 "is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
                 "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
             )
-
-
-def _module_path(node: Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    stack = node.meta.get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _nodes_by_site(graph_module: GraphModule) -> dict[int, list[tuple[str, Node]]]:

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import inspect
 import operator
+import os
 import pickle
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from fxopt import (
     UndoError,
 )
 from fxopt.passes import available
-from fxopt.rewrite import Change, Explanation, Refusal, Rewrite
+from fxopt.rewrite import Change, Explanation, Refusal, Rewrite, Row
 from fxopt.testing import assert_round_trip, randomise
 
 
@@ -81,11 +83,87 @@ class Signs(nn.Module):
 def test_explain_gives_a_table():
     graph_module = torch.fx.symbolic_trace(Signs())
     explanation = Negate().explain(graph_module)
-    assert explanation == Explanation("Negate", (("pos", "", "it works on an input"), ("pos_1", "", None)))
+    assert explanation == Explanation(
+        "Negate", (Row("pos", "", "it works on an input"), Row("pos_1", "", None))
+    )
     assert explanation.sites == (("pos_1", ""),)
     assert explanation.refusals == (("pos", "", "it works on an input"),)
     assert str(explanation) == (
-        "Negate: 1 sites, 1 refused\n  pos      it works on an input\n  pos_1    rewritten"
+        "Negate: 1 sites, 1 refused\n  pos    it works on an input\n  pos_1  rewritten"
+    )
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def traced_by_fx(model):
+    tracer = torch.fx.Tracer()
+    tracer.record_stack_traces = True
+    return torch.fx.GraphModule(model, tracer.trace(model))
+
+
+@pytest.mark.parametrize("trace", [lambda model: fxopt.trace(model, (X,)), traced_by_fx])
+def test_explain_and_errors_give_the_line_of_the_model(trace):
+    row, refusal = (
+        ChangeTrueDivToMulByInverse().explain(trace(Model().eval())).rows[0],
+        FuseBiasInLinear().explain(trace(Hooked())).rows[0],
+    )
+    assert (row.reason, row.source) == (None, line_of(Model.forward, "/ 8"))
+    assert refusal.reason == "the module has hooks (forward_hooks)"
+    assert refusal.source == line_of(Hooked.forward, "self.layer(x)")
+    text = str(FuseBiasInLinear().explain(trace(Hooked())))
+    assert f"  layer  layer  {os.path.basename(refusal.source)}  the module has hooks" in text
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_forward_hook(lambda module, args, output: output)
+
+    def forward(self, x):
+        x = x + 1
+        return self.layer(x)
+
+
+class CannotApply(ChangeTrueDivToMulByInverse):
+    def apply(self, graph_module, site):
+        raise ZeroDivisionError
+
+
+def test_an_error_of_a_pass_names_the_node_and_its_line():
+    with pytest.raises(ZeroDivisionError) as caught:
+        CannotApply()(traced())
+    line = line_of(Model.forward, "/ 8")
+    assert f"CannotApply was rewriting truediv (from {line})" in caught.value.__notes__
+    assert "raised by CannotApply() in transform()" in caught.value.__notes__
+
+
+def test_an_undo_that_is_refused_names_the_node_and_its_line():
+    after = ChangeTrueDivToMulByInverse()(traced())
+    node = ChangeTrueDivToMulByInverse().get_transformed_nodes(after)[0]
+    node.args = (node.args[0], 3)
+    with pytest.raises(UndoError) as caught:
+        ChangeTrueDivToMulByInverse()(after, reverse=True)
+    assert f"truediv was changed since, at truediv (from {line_of(Model.forward, '/ 8')})" in str(
+        caught.value
+    )
+
+
+class WritesAndFails(fxopt.Transformation):
+    def transform(self, graph_module):
+        with torch.no_grad():
+            graph_module.q.weight.mul_(2)
+        raise ValueError
+
+
+def test_an_error_names_the_weights_that_were_written_into():
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        WritesAndFails()(traced())
+    assert any(
+        note.startswith("written into before, and not restored: q.weight.") for note in caught.value.__notes__
     )
 
 

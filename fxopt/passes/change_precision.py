@@ -106,7 +106,10 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         current = {path: graph_module.get_submodule(path) for path in data["modules"]}
         for path, original in data["modules"].items():
             if type(current[path]) is not type(original) or self.signature not in traces(current[path]):
-                raise UndoError(f"{self!r} cannot be undone: {path} was replaced since")
+                raise UndoError(
+                    f"{self!r} cannot be undone: {path} was replaced since. Undo that change first, or take a "
+                    "copy from before it"
+                )
         restored = _restored_tensors(graph_module, data, self.dtype)
         for path, original in _copies(data["modules"], restored).items():
             graph.set_module(graph_module, path, _with_flags(original, current[path]))

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_any
 
 from fxopt import effects, graph
-from fxopt.errors import UndoError
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite
 
 
@@ -87,7 +86,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
         """Make the node the division that it was."""
         node = nodes["node"]
         if node.target is not operator.mul or len(node.args) != 2 or node.args[1] != data["inverse"]:
-            raise UndoError(f"{self!r} cannot be undone: {node.name} was changed since")
+            raise self.changed(node, node.name)
         values = [node.args[0], data["denominator"]]
         node.op, node.target = data["op"], data["target"]
         node.args = tuple(values[: data["args"]])

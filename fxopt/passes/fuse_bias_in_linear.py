@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.errors import UndoError
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
 
 
@@ -92,7 +91,7 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
             and fused.bias is None
         )
         if not as_left:
-            raise UndoError(f"{self!r} cannot be undone: {node.name} or its pad was changed since")
+            raise self.changed(node, "the fused layer or its pad")
         assert isinstance(fused, nn.Linear)
         layer = graph.without_tensors(shell)
         weight, gradients = fused.weight.detach(), fused.weight.requires_grad

@@ -158,7 +158,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         calls = [nodes[str(number)] for number in range(len(parts))]
         merged = graph_module.get_submodule(data["path"])
         if not isinstance(merged, nn.Linear) or not _as_left(node, merged, calls, parts):
-            raise UndoError(f"{self!r} cannot be undone: {node.name} or its slices were changed since")
+            raise self.changed(node, "the merged layer or a slice of it")
         layers = _split(merged, parts)
         graph.remove_module(graph_module, data["path"])
         for part, layer in zip(parts, layers, strict=True):
@@ -213,7 +213,8 @@ def _split(merged: nn.Linear, parts: list[MergedLinear]) -> list[nn.Linear]:
                 if tied.device.type != "meta" and not torch.equal(tied, own):
                     raise UndoError(
                         f"{part.path}.{name} was tied to {parts[number].path}.{other} before they were merged; "
-                        "training has made them differ, so the tie cannot be restored"
+                        "training has made them differ, so the tie cannot be restored: make these parts of the merged "
+                        "weight equal first"
                     )
                 own = tied
             layer._parameters[name] = own

@@ -13,7 +13,6 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.errors import UndoError
 from fxopt.rewrite import TRACE, Change, Refusal, ReversibleRewrite, leave_trace, traces
 
 
@@ -118,11 +117,9 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         paths = [str(node.target) for node in nodes.values()]
         modules = [graph_module.get_submodule(path) for path in paths]
         if any(self.signature not in traces(module) for module in modules):
-            raise UndoError(f"{self!r} cannot be undone: {', '.join(paths)} was replaced since")
+            raise self.changed(nodes["0"], ", ".join(paths))
         if any(len(node.args) != 1 or node.kwargs for node in nodes.values()):
-            raise UndoError(
-                f"{self!r} cannot be undone: the arguments of {', '.join(paths)} were changed since"
-            )
+            raise self.changed(nodes["0"], f"a call of {', '.join(paths)}")
         old = graph.without_tensors(data.shell).train(modules[0].training)
         names = [n for n, m in graph_module.named_modules(remove_duplicate=False) if m is modules[0]]
         for name in names:
@@ -152,7 +149,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         else:
             as_left = (node.op, node.target, len(node.args)) == ("call_module", data.path, 1)
         if not as_left:
-            raise UndoError(f"{self!r} cannot be undone: {node.name} was changed since")
+            raise self.changed(node, node.name)
         (value,) = node.all_input_nodes
         node.op, node.target, args, kwargs = data.before
         node.args, node.kwargs = _mapped(args, kwargs, INPUT, value)

@@ -347,7 +347,7 @@ def test_undo_of_a_changed_site_raises(damage):
             merged.graph.call_function(torch.relu, (node,))
     else:
         merged.fxopt_merged_q_k_v = nn.Linear(8, 21)
-    with pytest.raises(UndoError, match="were changed since"):
+    with pytest.raises(UndoError, match="was changed since"):
         MergeLinears()(merged, reverse=True)
 
 
