@@ -280,6 +280,10 @@ class Capture:
         traced = TracedModule(root, self.graph, type(self.model).__name__)
         traced.config = getattr(self.model, "config", None)
         traced.dtypes_read_at = recorder.dtypes_read_at
+        read = [parameter for parameter in traced.parameters() if parameter.dtype in recorder.dtypes_read_at]
+        if read:
+            smallest = min(read, key=torch.numel)  # the graph keeps it alive
+            traced.read_parameter = smallest, smallest.dtype
         traced.modes_read = recorder.modes_read
         return traced
 

@@ -9,8 +9,10 @@ branch on them then take the branch that needs no data.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch._functorch.apis
 import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
+import torch.utils.checkpoint as checkpointing
 
 from fxopt.capture import modes
 from fxopt.capture.places import is_model_code
@@ -43,6 +46,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _sdpa_kernel(stack, recorder, active)
         _autograd_function(stack, recorder, active)
         _vmap(stack, recorder, active)
+        _checkpointing(stack, recorder, active)
         _queries(stack, recorder, active)
         _refusals(stack, recorder, active)
         yield
@@ -98,6 +102,11 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     is_setup_context_defined: Any = torch.autograd.function._is_setup_context_defined
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if active() and cls is checkpointing.CheckpointFunction:
+            recorder.fail(
+                "the forward calls torch.utils.checkpoint with use_reentrant=True, which a graph cannot hold: "
+                "use_reentrant=False can be captured"
+            )
         bound = original.__get__(None, cls)
         return (
             recorder.call_autograd_function(cls, bound, args, kwargs) if active() else bound(*args, **kwargs)
@@ -131,6 +140,27 @@ def _vmap(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
                 return original(*args, **kwargs)
 
         stack.enter_context(_replaced(torch._functorch.apis, name, vmap))
+
+
+def _checkpointing(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """Record what `torch.utils.checkpoint` runs as if it were called directly: values and gradients are the same."""
+    original: Any = checkpointing._checkpoint_without_reentrant_generator
+
+    def around_forward(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not active():
+            yield from original(*args, **kwargs)
+            return
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        if bound.get("context_fn", checkpointing.noop_context_fn) is not checkpointing.noop_context_fn:
+            recorder.fail("the forward gives torch.utils.checkpoint a context_fn, which a graph cannot hold")
+        warnings.warn(
+            "the graph holds the forward without activation checkpointing: its gradients are the same, "
+            "and it keeps the activations that checkpointing would compute again.",
+            stacklevel=2,
+        )
+        yield
+
+    stack.enter_context(_replaced(checkpointing, "_checkpoint_without_reentrant_generator", around_forward))
 
 
 def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -50,6 +50,8 @@ class TracedModule(torch.fx.GraphModule):
     config: Any
     # Each dtype that the forward read, and where, as `file:line`.
     dtypes_read_at: dict[torch.dtype, str]
+    # A parameter of a dtype that the forward read, with that dtype: the model's `.half()` changes it in place.
+    read_parameter: tuple[torch.nn.Parameter, torch.dtype] | None
     # Each global mode that it read (`grad`, `autocast`), with the answer and where.
     modes_read: dict[str, tuple[bool, str]]
     # Qualified name of each container -> its training flag at capture.
@@ -65,6 +67,7 @@ class TracedModule(torch.fx.GraphModule):
         self.graph = graph
         self.config = None
         self.dtypes_read_at = {}
+        self.read_parameter = None
         self.modes_read = {}
         # A plain module is a container that the capture made; every other module is a layer of the model.
         self.captured_training = {
@@ -75,6 +78,7 @@ class TracedModule(torch.fx.GraphModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_training_mode()
+        self._check_dtype()
         for mode, (captured, where) in self.modes_read.items():
             if modes.is_enabled(mode, self.device.type) != captured:
                 raise GuardError(
@@ -115,6 +119,16 @@ class TracedModule(torch.fx.GraphModule):
                     f"{'training' if flag else 'eval'} mode, which functional dropout and branches of the forward "
                     f"depend on: call .{wanted} first, or capture the model in the mode in which you run it."
                 )
+
+    def _check_dtype(self) -> None:
+        if self.read_parameter is None or self.read_parameter[0].dtype == self.read_parameter[1]:
+            return
+        now, captured = self.read_parameter[0].dtype, self.read_parameter[1]
+        raise GuardError(
+            f"{self.__class__.__name__} was captured in {captured}, which its forward reads at "
+            f"{self.dtypes_read_at[captured]}; its parameters are {now} now. A model shares them with its graph, so "
+            f"that converting one converts both: capture the converted model, or convert a copy.deepcopy of the model."
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         if any(dtype.is_floating_point for dtype in self.dtypes_read_at):
