@@ -112,8 +112,15 @@ class Decisions:
         node = self._sizes.node(self._shape_env.symbolic(expression, kind))
         answer = self._decide(node, kind) if isinstance(node, torch.fx.Node) else node
         if integers:
-            is_so = expression if answer else sympy.Not(expression)
-            self._shape_env.learn(is_so if yes_or_no else sympy.Eq(expression, answer))
+            fact = (
+                sympy.Eq(expression, answer)
+                if not yes_or_no
+                else expression
+                if answer
+                else sympy.Not(expression)
+            )
+            if isinstance(fact, sympy.Rel):
+                self._shape_env.learn(fact)
         return sympy.sympify(answer)
 
     def _decide(self, node: torch.fx.Node, kind: type) -> Any:

@@ -89,8 +89,17 @@ class ExampleRun:
         devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
         with torch.random.fork_rng(devices=devices):
             for node in self._graph.nodes:
-                if node not in self._values:
+                if node in self._values:
+                    continue
+                try:
                     self._values[node] = self._result(node)
+                except TraceError:
+                    raise
+                except Exception as error:  # the model's own, on these values
+                    raise TraceError(
+                        f"the example inputs, on which specialize=True decides, lead to an error at {node.format_node()}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
 
     def _result(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":

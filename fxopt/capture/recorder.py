@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import _side_effectful_functions, has_side_effect
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from fxopt.capture.layers import LayerRunner
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
+from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
 from fxopt.capture.writer import GraphWriter, tensors_in
 from fxopt.errors import TraceError
 
@@ -73,6 +75,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         self._shell = shell
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
         self._layers = LayerRunner()
+        self._tensor_sizes = TensorSizes()
         self._opaque = 0
 
     # --- calls
@@ -117,8 +120,20 @@ class Recorder(PreDispatchTorchFunctionMode):
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
             return None
-        with self._shape_env.in_operator() as questions:
-            result = function(*args, **kwargs)
+        args, kwargs = self._tensor_sizes.given_as_numbers(name, args, kwargs)
+        failure = self._shape_env.failure
+        try:
+            with self._shape_env.in_operator() as questions:
+                result = function(*args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if not holds_sizes(args, kwargs):
+                raise
+            # torch reads sizes that are tensors where no mode sees it; give it the numbers.
+            self._shape_env.failure = failure
+            args, kwargs = with_numbers(args, kwargs, lambda size: self._call(torch.Tensor.item, (size,), {}))
+            return self._call(function, args, kwargs)
+        if function is torch.div:
+            self._tensor_sizes.keep_quotient(result, args, kwargs)
         writing = writes(getattr(function, "__name__", ""))
         if isinstance(result, torch.Tensor) and not writing:
             result = _distinct(result, args, kwargs)

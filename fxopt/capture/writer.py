@@ -284,12 +284,12 @@ class GraphWriter:
         if node.op == "get_attr":
             return f"the tensor {node.target!r} of the model"
         if "stack_trace" not in node.meta:  # it computes with a size, or follows a path into a result
-            sources = [self.origin(source) for source in node.all_input_nodes]
+            sources = [self.origin(source).removeprefix("computed from ") for source in node.all_input_nodes]
             return f"computed from {' and '.join(dict.fromkeys(sources))}"
         module = list(node.meta["nn_module_stack"])[-1:]
         lines = re.findall(r'^ *File "(.*)", line (\d+), ', node.meta["stack_trace"], re.MULTILINE)
         file = ":".join(lines[-1]) if lines else "an unknown place"
-        return f"that of node {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
+        return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
 
     def location(self) -> str:
         """`file:line` of the model's code that runs now."""

@@ -62,10 +62,10 @@ def branch_on_count(self, x):
 @pytest.mark.parametrize(
     ("forward", "line", "origin"),
     [
-        (branch, "`if positive:`", r"node 'gt', made in module 'the root', at .*test_decisions.py:\d+"),
-        (branch_on_input, r"`return x if x\.bool\(\)\.all\(\) else -x`", "node 'all_1'"),
-        (branch_on_number, "`return x if n > 2 else -x`", "node 'item'"),
-        (branch_on_count, r"`return x if found\.shape\[0\] > 2 else -x`", "node 'nonzero'"),
+        (branch, "`if positive:`", r"the result 'gt', made in module 'the root', at .*test_decisions.py:\d+"),
+        (branch_on_input, r"`return x if x\.bool\(\)\.all\(\) else -x`", "the result 'all_1'"),
+        (branch_on_number, "`return x if n > 2 else -x`", "the result 'item'"),
+        (branch_on_count, r"`return x if found\.shape\[0\] > 2 else -x`", "the result 'nonzero'"),
     ],
 )
 def test_a_decision_on_a_value_is_refused_with_its_line_and_origin(forward, line, origin):
@@ -360,3 +360,26 @@ def test_a_forward_that_writes_a_parameter_is_not_run_on_examples():
 def test_an_error_on_the_example_inputs_is_the_model_s():
     with pytest.raises(fxopt.TraceError, match="ValueError: too small"):
         fxopt.trace(module(not_too_small), (X - 1000,), specialize=True)
+
+
+# --- sizes that are tensors
+
+
+def sliced_by_a_tensor(self, x):
+    n = (x[0] > 0).sum()
+    return x[:, :n]
+
+
+def divided_sizes(self, x):
+    half = torch.div(x.shape[0], 2, rounding_mode="trunc")
+    return x[:half], x.new_zeros(half, 3).view(half * 3)
+
+
+@pytest.mark.parametrize("forward", [sliced_by_a_tensor, divided_sizes])
+@pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC},)])
+def test_sizes_that_are_tensors_are_numbers_of_the_graph(forward, free):
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free)
+    assert not checks(gm)
+    rows = [X[:2], torch.cat([X, -X])] if free else []
+    assert not any(right_or_refused(gm, model, X, X.abs(), *rows))
