@@ -112,6 +112,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"vocab(ulary)?_size|vocab_size_", _cap(VOCABULARY)),
     (r"(kv|key_value).*heads?$|heads?_(kv|key_value)$", _cap(2)),
     (r"(num|n|nb).*heads?$|(^|_)heads$|^n_head$|attention_heads", _cap(HEADS)),
+    (r"^rotary_dim$", _cap(HEAD_WIDTH // 2)),
     (r"head_(dim|size|width)|headdim|^d_kv$|^d_head$|(nope|rope|v)_head_dim|qk_.*dim", _cap(HEAD_WIDTH)),
     (r"lora_rank|_rank$", _cap(HEAD_WIDTH)),
     (r"experts?_per_tok|top_?k$|moe_k$|^num_selected", _cap(2)),
@@ -133,7 +134,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
 
 
 def _scales(name: str) -> bool:
-    return re.search(r"^(depths|hidden_sizes|embed_dims|hidden_dims|channels)$", name) is not None
+    return re.search(r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$", name) is not None
 
 
 def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
@@ -141,7 +142,7 @@ def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
         return [min(value, 1) for value in values]
     if re.search(r"heads", name):
         return [max(1, value // values[0]) for value in values]
-    if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths", name):
+    if re.search(r"hidden_sizes|channels|dims?$|embed_dims|embed_dim_per|widths|stem_dims", name):
         return [value if value <= 4 else max(4, value // 4) for value in values]
     if re.search(r"token_id", name):
         return [tokens.small(value) for value in values]
@@ -153,6 +154,7 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
     original = vars(config)
     names = {field.name for field in dataclasses.fields(config)}
     _image(values)
+    _outputs(values, config)
     _layers(values, config, names)
     heads = original.get("num_attention_heads")
     if "num_key_value_heads" in names and original.get("num_key_value_heads") in (heads, None):
@@ -179,7 +181,7 @@ def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -
     """Lists with an item a layer keep one layer of every kind, and the number of layers is theirs."""
     count_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     count = vars(config).get(count_name)
-    if count_name not in values or not isinstance(count, int) or count < 2:
+    if count_name not in values or values[count_name] == count:
         return
     lists = {
         name: value
@@ -188,10 +190,23 @@ def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -
     }
     kinds = [tuple(map(str, items)) for items in zip(*lists.values(), strict=True)] if lists else []
     kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]][:LAYER_KINDS]
-    kept = kept if len(kept) > 1 else [*range(min(LAYERS, count))]
+    kept = kept if len(kept) >= values[count_name] else [*range(values[count_name])]
     values[count_name] = len(kept)
     for name, value in lists.items():
         values[name] = type(value)(value[i] for i in kept)
+
+
+def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """A backbone gives as many feature maps as before, of the layers that it still has."""
+    indices = values.pop("_out_indices", None)
+    values.pop("_out_features", None)
+    layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if indices is None or len(indices) < 2 and max(indices) == len(config.stage_names) - 1:
+        return
+    if values.get(layers) != vars(config).get(layers):
+        values[layers] = max(values[layers], len(indices))
+        indices = [*range(values[layers] + 1)][-len(indices) :]
+    values["out_indices"] = [*indices]
 
 
 def _state_space(values: dict[str, Any]) -> None:

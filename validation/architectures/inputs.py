@@ -19,16 +19,19 @@ Inputs = dict[str, Tensor]
 
 @dataclass
 class Request:
-    """What an input is made from.
-
-    `sizes` are what an override says about dimensions, by the names that the documentation gives them.
-    """
+    """What an input is made from."""
 
     model: nn.Module
     batch: int
     sequence: int
     generator: torch.Generator
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """Sizes of dimensions that an override gives, by the names of the documentation."""
+        sizes: Mapping[str, Any] = self.changes.get("sizes", {})
+        return sizes
 
     @property
     def config(self) -> Any:
@@ -52,6 +55,19 @@ class Request:
         return default
 
 
+    def documented(self, name: str) -> tuple[list[Any], str]:
+        """The dimensions of an input as the forward's docstring names them, and the kind of tensor."""
+        if name in self.changes.get("shapes", {}):
+            return self.changes["shapes"][name], ""
+        text = inspect.getdoc(self.model.forward) or ""
+        found = re.search(rf"\b{re.escape(name)} \(`*([\w.]*)`*,? +of shape `\(+([^`]*?)\)+,?`", text)
+        if found is None:
+            raise LookupError(
+                f"no rule makes input {name!r} of {type(self.model).__name__}, and it has no documented shape"
+            )
+        return [part.strip() for part in found.group(2).split(",") if part.strip()], found.group(1)
+
+
 def _parts(config: Any) -> list[Any]:
     nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(part for child in nested for part in _parts(child))]
@@ -60,33 +76,75 @@ def _parts(config: Any) -> list[Any]:
 def make_inputs(
     model: nn.Module, batch: int, sequence: int, seed: int, changes: Mapping[str, Any] | None = None
 ) -> Inputs:
-    """Every input that the forward requires, its main input, and those that its architecture is about."""
+    """Every input that the forward requires, its main input, and those that its architecture is about.
+
+    `changes` is what an override says: `with` and `without` are names of inputs, `shapes` replaces what the
+    documentation says about their dimensions, and `sizes` gives the sizes of dimensions.
+    """
     changes = changes or {}
-    request = Request(model, batch, sequence, torch.Generator().manual_seed(seed), changes.get("sizes", {}))
+    request = Request(model, batch, sequence, torch.Generator().manual_seed(seed), changes)
     parameters = inspect.signature(model.forward).parameters
+    wanted = _wanted(model, parameters) | {*changes.get("with", ())}
+    wanted -= {*changes.get("without", ())}
+    others = {name: _make(name, request) for name in parameters if name in wanted - _TEXT}
+    text = _text(request, others, wanted & _TEXT & set(parameters))
+    return {name: (others | text)[name] for name in parameters if name in wanted}
+
+
+def _wanted(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
     required = {
         name
         for name, p in parameters.items()
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
     main = getattr(model, "main_input_name", None)
-    wanted = (
-        required | (_WANTED | {main if isinstance(main, str) else "input_ids"}) | {*changes.get("with", ())}
-    )
+    wanted = required | _WANTED | {main if isinstance(main, str) else "input_ids"}
     if "input_ids" not in parameters and "attention_mask" not in required:
         wanted.discard("attention_mask")
-    wanted -= {*changes.get("without", ())}
-    return {name: _make(name, request) for name in parameters if name in wanted}
+    if "pixel_values" in parameters and "pixel_values" in wanted:
+        wanted |= _WITH_PIXELS
+    return wanted & set(parameters)
 
 
+_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids"}
 _WANTED = {"input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "bbox"}
+_WITH_PIXELS = {"image_grid_thw", "image_sizes", "mm_token_type_ids", "spatial_shapes"}
+
+
+def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
+    """Token ids and what goes with them; images have their places before the text."""
+    images = _placeholders(request, others) if "input_ids" in names else 0
+    length = request.sequence + images
+    ids = _tokens(request)
+    image_id = request.read("image_token_id", "image_token_index", default=0)
+    text = {
+        "input_ids": torch.cat([ids.new_full((request.batch, images), image_id), ids], dim=1),
+        "attention_mask": _mask(request.batch, length, padding=request.sequence // 4),
+        "mm_token_type_ids": (torch.arange(length) < images).long().expand(request.batch, length).contiguous(),
+    }
+    return {name: text[name] for name in names}
+
+
+def _placeholders(request: Request, others: Inputs) -> int:
+    """How many tokens an image takes the place of: as many as the model makes features of it."""
+    features = getattr(request.model, "get_image_features", None)
+    if features is None or "pixel_values" not in others:
+        return 0
+    if request.read("image_token_id", "image_token_index") is None:
+        return 0
+    accepted = inspect.signature(features).parameters
+    with torch.no_grad():
+        output = features(**{name: value for name, value in others.items() if name in accepted})
+    output = getattr(output, "pooler_output", output)
+    parts = output if isinstance(output, (list, tuple)) else [output]
+    return sum(part.numel() // part.shape[-1] for part in parts) // request.batch
 
 
 def _make(name: str, request: Request) -> Tensor:
     maker = _MAKERS.get(name)
-    if maker is not None:
+    if maker is not None and name not in request.changes.get("shapes", {}):
         return maker(request)
-    shape, kind = documented(request.model, name)
+    shape, kind = request.documented(name)
     sizes = [_dimension(part, request) for part in shape]
     if "Long" in kind or "Int" in kind or name.endswith(("_ids", "mask")):
         return torch.ones(sizes, dtype=torch.long) if "mask" in name else request.integers(0, 2, *sizes)
@@ -95,19 +153,10 @@ def _make(name: str, request: Request) -> Tensor:
     return request.noise(*sizes)
 
 
-def documented(model: nn.Module, name: str) -> tuple[list[str], str]:
-    """The dimensions of an input as the forward's docstring names them, and the kind of tensor."""
-    text = inspect.getdoc(model.forward) or ""
-    found = re.search(rf"\b{re.escape(name)} \(`*([\w.]*)`*,? +of shape `\(+([^`]*?)\)+,?`", text)
-    if found is None:
-        raise LookupError(
-            f"no rule makes input {name!r} of {type(model).__name__}, and it has no documented shape"
-        )
-    return [part.strip() for part in found.group(2).split(",") if part.strip()], found.group(1)
-
-
-def _dimension(name: str, request: Request) -> int:
+def _dimension(name: str | int, request: Request) -> int:
     """The size of a dimension by the name that the documentation gives it."""
+    if isinstance(name, int):
+        return name
     if name in request.sizes:
         return int(request.sizes[name])
     if name.isdecimal():
@@ -120,6 +169,8 @@ def _dimension(name: str, request: Request) -> int:
         return audio_length(request)
     if "seq" in name or name == "episode_length":
         return request.sequence
+    if name in ("num_images", "num_images_or_videos", "num_tiles", "num_videos"):
+        return request.batch
     if name == "num_channels":
         return int(request.read("num_channels", "in_channels", default=3))
     if name == "num_frames":
@@ -164,15 +215,38 @@ def _tokens(r: Request) -> Tensor:
     return plain[r.integers(0, len(plain), r.batch, r.sequence)]
 
 
-def _mask(r: Request) -> Tensor:
+def _mask(batch: int, length: int, padding: int) -> Tensor:
     """Ones; every row but the first ends in padding."""
-    lengths = r.sequence - (r.sequence // 4) * torch.arange(r.batch).clamp(max=3)
-    return (torch.arange(r.sequence) < lengths[:, None]).long()
+    lengths = length - padding * torch.arange(batch).clamp(max=3)
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+GRID = 4
+"""Patches along height and width of an image that comes as a list of patches."""
+
+
+def _grid(r: Request) -> Tensor:
+    """(time, height, width) of each image, in patches."""
+    return torch.tensor([[1, GRID, GRID]]).repeat(r.batch, 1)
+
+
+def _patches(r: Request) -> Tensor:
+    """Images as a list of flat patches, (patches of all images, values of a patch)."""
+    channels = r.read("in_channels", "in_chans", "num_channels", default=3)
+    depth = r.read("temporal_patch_size", default=1)
+    side = r.read("patch_size")
+    return r.noise(r.batch * GRID * GRID, channels * depth * side * side)
+
+
+def _image_sizes(r: Request) -> Tensor:
+    return torch.tensor([image_size(r)]).repeat(r.batch, 1)
 
 
 def _pixels(r: Request) -> Tensor:
+    if {"image_grid_thw", "grid_thw"} & set(inspect.signature(r.model.forward).parameters):
+        return _patches(r)
     try:
-        shape, _ = documented(r.model, "pixel_values")
+        shape, _ = r.documented("pixel_values")
     except LookupError:
         shape = []
     if len(shape) == 4 and shape[0] == "batch_size":
@@ -182,7 +256,7 @@ def _pixels(r: Request) -> Tensor:
 
 def _audio(r: Request) -> Tensor:
     """Waveforms, with a channel dimension or without, or spectrograms, as documented."""
-    shape, _ = documented(r.model, "input_values")
+    shape, _ = r.documented("input_values")
     sizes = [_dimension(part, r) for part in shape]
     return r.noise(*sizes) if "mel" in shape[-1] else r.noise(*sizes[:-1], audio_length(r))
 
@@ -203,12 +277,14 @@ def _boxes(r: Request) -> Tensor:
 
 
 _MAKERS = {
-    "input_ids": _tokens,
-    "attention_mask": _mask,
+    "bbox": _boxes,
     "decoder_input_ids": _tokens,
-    "qformer_input_ids": _tokens,
-    "pixel_values": _pixels,
+    "grid_thw": _grid,
+    "hidden_states": _patches,
+    "image_grid_thw": _grid,
+    "image_sizes": _image_sizes,
     "input_features": _features,
     "input_values": _audio,
-    "bbox": _boxes,
+    "pixel_values": _pixels,
+    "qformer_input_ids": _tokens,
 }
