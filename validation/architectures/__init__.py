@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.export import Dim
-from transformers import AutoModel, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_MAPPING, MODEL_MAPPING_NAMES
 
 from fxopt.testing import randomise
 from validation.architectures.configs import small_config
@@ -46,7 +46,7 @@ def build(model_type: str, seed: int = 0) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = AutoModel.from_config(config(model_type), dtype=torch.float32)
+        model: nn.Module = _model_class(model_type)._from_config(config(model_type), dtype=torch.float32)
     return randomise(model, seed).eval()
 
 
@@ -86,6 +86,12 @@ def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
         }
         for name, tensor in inputs.items()
     }
+
+
+def _model_class(model_type: str) -> Any:
+    """The class that `AutoModel` takes for a type; of several, the first."""
+    found = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+    return found[0] if isinstance(found, tuple) else found
 
 
 @functools.cache

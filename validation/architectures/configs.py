@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, ResNetConfig, TimmBackboneConfig
 
 VOCABULARY = 256
 """Token ids are below this; special tokens that were above it are counted down from it."""
@@ -77,6 +77,8 @@ _GENERAL = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"is
 
 
 def _small(name: str, value: Any, tokens: Tokens) -> Any:
+    if isinstance(value, TimmBackboneConfig):  # the same network, without the package timm
+        value = ResNetConfig(out_indices=[*range(1, 5)][-len(value.out_indices or [4]) :])
     if isinstance(value, PreTrainedConfig):
         return small_config(value, {}, tokens)
     if isinstance(value, bool):
@@ -110,6 +112,14 @@ def _cap(limit: int) -> Callable[[int], int]:
 _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"token_id$|token_index$|_token$|_idx$|(bos|eos|pad|sep|cls|mask|unk|image|video|audio)_id$", None),
     (r"vocab(ulary)?_size|vocab_size_", _cap(VOCABULARY)),
+    (r"num_encoder_blocks|num_stages", _cap(8)),
+    (r"^window_size$", _cap(2)),
+    (r"num_queries|num_proposals", _cap(8)),
+    (r"mm_tokens_per_image", _cap(4)),
+    (r"upsample_groups", _cap(WIDTH)),
+    (r"num_groups$", _cap(4)),
+    (r"d_ssm$", _cap(2 * WIDTH)),
+    (r"hash.*_vocab$", _cap(VOCABULARY)),
     (r"(kv|key_value).*heads?$|heads?_(kv|key_value)$", _cap(2)),
     (r"(num|n|nb).*heads?$|(^|_)heads$|^n_head$|attention_heads", _cap(HEADS)),
     (r"^rotary_dim$", _cap(HEAD_WIDTH // 2)),
@@ -153,6 +163,9 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
     """Settle what one field asks of another."""
     original = vars(config)
     names = {field.name for field in dataclasses.fields(config)}
+    for name, number in _NEEDED.items():
+        if name in names and original.get(name) is None:
+            values[name] = number
     _image(values)
     _outputs(values, config)
     _layers(values, config, names)
@@ -166,11 +179,15 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
     return values
 
 
+_NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "vocab_size": VOCABULARY}
+"""What some configs leave open although no model of theirs runs without."""
+
+
 def _image(values: dict[str, Any]) -> None:
     """Images are a whole number of patches."""
     patch = values.get("patch_size")
     for name in ("image_size", "img_size", "input_size"):
-        if isinstance(values.get(name), int):
+        if isinstance(values.get(name), int) and values[name] >= IMAGE:
             side = patch if isinstance(patch, int) else 1
             values[name] = side * max(2, IMAGE // side)
         elif isinstance(values.get(name), (list, tuple)):
@@ -204,7 +221,7 @@ def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
     if indices is None or len(indices) < 2 and max(indices) == len(config.stage_names) - 1:
         return
     if values.get(layers) != vars(config).get(layers):
-        values[layers] = max(values[layers], len(indices))
+        values[layers] = max(values.get(layers, LAYERS), len(indices))
         indices = [*range(values[layers] + 1)][-len(indices) :]
     values["out_indices"] = [*indices]
 

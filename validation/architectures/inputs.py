@@ -173,6 +173,8 @@ def _dimension(name: str | int, request: Request) -> int:
         return request.batch
     if name == "num_channels":
         return int(request.read("num_channels", "in_channels", default=3))
+    if "patches" in name:
+        return GRID * GRID
     if name == "num_frames":
         return int(request.read("num_frames", "frames_per_clip", default=2))
     if name in ("channels", "audio_channels"):
@@ -188,7 +190,7 @@ def _dimension(name: str | int, request: Request) -> int:
 
 
 def image_size(r: Request) -> tuple[int, int]:
-    size = r.sizes.get("image_size") or r.read("image_size", "img_size", default=IMAGE)
+    size = r.sizes.get("image_size") or r.read("image_size", "img_size", "input_size", default=IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return int(height), int(width)
 
@@ -230,6 +232,11 @@ def _grid(r: Request) -> Tensor:
     return torch.tensor([[1, GRID, GRID]]).repeat(r.batch, 1)
 
 
+def _spatial_shapes(r: Request) -> Tensor:
+    """(height, width) of each image, in patches."""
+    return torch.tensor([[GRID, GRID]]).repeat(r.batch, 1)
+
+
 def _patches(r: Request) -> Tensor:
     """Images as a list of flat patches, (patches of all images, values of a patch)."""
     channels = r.read("in_channels", "in_chans", "num_channels", default=3)
@@ -248,7 +255,7 @@ def _pixels(r: Request) -> Tensor:
     try:
         shape, _ = r.documented("pixel_values")
     except LookupError:
-        shape = []
+        shape = ["batch_size", "num_channels", "height", "width"]
     if len(shape) == 4 and shape[0] == "batch_size":
         return r.noise(r.batch, r.read("num_channels", "in_channels", default=3), *image_size(r))
     return r.noise(*(_dimension(part, r) for part in shape))
@@ -287,4 +294,5 @@ _MAKERS = {
     "input_values": _audio,
     "pixel_values": _pixels,
     "qformer_input_ids": _tokens,
+    "spatial_shapes": _spatial_shapes,
 }
