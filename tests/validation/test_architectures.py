@@ -20,6 +20,8 @@ DIVERSE = [
     "convnext",
     "hubert",
     "whisper",
+    "llava",
+    "decision_transformer",
     "layoutlm",
 ]
 

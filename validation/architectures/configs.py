@@ -144,7 +144,10 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
 
 
 def _scales(name: str) -> bool:
-    return re.search(r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$", name) is not None
+    return (
+        re.search(r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$", name)
+        is not None
+    )
 
 
 def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
@@ -218,9 +221,9 @@ def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
     indices = values.pop("_out_indices", None)
     values.pop("_out_features", None)
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if indices is None or len(indices) < 2 and max(indices) == len(config.stage_names) - 1:
+    if indices is None or (len(indices) < 2 and max(indices) == len(config.stage_names) - 1):
         return
-    if values.get(layers) != vars(config).get(layers):
+    if layers in values and values[layers] != vars(config).get(layers):
         values[layers] = max(values.get(layers, LAYERS), len(indices))
         indices = [*range(values[layers] + 1)][-len(indices) :]
     values["out_indices"] = [*indices]

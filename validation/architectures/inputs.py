@@ -54,7 +54,6 @@ class Request:
                     return value
         return default
 
-
     def documented(self, name: str) -> tuple[list[Any], str]:
         """The dimensions of an input as the forward's docstring names them, and the kind of tensor."""
         if name in self.changes.get("shapes", {}):
@@ -120,7 +119,10 @@ def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
     text = {
         "input_ids": torch.cat([ids.new_full((request.batch, images), image_id), ids], dim=1),
         "attention_mask": _mask(request.batch, length, padding=request.sequence // 4),
-        "mm_token_type_ids": (torch.arange(length) < images).long().expand(request.batch, length).contiguous(),
+        "mm_token_type_ids": (torch.arange(length) < images)
+        .long()
+        .expand(request.batch, length)
+        .contiguous(),
     }
     return {name: text[name] for name in names}
 
