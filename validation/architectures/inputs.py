@@ -139,7 +139,8 @@ def _placeholders(request: Request, others: Inputs) -> int:
         output = features(**{name: value for name, value in others.items() if name in accepted})
     output = getattr(output, "pooler_output", output)
     parts = output if isinstance(output, (list, tuple)) else [output]
-    return sum(part.numel() // part.shape[-1] for part in parts) // request.batch
+    count: int = sum(part.numel() // part.shape[-1] for part in parts)
+    return count // request.batch
 
 
 def _make(name: str, request: Request) -> Tensor:
