@@ -13,7 +13,7 @@ import sympy
 import torch
 import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
@@ -22,6 +22,7 @@ from fxopt.capture.decisions import Decisions, Settled, settled_by_errors
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
 from fxopt.capture.interception import intercepted
+from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.module import TracedModule
 from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.placeholders import Placeholders
@@ -105,7 +106,7 @@ class Capture:
         self.examples: dict[int, Any] = {}
         self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
         self.shape_env = CaptureShapeEnv()
-        self.fake_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
         self.free = FreeSizes(self.shape_env)
@@ -134,7 +135,7 @@ class Capture:
         if self.specialize:
             example = ExampleRun(self.model, self.layers, self.graph, writer.constants, self.examples)
         decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
-        recorder = Recorder(writer, self.shape_env, shell, decisions)
+        recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions)
         shell.report_to(recorder)
         self.placeholders = Placeholders(
             writer, self.fake_mode, self.shape_env, self.free, self.at_one, self.moving, self.examples
@@ -145,6 +146,9 @@ class Capture:
             )
             for name, value in self.inputs.items()
         }
+        if self.free.dimensions:
+            # The memo of calls is enough; torch's own, of operators, on free sizes costs more than it saves.
+            self.fake_mode.cache_enabled = False
         args, kwargs = _call_arguments(self.model, arguments)
         try:
             self.shape_env.location = writer.location

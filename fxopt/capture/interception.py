@@ -86,6 +86,7 @@ def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         switch(backends, set_priority)
         if active():
+            recorder.memo.forget()  # which backend is chosen decides on the strides of what attention gives
             # Called twice from the frame of one context manager: to enter and to leave.
             block = sys._getframe(1)
             if recorder.entered(block):

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxopt.capture import modes
 from fxopt.capture.canonical import canonical, is_write, property_name, writes
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
-from fxopt.capture.layers import LayerRunner
+from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
@@ -50,6 +50,9 @@ _GRAD_BLOCKS = (
     | {torch.set_grad_enabled.__init__.__code__}
 )
 
+# What an operator asked of the sizes, with the answers.
+Questions = dict[Any, bool]
+
 
 class Recorder(PreDispatchTorchFunctionMode):
     """Records the calls of one forward.
@@ -59,11 +62,17 @@ class Recorder(PreDispatchTorchFunctionMode):
     """
 
     def __init__(
-        self, writer: GraphWriter, shape_env: CaptureShapeEnv, shell: Shell, decisions: Decisions
+        self,
+        writer: GraphWriter,
+        shape_env: CaptureShapeEnv,
+        fake_mode: CaptureFakeMode,
+        shell: Shell,
+        decisions: Decisions,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.writer = writer
         self.decisions = decisions
+        self.memo = CallMemo(fake_mode)
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
         # Where it asked for each dtype, and for a global mode, with the answer.
@@ -74,7 +83,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         self._shape_env = shape_env
         self._shell = shell
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
-        self._layers = LayerRunner()
         self._tensor_sizes = TensorSizes()
         self._opaque = 0
 
@@ -110,10 +118,10 @@ class Recorder(PreDispatchTorchFunctionMode):
             out = kwargs["out"]
             return self._written(out, function, args, {key: kwargs[key] for key in kwargs if key != "out"})
         if _has_inplace_flag(function):
-            call = inspect.signature(function).bind(*args, **kwargs)
-            if call.arguments.get("inplace"):
-                call.arguments["inplace"] = False
-                return self._written(call.arguments["input"], function, call.args, call.kwargs)
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            if bound.arguments.get("inplace"):
+                bound.arguments["inplace"] = False
+                return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
         name = getattr(function, "__name__", "")
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
             return self._read_values(name, function, args, kwargs)
@@ -123,8 +131,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         args, kwargs = self._tensor_sizes.given_as_numbers(name, args, kwargs)
         failure = self._shape_env.failure
         try:
-            with self._shape_env.in_operator() as questions:
-                result = function(*args, **kwargs)
+            result, questions = self._result(function, args, kwargs)
         except GuardOnDataDependentSymNode:
             if not holds_sizes(args, kwargs):
                 raise
@@ -134,14 +141,25 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self._call(function, args, kwargs)
         if function is torch.div:
             self._tensor_sizes.keep_quotient(result, args, kwargs)
-        writing = writes(getattr(function, "__name__", ""))
-        if isinstance(result, torch.Tensor) and not writing:
-            result = _distinct(result, args, kwargs)
-        if self.record(function, args, kwargs, result) and not writing:
+        if self.record(function, args, kwargs, result) and not writes(name):
             self._shape_env.settle_at_one(questions, function, args, kwargs, result)
         else:
             self._shape_env.guard(questions)
         return result
+
+    def _result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Questions]:
+        """What a function gives on fake tensors, and what it has asked of the sizes."""
+        writing = writes(getattr(function, "__name__", ""))
+        call = None if writing else self.memo.function_call(function, args, kwargs)
+        if call is not None and call.known:
+            return call.recall(), {}
+        with self._shape_env.in_operator() as questions:
+            result = function(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and not writing:
+            result = _distinct(result, args, kwargs)
+        if call is not None:
+            call.remember(result)
+        return result, questions
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Write the node for a call that has been made, and say so; a call that only asked a question has none."""
@@ -191,13 +209,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         containers = self.writer.containers
         with self.writer.inside(name, module):
             node_args, node_kwargs = self.writer.arguments(name, args, kwargs)
-        versions = _versions((args, kwargs))
         with self.paused():
             containers.before_call((args, kwargs))
-            with self._shape_env.in_operator() as questions:
-                result = self._layers.run(module, args, kwargs)
-            if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
-                result = _distinct(result, args, kwargs)
+            result, questions = self._layer_result(module, args, kwargs)
             if module.training or containers.any_in((args, kwargs)):
                 self._shape_env.guard(questions)  # a second call would change something
             else:
@@ -206,6 +220,20 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.writer.create("call_module", name, node_args, node_kwargs, result)
             containers.after_call((args, kwargs))
         return result
+
+    def _layer_result(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Questions]:
+        """What a layer gives on fake tensors, and what it has asked of the sizes."""
+        call = self.memo.layer_call(module, args, kwargs)
+        if call is not None and call.known:
+            return call.recall(), {}
+        versions = _versions((args, kwargs))
+        with self._shape_env.in_operator() as questions:
+            result = module._call_impl(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
+            result = _distinct(result, args, kwargs)
+        if call is not None:
+            call.remember(result)
+        return result, questions
 
     def call_container(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module whose own forward is recorded."""
