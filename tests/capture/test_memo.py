@@ -1,0 +1,172 @@
+"""A capture that remembers what calls give is the same as one that makes every call."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fxopt
+from fxopt.capture.memo import CallMemo
+from tests.capture.test_transformers import bert, groupvit, resnet, text
+
+X = torch.randn(4, 4)
+
+
+class Repeats(nn.Module):
+    """The same calls on tensors that differ in one thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x, y):
+        strides = x.relu(), x.t().relu(), x.t().contiguous(), x.contiguous(), y.relu(), y[1].relu()
+        sizes = x[:2].relu(), x[:2].sum(dim=0), x[:2].sum(dim=1), x[0].view(2, 2), x[1].view(2, 2)
+        types = x.add(1), x.long().add(1), x.long().add(1.0), x.bool().add(1), x.bool().add(True)
+        items = [x[i] for i in (0, True, slice(0, 2))] + [x[y > 0], x[0]]
+        with torch.no_grad():
+            frozen = self.dense(x), x * self.dense.weight
+        free = self.dense(x), x * self.dense.weight, self.dense(x.detach()), self.dense(x.t())
+        written = [torch.zeros(4, 4), torch.zeros(4, 4)]
+        views = [zeros.view(-1) for zeros in written]
+        views[1].add_(self.dense.weight.view(-1))
+        parts = *x.split(2), *y.split(2), *x.max(1), *y.max(1)
+        inplace = self.relu(x * 1), self.relu(x * 1)
+        tables = x.clone(), x.clone()
+        rows = [nn.functional.embedding(torch.arange(2), table, max_norm=1.0) for table in tables]
+        versions = [table._version for table in tables]
+        unchanged = torch.atleast_2d(x, x * 2), torch.atleast_2d(x, x * 2), x + 1
+        return (
+            strides,
+            sizes,
+            rows,
+            versions,
+            unchanged,
+            types,
+            items,
+            frozen,
+            free,
+            [zeros * 1 for zeros in written],
+            parts,
+            inplace,
+        )
+
+
+class Layers(nn.Module):
+    """The same layers on the same sizes, but for one setting, and layers that give several tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            [nn.Conv1d(4, 4, 3, padding=p, bias=b) for p, b in [(0, True), (1, True), (1, False), (1, False)]]
+        )
+        self.convolutions[3].weight.requires_grad_(False)
+        self.tables = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4).double()])
+        self.lstms = nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4), nn.LSTM(4, 4, bidirectional=True)])
+
+    def forward(self, x, y):
+        return [layer(x.detach()) for layer in self.convolutions], [
+            *[layer(y) for layer in self.lstms],
+            *[table(torch.arange(4)) for table in self.tables],
+        ]
+
+
+def captured(model, inputs, free):
+    gm = fxopt.trace(model, (), inputs, dynamic_shapes=free)
+    first = {}
+    values = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                memory = first.setdefault(tensor.untyped_storage()._cdata, node.name)
+                sizes = [str(size) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+                values.append((node.name, sizes, tensor.dtype, tensor.requires_grad, memory))
+    return gm.code, values, gm.input_guard.inputs, gm.input_guard.alternatives
+
+
+CASES = {
+    "repeats": (Repeats(), {"x": X, "y": torch.randn(4, 4).t()}, ()),
+    "repeats, free": (Repeats(), {"x": X, "y": torch.randn(4, 4).t()}, (0,)),
+    "layers": (Layers().eval(), {"x": X, "y": X}, ()),
+    "layers, free": (Layers().eval(), {"x": X, "y": X}, (1,)),
+    "layers in training": (Layers().train(), {"x": X, "y": X}, (1,)),
+    "BERT": (bert(), text(3, 7), (0, 1)),
+    "BERT, eager attention": (bert("eager"), text(3, 7), (0, 1)),
+    "BERT in training": (bert().train(), text(3, 7), (0, 1)),
+    "ResNet": (resnet(), {"pixel_values": torch.randn(3, 3, 64, 64)}, (0,)),
+    "GroupViT": (groupvit(), text(3, 7) | {"pixel_values": torch.randn(2, 3, 32, 32)}, (0,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypatch):
+    model, inputs, dimensions = CASES[name]
+    if name == "GroupViT":
+        del inputs["token_type_ids"]
+    free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
+    remembered = captured(model, inputs, free)
+    monkeypatch.setattr(CallMemo, "_call", lambda *args: None)
+    for kept, made in zip(remembered, captured(model, inputs, free), strict=True):
+        assert kept == made
+
+
+def test_calls_are_remembered(monkeypatch):
+    made = []
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(self) or original(self, x))
+    fxopt.trace(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), (X,))
+    assert len(made) == 2  # on the input, and on what depends on parameters
+
+
+def test_tensors_of_another_default_dtype_are_not_remembered():
+    class Zeros(nn.Module):
+        def forward(self, x):
+            dtypes = []
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+                dtypes.append(torch.zeros(2).dtype)
+            return dtypes
+
+    assert fxopt.trace(Zeros(), (X,))(X) == [torch.float32, torch.float64, torch.float32]
+
+
+def test_sizes_that_values_decide_are_new_with_each_call():
+    class Count(nn.Module):
+        def forward(self, x, y):
+            return x.nonzero().shape[0] * x, y.nonzero().shape[0] * y
+
+    gm = fxopt.trace(Count(), (X, X))
+    x, y = torch.eye(4), torch.ones(4, 4)
+    assert all(map(torch.equal, gm(x, y), (4 * x, 16 * y)))
+
+
+def test_attention_is_not_remembered_from_one_backend_to_another():
+    class Attention(nn.Module):
+        def forward(self, x):
+            made = []
+            for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+                with sdpa_kernel(backend):
+                    made.append(nn.functional.scaled_dot_product_attention(x, x, x).stride())
+            return made
+
+    x = torch.randn(2, 4, 3, 8).transpose(1, 2)
+    assert fxopt.trace(Attention(), (x,))(x) == Attention()(x)
+
+
+def test_gradients_that_the_forward_takes_through_remembered_calls():
+    class Gradient(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, x, y):
+            for layer in self.layers:
+                x = layer(x).view(2, 8).view(4, 4) * y
+            return torch.autograd.grad(x.sum(), [y, self.layers[2].weight, self.layers[0].bias])
+
+    model = Gradient()
+    y = torch.randn(4, 4, requires_grad=True)
+    assert all(map(torch.equal, fxopt.trace(model, (X, y))(X, y), model(X, y)))
