@@ -1,6 +1,7 @@
 """fxopt: capture PyTorch models as torch.fx graphs with their modules, and rewrite them reversibly."""
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
+from fxopt.drawing import draw
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
 from fxopt.history import applied, history, undo
 from fxopt.passes.change_precision import ChangePrecision
@@ -38,6 +39,7 @@ __all__ = [
     "UndoError",
     "applied",
     "compose",
+    "draw",
     "history",
     "symbolic_trace",
     "trace",

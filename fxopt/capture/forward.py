@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxopt.capture import metadata
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
 from fxopt.capture.comparison import same_calls
 from fxopt.capture.decisions import Decisions, Settled, settled_by_errors
@@ -281,6 +282,7 @@ class Capture:
         if placeholders:
             with self.graph.inserting_after(placeholders[-1]):
                 self.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
+        metadata.complete(self.graph, f"{type(self.model).__module__}.{type(self.model).__qualname__}")
         traced = TracedModule(root, self.graph, type(self.model).__name__)
         traced.config = getattr(self.model, "config", None)
         traced.dtypes_read_at = recorder.dtypes_read_at
