@@ -182,7 +182,7 @@ def scaled(weight: Tensor, scale: Tensor, dimension: int) -> Tensor:
 def drop_norm(graph_module: GraphModule, node: Node, removable: bool) -> None:
     """Erase a call of a normalization, and the module where `removable` and nothing else calls it."""
     path = str(node.target)
-    graph_module.graph.erase_node(node)
+    graph.erase(node)
     if removable and not graph_module.graph.find_nodes(op="call_module", target=path):
         graph.remove_module(graph_module, path)
 
@@ -282,10 +282,9 @@ def _insert_norm(layer: Node, data: Unfolded) -> None:
     users = list(value.users) if behind else [layer]
     previous = graph.node_between(value, data.previous, users)
     with layer.graph.inserting_after(previous):
-        norm = layer.graph.call_module(data.norm_path, (value,))
+        norm = layer.graph.create_node("call_module", data.norm_path, (value,), name=data.name)
     if data.keyword:
         norm.args, norm.kwargs = (), {data.keyword: value}
-    graph.rename(norm, data.name)
     for user in users:
         user.replace_input_with(value, norm)
     erased = layer.meta.get(_ERASED, ())

@@ -6,6 +6,7 @@ Answers are conservative: what cannot be shown to be harmless is reported as an 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import itertools
@@ -135,9 +136,10 @@ class GraphIndex:
             value: a node whose tensor must not be written in between; without it only mode switches and
                 other unknown side effects count.
         """
-        for position, node, written in self._effects:
-            if not self.position[first] < position < self.position[last]:
-                continue
+        start = bisect.bisect(self._effects, self.position[first], key=lambda effect: effect[0])
+        for position, node, written in itertools.islice(self._effects, start, None):
+            if position >= self.position[last]:
+                break
             if written is None:
                 return f"{node.name} has a side effect between {first.name} and {last.name}"
             if value is not None and any(self.may_alias(value, target) for target in written):
@@ -150,12 +152,18 @@ class GraphIndex:
 
     def written(self, value: Node) -> Node | None:
         """A node that may write into the tensor of `value`, anywhere in the graph."""
+        return self._writers.get(self._alias_sets[value])
+
+    @functools.cached_property
+    def _writers(self) -> dict[int, Node]:
+        """For each set of values that may share memory, the first node that may write into it."""
+        found: dict[int, Node] = {}
         for _, node, targets in self._effects:
             if targets is None:  # a function with an effect of an unknown kind
                 targets = tuple(node.all_input_nodes) if node.op == "call_function" else ()
-            if any(self.may_alias(value, target) for target in targets):
-                return node
-        return None
+            for target in targets:
+                found.setdefault(self._alias_sets[target], node)
+        return found
 
     def may_alias(self, left: Node, right: Node) -> bool:
         """Whether two values may share memory."""
@@ -178,18 +186,24 @@ class GraphIndex:
 
     def writer_of(self, module: nn.Module) -> Node | None:
         """A node that may write into a parameter or buffer of `module`, under whatever name."""
-        node: Node
-        memory = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        tensors = (*module.parameters(), *module.buffers())
+        return next(
+            (self._memory_writers[s] for s in map(_storage, tensors) if s in self._memory_writers), None
+        )
+
+    @functools.cached_property
+    def _memory_writers(self) -> dict[int, Node]:
+        """For the memory of parameters and buffers, the first node that may write into it."""
+        found: dict[int, Node] = {}
         for node in self.nodes:
-            if node.op == "get_attr" and self._memory(node) in memory:
+            if node.op == "get_attr":
                 writer = self.written(node)
                 if writer is not None:
-                    return writer
-            if node.op == "call_module":
-                written = effects.written_parameters(self.module(node))
-                if any(_storage(tensor) in memory for tensor in written):
-                    return node
-        return None
+                    found.setdefault(self._memory(node), writer)
+            elif node.op == "call_module":
+                for tensor in effects.written_parameters(self.module(node)):
+                    found.setdefault(_storage(tensor), node)
+        return found
 
     @functools.cached_property
     def _alias_sets(self) -> dict[Node, int]:
@@ -270,10 +284,18 @@ class GraphIndex:
         return None
 
     def _read_directly(self, path: str) -> str | None:
+        node = self._readers.get(path)
+        return f"{node.name} reads {node.target}" if node else None
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, Node]:
+        """For each path that a node reads, or reads something below of, the first such node."""
+        found: dict[str, Node] = {}
         for node in self._reads:
-            if node.target == path or str(node.target).startswith(path + "."):
-                return f"{node.name} reads {node.target}"
-        return None
+            parts = str(node.target).split(".")
+            for end in range(1, len(parts) + 1):
+                found.setdefault(".".join(parts[:end]), node)
+        return found
 
     def _shared(self, path: str, own: set[str]) -> str | None:
         direct = self._read_directly(path)
@@ -406,19 +428,20 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
     return f"{parent}.{candidate}" if parent else candidate
 
 
-def rename(node: Node, name: str) -> None:
-    """Give a node the name of one that was erased, which fx keeps reserved; not where another node has it."""
-    if node.name != name and all(other.name != name for other in node.graph.nodes):
-        node.name = name
+def erase(node: Node) -> None:
+    """Erase a node and free its name, which fx would keep reserved, so that undo can give it to a node again."""
+    node.graph.erase_node(node)
+    node.graph._graph_namespace._used_names.discard(node.name)
 
 
 def node_between(value: Node, name: str, users: Iterable[Node]) -> Node:
     """The node of this name, where it stands behind `value` and before its `users`; else `value` itself."""
-    if value.name == name:
-        return value
-    named = next((node for node in value.graph.nodes if node.name == name), None)
-    fits = named is not None and value < named and all(named < user for user in users)
-    return named if named is not None and fits else value
+    ends, node = {value.graph._root, *users}, value
+    while node not in ends:
+        if node.name == name:
+            return node
+        node = node.next
+    return value
 
 
 def without_tensors(module: nn.Module) -> nn.Module:

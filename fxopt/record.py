@@ -135,11 +135,14 @@ def restore_marks(graph_module: GraphModule) -> None:
     if [fact.kind for fact in record.facts] != [_kind(node) for node in nodes]:
         return
     namespace = graph_module.graph._graph_namespace
+    # fx's pickle traces the code again, and so renames nodes.
+    renamed = [(n, fact.name) for n, fact in zip(nodes, record.facts, strict=True) if n.name != fact.name]
+    namespace._used_names.difference_update(node.name for node, _ in renamed)
+    for node, name in renamed:
+        namespace.create_name(name, None)  # reserves it
+        node.name = name
     for node, fact in zip(nodes, record.facts, strict=True):
         node.meta.update(fact.meta)
-        if node.name != fact.name:  # fx's pickle traces the code again, and so renames nodes
-            namespace.create_name(fact.name, None)  # reserves it
-            node.name = fact.name
 
 
 def store_marks(graph_module: GraphModule) -> None:

@@ -233,23 +233,28 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
 
     def _revert_all(self, graph_module: GraphModule, own: list[Entry]) -> GraphModule:
         record = find_record(graph_module)
-        found = _nodes_by_site(graph_module) if own else {}
+        if record is None or not own:
+            return graph_module
+        found, standing = _nodes_by_site(graph_module), {entry.site: entry for entry in record.entries}
+        by_module = _entries_by_module(record.entries)
         for entry in reversed(own):
-            assert record is not None
             marked = found.get(entry.site, [])
-            self._check_order(entry, [node for _, node in marked], record.entries)
+            sites = {site for _, node in marked for site, _ in node.meta.get(ROLES, ())}
+            sites.update(other.site for path in entry.modules for other in by_module[path])
+            self._check_order([standing[s] for s in sorted(sites) if s > entry.site and s in standing])
             nodes = self._nodes_of(entry, marked)
             self.revert(graph_module, nodes, entry.data)
             for node in nodes.values():
                 self._forget(node, entry.site)
-            record.entries.remove(entry)
+            del standing[entry.site]
+        record.entries = list(standing.values())
         return graph_module
 
     def _keep(self, graph_module: GraphModule, change: Change) -> None:
         if not self.reversible:
             return
         entries = make_record(graph_module).entries
-        site = 1 + max((entry.site for entry in entries), default=0)
+        site = 1 + entries[-1].site if entries else 1
         for role, node in change.nodes.items():
             node.meta[ROLES] = (*node.meta.get(ROLES, ()), (site, role))
         entries.append(
@@ -271,17 +276,12 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             )
         return found
 
-    def _check_order(self, entry: Entry, nodes: Iterable[Node], entries: list[Entry]) -> None:
-        sites = {site for node in nodes for site, _ in node.meta.get(ROLES, ())}
-        later = [
-            other.name
-            for other in entries[entries.index(entry) + 1 :]
-            if other.site in sites or set(other.modules) & set(entry.modules)
-        ]
-        if later:
+    def _check_order(self, later: Iterable[Entry]) -> None:
+        names = dict.fromkeys(entry.name for entry in reversed(list(later)))
+        if names:
             raise UndoError(
                 f"{self!r} cannot be undone yet: the same place was rewritten since. "
-                f"Undo {', then '.join(dict.fromkeys(reversed(later)))} first"
+                f"Undo {', then '.join(names)} first"
             )
 
     def _forget(self, node: Node, site: int) -> None:
@@ -300,6 +300,14 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
                 "is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
                 "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
             )
+
+
+def _entries_by_module(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        for path in entry.modules:
+            found.setdefault(path, []).append(entry)
+    return found
 
 
 def _nodes_by_site(graph_module: GraphModule) -> dict[int, list[tuple[str, Node]]]:

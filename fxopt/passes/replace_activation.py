@@ -104,7 +104,8 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         for path in site.paths:
             graph.set_module(graph_module, path, new)
         nodes = {str(number): call for number, call in enumerate(site.calls)}
-        data = ModuleCalls(graph.without_tensors(old), tuple(next(iter(c.kwargs), None) for c in site.calls))
+        keywords = tuple(next(iter(call.kwargs), None) for call in site.calls)
+        data = ModuleCalls(graph.without_tensors(old), site.paths, keywords)
         for call in site.calls:  # the new module may have another name for its input
             call.args, call.kwargs = tuple(call.all_input_nodes), {}
         return Change(site.calls, nodes, site.paths, data)
@@ -121,8 +122,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         if any(len(node.args) != 1 or node.kwargs for node in nodes.values()):
             raise self.changed(nodes["0"], f"a call of {', '.join(paths)}")
         old = graph.without_tensors(data.shell).train(modules[0].training)
-        names = [n for n, m in graph_module.named_modules(remove_duplicate=False) if m is modules[0]]
-        for name in names:
+        for name in data.names:
             graph.set_module(graph_module, name, old)
         for node, keyword in zip(nodes.values(), data.keywords, strict=True):
             if keyword:
@@ -211,9 +211,10 @@ INPUT = Input()
 
 @dataclasses.dataclass(frozen=True)
 class ModuleCalls:
-    """What undo needs of the calls of a module: what it was, and the name of the input where it was given."""
+    """What undo needs of the calls of a module: what it was, where, and the name of the input where it was given."""
 
     shell: nn.Module
+    names: tuple[str, ...]
     keywords: tuple[str | None, ...]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from validation.bench.capture import capture
+from validation.bench.passes import passes
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -15,6 +16,7 @@ def main() -> None:
 
 
 app.command()(capture)
+app.command()(passes)
 
 if __name__ == "__main__":
     app()

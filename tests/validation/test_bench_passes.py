@@ -1,0 +1,45 @@
+"""The benchmark of passes: every pass is timed on graphs that it really rewrites, and a missing peer is said."""
+
+import pytest
+from typer.testing import CliRunner
+
+from fxopt import history
+from fxopt.passes import available
+from validation.bench.__main__ import app
+from validation.bench.layered import Convolution, Dense, times, traced
+
+WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_pass_has_work_in_each_layer(name):
+    graph_module = traced(Convolution if "Conv2d" in name else Dense, 3)
+    (step,) = history(available()[name]()(graph_module))
+    assert step.nodes >= 3
+
+
+def test_both_directions_are_timed_at_each_size():
+    found = times({"MergeLinears": available()["MergeLinears"]()}, [1, 2], rounds=1)
+    assert {name: sorted(row) for name, row in found.items()} == {
+        "MergeLinears apply": [1, 2],
+        "MergeLinears undo": [1, 2],
+    }
+    assert all(seconds > 0 for row in found.values() for seconds in row.values())
+
+
+def test_the_table_says_that_the_peer_is_missing():
+    result = CliRunner().invoke(app, ["passes", "--layers", "1,2", "--rounds", "1"], env=WIDE)
+    assert result.exit_code == 0, result.output
+    assert "optimum (not installed)" in result.output
+    assert all(f"{name} apply" in result.output for name in available())
+
+
+def test_a_python_without_the_peer_is_an_error(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no optimum >&2\nexit 1\n")
+    python.chmod(0o755)
+    result = CliRunner().invoke(
+        app, ["passes", "--layers", "1", "--rounds", "1", "--optimum", str(python)], env=WIDE
+    )
+    assert result.exit_code != 0
+    assert "cannot run optimum.fx" in result.output

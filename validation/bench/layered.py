@@ -1,0 +1,72 @@
+"""Models of any number of layers with places for every pass, and how long a pass takes on them.
+
+It needs torch alone, so that it also runs in the environment of a peer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+WIDTH = 8
+"""The number of features: small, so that the work on the graph is what is timed."""
+
+
+class Dense(nn.Module):
+    """Two layers to merge, a division, an activation, and a normalization to fold; a bias in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act, self.norm = nn.GELU(), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) * self.key(x) / 8
+        output: Tensor = self.norm(self.out(self.act(scores)))
+        return output
+
+
+class Convolution(nn.Sequential):
+    """A convolution with a normalization to fold."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))
+
+
+def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
+    """A graph of so many layers, with the shapes and dtypes of its values."""
+    graph_module = torch.fx.symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
+    shape = (2, WIDTH) if kind is Dense else (2, WIDTH, 4, 4)
+    FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
+    return graph_module
+
+
+Times = dict[str, dict[int, float]]
+"""`"<pass> apply"` or `"<pass> undo"` -> number of layers -> seconds."""
+
+
+def times(passes: Mapping[str, Any], layers: list[int], rounds: int) -> Times:
+    """The least time of several rounds for each pass on each number of layers, and for its undo."""
+    found: Times = {}
+    for count in layers:
+        for name, pass_ in passes.items():
+            kind = Convolution if "Conv2d" in name else Dense
+            for _ in range(rounds + 1):  # the first one imports and warms up
+                graph_module = traced(kind, count)
+                runs: dict[str, dict[str, bool]] = {f"{name} apply": {}}
+                if hasattr(pass_, "reverse"):
+                    runs[f"{name} undo"] = {"reverse": True}
+                for run, options in runs.items():
+                    start = time.process_time()
+                    graph_module = pass_(graph_module, **options)
+                    seconds = time.process_time() - start
+                    least = found.setdefault(run, {})
+                    least[count] = min(seconds, least.get(count, seconds))
+    return found
