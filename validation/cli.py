@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,7 @@ from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
 from validation import compare, report, store, trend
+from validation.report import architectures
 
 app = typer.Typer(
     help="What runs of the validation wrote: views, comparisons, history.",
@@ -47,6 +47,7 @@ def compare_command(
     error_factor: Annotated[float, typer.Option(help="An error that grew by more is a regression.")] = 10.0,
     latency_change: Annotated[float, typer.Option(help="So is a latency ratio that rose by more.")] = 0.25,
     share_drop: Annotated[float, typer.Option(help="And an agreement or accuracy that fell by more.")] = 0.02,
+    part: Annotated[bool, typer.Option(help="CURRENT is a part: what it lacks has not vanished.")] = False,
 ) -> None:
     """Says what changed from BASELINE to CURRENT; exit status 1 when something got worse."""
     with _one_line_errors():
@@ -56,6 +57,7 @@ def compare_command(
             error_factor=error_factor,
             latency_change=latency_change,
             share_drop=share_drop,
+            part=part,
         )
     worse = int(changes["regression"].sum())
     if not changes.empty:
@@ -71,13 +73,23 @@ def baseline_command(
     run: Run,
     directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
 ) -> None:
-    """Makes a run the one that others are compared with; refuses a run in which cases failed."""
+    """Makes a run the one that others are compared with; refuses one in which cases failed, unless it is a sweep.
+
+    The baseline of a sweep says what is captured and what is not: it is kept with its page.
+    """
     with _one_line_errors():
         table = store.read_run(run)
-        if failed := int(table["outcome"].isin(compare.FAILING).sum()):
+        sweep = architectures.is_sweep(table)
+        failed = int(table["outcome"].isin(compare.FAILING).sum())
+        if failed and not sweep:
             raise store.ReportError(f"{run}: {failed} cases failed, so that it cannot be a baseline")
-        with store.replacing(directory) as unfinished:
-            shutil.copyfile(store.file_of(run), unfinished / "records.parquet")
+        directory.mkdir(parents=True, exist_ok=True)
+        store.replace(
+            directory / f"{'architectures' if sweep else 'records'}.parquet", store.file_of(run).read_bytes()
+        )
+        if sweep:
+            page = architectures.document(table).encode("utf-8")
+            store.replace(directory / "architectures.md", page)
     typer.echo(f"{directory}: {len(table)} cases of run {table['run'].iloc[0]}")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from validation.records import Outcome
+from validation.records import Check, Outcome
 from validation.store import measurements_of
+from validation.sweep import DEFAULT, FREE, STAGES
 
 # Outcomes, the worst first. What several cases come to together is the first of these that any of them had.
 WORST_FIRST = (
@@ -20,6 +21,7 @@ WORST_FIRST = (
     Outcome.ERROR,
     Outcome.FAIL,
     Outcome.EXPECTED,
+    Outcome.REFUSED,
     Outcome.NO_OP,
     Outcome.PASS,
     Outcome.SKIP,
@@ -42,11 +44,13 @@ def compare(
     error_factor: float = 10.0,
     latency_change: float = 0.25,
     share_drop: float = 0.02,
+    part: bool = False,
 ) -> pd.DataFrame:
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that did not fail and fails now; a model, device
-    or case that has vanished; fewer sites rewritten; an error that grew by more than `error_factor`; a share
+    or case that has vanished, unless `part` says that the later run was of a part; an architecture that fails
+    in an earlier stage, or whose capture asks for more or leaves less free; fewer sites rewritten; an error that grew by more than `error_factor`; a share
     (agreement, cosine, accuracy) that fell by more than `share_drop`; a latency ratio that rose by more than
     the fraction `latency_change` *and* whose confidence interval lies above the earlier one. Latencies from
     different hardware, or under different thread counts, are not compared. The interval knows only the noise
@@ -58,12 +62,15 @@ def compare(
     no rows when nothing changed.
     """
     before, after = baseline.set_index("id", drop=False), current.set_index("id", drop=False)
+    if part:
+        before = before.loc[before.index.intersection(after.index)]
     changes = [*_population(before, after), *_environment(before, after)]
     common = before.index.intersection(after.index)
     names = [name for name in measurements_of(baseline) if name in measurements_of(current)]
     for case in common:
         old, new = before.loc[case].to_dict(), after.loc[case].to_dict()
         changes += _outcome(old, new)
+        changes += _capture(old, new)
         changes += _sites(old, new)
         changes += _error(old, new, names, error_factor)
         for name in filter(functools.partial(_both_finite, old, new), names):
@@ -107,12 +114,28 @@ def _outcome(old: dict[Hashable, Any], new: dict[Hashable, Any]) -> Iterator[tup
         yield worse, "outcome", new["id"], was, now, explanation
 
 
+def _capture(old: dict[Hashable, Any], new: dict[Hashable, Any]) -> Iterator[tuple[Any, ...]]:
+    """What only an architecture has: how far it came, how it was captured, and which sizes are free."""
+    if new["check"] != Check.ARCHITECTURE:
+        return
+    was, now = old["stage"], new["stage"]
+    if was in STAGES and now in STAGES and was != now:
+        worse = STAGES.index(now) < STAGES.index(was)
+        yield worse, "stage", new["id"], was, now, new["reason"]
+    for name, best in (("captured", DEFAULT), ("batch", FREE), ("sequence", FREE)):
+        was, now = old.get(name), new.get(name)
+        if isinstance(was, str) and isinstance(now, str) and was != now:
+            yield was == best, name, new["id"], was, now, f"{was} became {now}"
+
+
 def _sites(old: dict[Hashable, Any], new: dict[Hashable, Any]) -> Iterator[tuple[Any, ...]]:
-    for name, is_worse in (("sites", lambda was, now: now < was), ("refused", lambda was, now: False)):
-        if _both_finite(old, new, name) and old[name] != new[name]:
+    for name in filter(functools.partial(_both_finite, old, new), old):
+        kind, _, pass_ = str(name).partition("_")
+        if kind in ("sites", "refused") and old[name] != new[name]:
             was, now = old[name], new[name]
-            explanation = f"the number of {'sites rewritten' if name == 'sites' else 'sites refused'} changed"
-            yield is_worse(was, now), name, new["id"], f"{was:g}", f"{now:g}", explanation
+            what = f"sites {'rewritten' if kind == 'sites' else 'refused'}{f' by {pass_}' if pass_ else ''}"
+            worse = kind == "sites" and now < was
+            yield worse, kind, new["id"], f"{was:g}", f"{now:g}", f"the number of {what} changed"
 
 
 def _error(
@@ -163,5 +186,6 @@ def _latency(old: dict[Hashable, Any], new: dict[Hashable, Any], change: float) 
         yield slower, "latency", new["id"], *intervals, explanation
 
 
-def _both_finite(old: dict[Hashable, Any], new: dict[Hashable, Any], name: str) -> bool:
-    return all(math.isfinite(row.get(name, math.nan)) for row in (old, new))
+def _both_finite(old: dict[Hashable, Any], new: dict[Hashable, Any], name: Hashable) -> bool:
+    values = [row.get(name, math.nan) for row in (old, new)]
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)

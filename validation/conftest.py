@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import gc
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ import pytest
 import torch
 
 import fxopt.passes
+from fxopt.transformation import Transformation
 from validation import report, store
 from validation.checks.latency import timing_threads
 from validation.gather import Death, Notes, complete, received, send
 from validation.plan import members, plan
 from validation.records import Case, Check, Outcome, Record
 from validation.run import Runner
-from validation.zoo import ZooError, load_zoo
+from validation.sweep import SOURCES, Architecture, architectures
+from validation.zoo import Entry, ZooError, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = pytest.StashKey[dict[str, Case]]()
@@ -34,10 +38,23 @@ MOST_RESTARTS = 200
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fxopt validation")
-    group.addoption("--fx-zoo", type=Path, default=ROOT / "model_zoo.yaml", help="the zoo file")
+    group.addoption(
+        "--fx-zoo",
+        default=str(ROOT / "model_zoo.yaml"),
+        help="the zoo file, or `transformers`: every architecture that it has, small",
+    )
     group.addoption("--fx-device", action="append", help="cpu or cuda, repeatable; default: all there are")
     group.addoption("--fx-pass", action="append", help="only pipelines with this pass, repeatable")
     group.addoption("--fx-tag", action="append", help="only models with this tag, repeatable")
+    group.addoption("--fx-model", action="append", help="only the model of this name, repeatable")
+    group.addoption(
+        "--fx-part", type=_part, default=(1, 1), help="K/N: of the sorted models each Nth, from the Kth on"
+    )
+    group.addoption(
+        "--fx-peer",
+        choices=["torch.export"],
+        help="run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
+    )
     group.addoption(
         "--fx-report-dir", type=Path, default=ROOT / "reports", help="latest/ and history/ are written here"
     )
@@ -45,16 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     passes = {name: cls() for name, cls in fxopt.passes.available().items()}
-    try:
-        zoo = load_zoo(config.getoption("--fx-zoo"), passes)
-    except ZooError as error:
-        raise pytest.UsageError(str(error)) from error
-    tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
     wanted = _chosen(config, "--fx-pass", passes)
     present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     devices = _chosen(config, "--fx-device", present) or present
-    zoo = [entry for entry in zoo if not tags or set(tags) & set(entry.tags)]
-    entries = {entry.name: entry for entry in zoo}
+    zoo = _zoo(config, passes)
+    if wanted and any(isinstance(entry, Architecture) for entry in zoo):
+        raise pytest.UsageError("--fx-pass: an architecture is one case, with every pass in it")
+    entries = {entry.name: entry for entry in zoo if isinstance(entry, Entry)}
     cases = [
         case
         for case in plan(zoo, passes, devices)
@@ -224,6 +238,34 @@ class Gatherer:
 
     def _select(self, ids: Sequence[str]) -> None:
         self._selected = self._selected or [_case_id(nodeid) for nodeid in ids]
+
+
+def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry | Architecture]:
+    """The entries that the options leave."""
+    name = config.getoption("--fx-zoo")
+    peer = config.getoption("--fx-peer") is not None
+    if peer and name not in SOURCES:
+        raise pytest.UsageError(f"--fx-peer: only for the zoos that are built in: {', '.join(SOURCES)}")
+    try:
+        zoo: list[Any] = architectures(name, peer) if name in SOURCES else load_zoo(Path(name), passes)
+    except ZooError as error:
+        raise pytest.UsageError(str(error)) from error
+    tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
+    models = _chosen(config, "--fx-model", {entry.name for entry in zoo})
+    number, count = config.getoption("--fx-part")
+    return [
+        entry
+        for entry in sorted(zoo, key=lambda entry: entry.name)[number - 1 :: count]
+        if (not tags or set(tags) & set(entry.tags)) and (not models or entry.name in models)
+    ]
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`3/10` as numbers."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/10 or 10/10")
+    return int(found[1]), int(found[2])
 
 
 def _chosen(config: pytest.Config, option: str, known: Any) -> list[str]:

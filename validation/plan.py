@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fxopt.transformation import Transformation
 from validation.records import Case, Check
+from validation.sweep import Architecture
 from validation.zoo import Entry
 
 ALL = "all"
@@ -16,8 +17,10 @@ EXACT = "exact"
 """The part of it that preserves the computation."""
 
 
-def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
-    """Every case: each model alone, × each pass, × each ordered pair of passes that have sites in it, × the
+def plan(
+    zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
+) -> list[Case]:
+    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, × each pass, × each ordered pair of passes that have sites in it, × the
     full pipelines `all` and `exact`; on each device.
 
     A pass that the entry says has no sites is planned for its effect alone: that it finds nothing. A pass
@@ -25,6 +28,9 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
     """
     cases = []
     for entry, device in itertools.product(zoo, devices):
+        if isinstance(entry, Architecture):
+            cases.append(Case(entry.name, (), device, Check.ARCHITECTURE))
+            continue
         cases.append(Case(entry.name, (), device, Check.TRACE))
         for pipeline in pipelines(entry, passes):
             cases += [Case(entry.name, pipeline, device, check) for check in checks(entry, pipeline, passes)]

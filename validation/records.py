@@ -16,6 +16,7 @@ class Check(enum.StrEnum):
     EFFECT = "effect"
     ACCURACY = "accuracy"
     LATENCY = "latency"
+    ARCHITECTURE = "architecture"
 
 
 class Outcome(enum.StrEnum):
@@ -25,6 +26,7 @@ class Outcome(enum.StrEnum):
     FAIL = "fail"
     NO_OP = "no-op"  # the pipeline found nothing to rewrite, so there was nothing to compare
     EXPECTED = "expected"  # failed as model_zoo.yaml says it does, with the reason given there
+    REFUSED = "refused"  # fxopt says that it cannot capture the model, and why; nothing wrong came out
     SKIP = "skip"  # not run, with a reason
     ERROR = "error"  # an exception outside the comparison
     TIMEOUT = "timeout"
@@ -55,8 +57,8 @@ class Record:
     """What came of a case.
 
     `stage` is where it ended (`load`, `trace`, `transform`, `compare`, ...), `reason` says in one sentence
-    why the outcome is not `pass`, `measurements` holds numbers under the names that become columns of
-    the report, `refusals` the sites that a pass refused, each as (pass, node, reason).
+    why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
+    columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason).
     """
 
     case: Case
@@ -67,6 +69,7 @@ class Record:
     dtype: str = ""
     measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
     refusals: tuple[tuple[str, str, str], ...] = ()
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data, so that a worker process can send it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +15,25 @@ from fxopt.transformation import Transformation
 from validation import checks
 from validation.compare import FAILING
 from validation.records import Case, Finding, Outcome, Record
-from validation.subject import Subject
+from validation.subject import Staged, Subject
+from validation.sweep import Architecture
 from validation.zoo import Entry
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Runner:
     """Runs cases, and keeps the model of the last one for the next.
 
     Args:
-        zoo: the entries that cases may name.
+        zoo: the entries that cases may name: of a zoo file, or of a sweep.
         passes: the passes that pipelines may name, ready to be applied.
         entered: is told each stage that a case enters, so that it is known even when the process dies.
     """
 
     def __init__(
         self,
-        zoo: Sequence[Entry],
+        zoo: Sequence[Entry | Architecture],
         passes: Mapping[str, Transformation],
         entered: Callable[[Case, str], None] = lambda case, stage: None,
     ) -> None:
@@ -37,7 +41,7 @@ class Runner:
         self._passes = passes
         self._checks = checks.available()
         self._entered = entered
-        self._subject: Subject | None = None
+        self._subject: Subject | Staged[Architecture] | None = None
         self._case: Case | None = None
         self._started = 0.0
 
@@ -45,6 +49,7 @@ class Runner:
         """What came of `case`. Raises only what is no `Exception`: a time-out, an interrupt."""
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
+        subject.measurements, subject.facts = {}, {}
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
@@ -52,7 +57,8 @@ class Runner:
             finding = _finding_of(error, subject.stage)
             self.forget()
         else:
-            subject.enter("compare" if finding.outcome in FAILING else "")
+            if subject.stage == "start":  # else the check has named the stage that it ended in
+                subject.enter("compare" if finding.outcome in FAILING else "")
         return self._record(finding, subject)
 
     def interrupted(self, case: Case, outcome: Outcome, reason: str) -> Record:
@@ -68,11 +74,15 @@ class Runner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _subject_of(self, case: Case) -> Subject:
+    def _subject_of(self, case: Case) -> Subject | Staged[Architecture]:
         subject = self._subject
         if subject is None or (subject.entry.name, subject.device) != (case.model, case.device):
             self.forget()
-            subject = Subject(self._zoo[case.model], case.device, self._passes, self._enter)
+            entry = self._zoo[case.model]
+            if isinstance(entry, Architecture):
+                subject = Staged(entry, case.device, self._passes, self._enter)
+            else:
+                subject = Subject(entry, case.device, self._passes, self._enter)
             self._subject = subject
         return subject
 
@@ -80,20 +90,27 @@ class Runner:
         assert self._case is not None
         self._entered(self._case, stage)
 
-    def _record(self, finding: Finding, subject: Subject) -> Record:
+    def _record(self, finding: Finding, subject: Subject | Staged[Architecture]) -> Record:
         assert self._case is not None
-        known = [f for f in subject.entry.known_failures if f.covers(self._case)]
+        failures = subject.entry.known_failures if isinstance(subject.entry, Entry) else ()
+        known = [failure for failure in failures if failure.covers(self._case)]
         finding = _with_expectation(finding, known[0].reason) if known else finding
         return Record(
             case=self._case,
             outcome=finding.outcome,
             stage=subject.stage,
-            reason=finding.reason,
+            reason=_portable(finding.reason),
             seconds=time.perf_counter() - self._started,
-            dtype="+".join(subject.entry.dtypes),
-            measurements=finding.measurements,
+            dtype=subject.dtype,
+            measurements=subject.measurements | finding.measurements,
             refusals=finding.refusals,
+            facts={name: _portable(text) for name, text in subject.facts.items()},
         )
+
+
+def _portable(text: str) -> str:
+    """The text with the paths of files as they are on every machine: below the package index, or the checkout."""
+    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(ROOT))}/", "", text)
 
 
 def _with_expectation(finding: Finding, reason: str) -> Finding:

@@ -25,7 +25,8 @@ from validation.records import Record
 
 REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
 
-# The columns that every run has. All others are measurements: one float64 column a name.
+# The columns that every run has. All others are measurements, a float64 column a name, and facts, a string
+# column a name.
 COLUMNS: dict[str, pa.DataType] = {
     "id": pa.string(),
     "model": pa.string(),
@@ -103,9 +104,10 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     if len(repeated):
         raise ReportError(f"more than one record of the same case: {', '.join(map(str, repeated))}")
     measured = sorted({name for record in records for name in record.measurements})
-    if clash := [name for name in measured if name in COLUMNS]:
+    stated = sorted({name for record in records for name in record.facts})
+    if clash := [name for name in (*measured, *stated) if name in COLUMNS]:
         raise ReportError(f"measurements may not be called like a column of every run: {', '.join(clash)}")
-    schema = pa.schema(COLUMNS | dict.fromkeys(measured, pa.float64()))
+    schema = pa.schema(COLUMNS | dict.fromkeys(measured, pa.float64()) | dict.fromkeys(stated, pa.string()))
     return pa.Table.from_pylist(rows, schema=schema)
 
 
@@ -135,8 +137,9 @@ def read_run(path: Path) -> pd.DataFrame:
 
 
 def measurements_of(table: pd.DataFrame) -> list[str]:
-    """The names of the measurements of a run: every column that not all runs have."""
-    return [str(name) for name in table.columns if name not in COLUMNS]
+    """The names of the measurements of a run: every column of numbers that not all runs have."""
+    others = [name for name in table.columns if name not in COLUMNS]
+    return [str(name) for name in others if pd.api.types.is_numeric_dtype(table[name])]
 
 
 def write_table(table: pa.Table, directory: Path) -> None:
@@ -151,10 +154,17 @@ def append_history(table: pa.Table, directory: Path) -> Path:
     """Adds the table of a run to the history, one file a run; returns the file."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{table['run'][0].as_py()}.parquet"
-    unfinished = directory / f".{file.name}.unfinished"
-    pq.write_table(table, unfinished)
-    unfinished.replace(file)
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
+    replace(file, buffer.getvalue())
     return file
+
+
+def replace(file: Path, content: bytes) -> None:
+    """Writes a file at once: nobody ever sees a part of it."""
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
 
 
 def history(directory: Path) -> pd.DataFrame:
@@ -230,6 +240,7 @@ def _row(record: Record, run: Run) -> dict[str, object]:
         "device_name": run.devices.get(case.device, ""),
         "threads": run.threads,
         **{name: float(value) for name, value in record.measurements.items()},
+        **record.facts,
     }
 
 

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fxopt.transformation import ReversibleTransformation, Transformation
 from validation import build, plan
 from validation.zoo import Entry
 
+E = TypeVar("E")
 Refusals = tuple[tuple[str, str, str], ...]
 
 
@@ -42,12 +43,16 @@ class Rewritten:
     tampered: tuple[str, ...]
 
 
-class Subject:
-    """A model of the zoo on a device; `entered` is told the name of each stage that begins."""
+class Staged(Generic[E]):
+    """An entry of a zoo on a device; `entered` is told the name of each stage that begins.
+
+    What a check has found so far it may keep in `measurements` and `facts`: the record has it even if the case
+    is thrown out, for example by a time-out.
+    """
 
     def __init__(
         self,
-        entry: Entry,
+        entry: E,
         device: str,
         passes: Mapping[str, Transformation],
         entered: Callable[[str], None] = lambda stage: None,
@@ -55,17 +60,11 @@ class Subject:
         self.entry = entry
         self.device = device
         self.passes = passes
+        self.dtype = ""
         self.stage = ""
+        self.measurements: dict[str, float | int] = {}
+        self.facts: dict[str, str] = {}
         self._entered = entered
-        self._models: dict[torch.dtype, nn.Module] = {}
-        self._outputs: dict[torch.dtype, Any] = {}
-        self._traced: dict[torch.dtype, GraphModule] = {}
-        self._rewritten: dict[tuple[tuple[str, ...], torch.dtype], Rewritten] = {}
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the entry: its own first."""
-        return [getattr(torch, name) for name in self.entry.dtypes]
 
     @contextlib.contextmanager
     def entering(self, stage: str) -> Iterator[None]:
@@ -79,6 +78,29 @@ class Subject:
         """What happens from here on belongs to `stage`."""
         self.stage = stage
         self._entered(stage)
+
+
+class Subject(Staged[Entry]):
+    """A model of the zoo file on a device."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        device: str,
+        passes: Mapping[str, Transformation],
+        entered: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        super().__init__(entry, device, passes, entered)
+        self.dtype = "+".join(entry.dtypes)
+        self._models: dict[torch.dtype, nn.Module] = {}
+        self._outputs: dict[torch.dtype, Any] = {}
+        self._traced: dict[torch.dtype, GraphModule] = {}
+        self._rewritten: dict[tuple[tuple[str, ...], torch.dtype], Rewritten] = {}
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the entry: its own first."""
+        return [getattr(torch, name) for name in self.entry.dtypes]
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The model, in `dtype`."""
@@ -116,9 +138,7 @@ class Subject:
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
         """What `module` returns for `inputs` (those of the entry by default), always under the same seed."""
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            return module(**(self.inputs(dtype) if inputs is None else inputs))
+        return run_seeded(module, self.inputs(dtype) if inputs is None else inputs)
 
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
         """A copy of the graph with the pipeline applied."""
@@ -142,6 +162,13 @@ class Subject:
 
     def _members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
         return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
+
+
+def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    """What `module` returns, without gradients and always under the same seed."""
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return module(**inputs)
 
 
 def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> Rewritten:

@@ -18,5 +18,7 @@ def test_case(case: Case, runner: Runner, record_property: Callable[[str, object
     record_property(*send(record))
     if record.outcome in FAILING:
         pytest.fail(f"{record.outcome} in {record.stage}: {record.reason}", pytrace=False)
-    if record.outcome is Outcome.EXPECTED:
+    if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
         pytest.xfail(record.reason)
+    if record.outcome is Outcome.SKIP:
+        pytest.skip(record.reason)

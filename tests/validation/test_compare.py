@@ -36,7 +36,7 @@ def kinds(table):
 
 def test_every_outcome_has_a_rank():
     assert set(WORST_FIRST) == set(Outcome)
-    fine = {Outcome.PASS, Outcome.NO_OP, Outcome.SKIP, Outcome.EXPECTED}
+    fine = {Outcome.PASS, Outcome.NO_OP, Outcome.SKIP, Outcome.EXPECTED, Outcome.REFUSED}
     assert set(Outcome) - fine == FAILING
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from typing import Any
 
 from validation.records import Check, Finding
-from validation.subject import Subject
 
-Function = Callable[[Subject, tuple[str, ...]], Finding]
+Function = Callable[[Any, tuple[str, ...]], Finding]
 
 
 def available() -> dict[Check, Function]:

@@ -24,27 +24,27 @@ def summary(table: pd.DataFrame) -> str:
     accuracy = tables.accuracy(table)
     stems = file_stems(table["model"].unique())
     pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
-    return _page(
+    return page(
         "# Validation",
         headline(table),
-        _pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
+        pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
-        _pipes(tables.problems(table)) or "None.",
+        pipes(tables.problems(table)) or "None.",
         "## Verdicts",
         LEGEND,
-        _pipes(tables.matrix(single)),
+        pipes(tables.matrix(single)),
         "## Compositions" if len(composed) else "",
-        _pipes(tables.matrix(composed)) if len(composed) else "",
+        pipes(tables.matrix(composed)) if len(composed) else "",
         "## Latency, transformed / original, with 95 % intervals",
-        _pipes(tables.speed(table)) or "Nothing was timed.",
+        pipes(tables.speed(table)) or "Nothing was timed.",
         "## Accuracy" if len(accuracy) else "",
-        _pipes(accuracy),
+        pipes(accuracy),
         "## Cases by outcome",
-        _pipes(tables.counts(table)),
+        pipes(tables.counts(table)),
         "## Skipped, or failed as expected",
-        _pipes(tables.excuses(table)) or "None.",
+        pipes(tables.excuses(table)) or "None.",
         "## Why sites were refused",
-        _pipes(tables.refusals(table)) or "No site was refused.",
+        pipes(tables.refusals(table)) or "No site was refused.",
         "## Models",
         "\n".join(pages),
     )
@@ -53,20 +53,20 @@ def summary(table: pd.DataFrame) -> str:
 def compatibility(table: pd.DataFrame, model: str) -> str:
     """The page of one model: pass × device, each check, refusals, and every measurement."""
     own = table[table["model"] == model]
-    return _page(
+    return page(
         f"# {escape(model)}",
         headline(own),
         LEGEND,
         "## Passes and devices",
-        _pipes(tables.compatibility(table, model)),
+        pipes(tables.compatibility(table, model)),
         "## Checks",
-        _pipes(tables.checks(table, model)),
+        pipes(tables.checks(table, model)),
         "## Failures",
-        _pipes(tables.problems(own)) or "None.",
+        pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
-        _pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
+        pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
         "## Measurements",
-        _pipes(tables.measurements(own)) or "None.",
+        pipes(tables.measurements(own)) or "None.",
     )
 
 
@@ -116,7 +116,7 @@ def file_stems(names: Iterable[str]) -> dict[str, str]:
     return stems
 
 
-def _pipes(table: pd.DataFrame) -> str:
+def pipes(table: pd.DataFrame) -> str:
     """A table in pipes; empty for a table without rows. Outcomes get their mark, numbers align right."""
     if table.empty:
         return ""
@@ -135,5 +135,5 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else escape(value)
 
 
-def _page(*blocks: str) -> str:
+def page(*blocks: str) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from validation.report import tables
+from validation.report import architectures, tables
 
 MOST_REASONS = 20
 
@@ -19,7 +19,9 @@ def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
     lines = [_failure(row) for row in problems.head(MOST_REASONS).to_dict("records")]
     if len(problems) > MOST_REASONS:
         lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
-    counts = tables.counts(table).to_string(index=False)
+    counts = (
+        architectures.summary(table) if architectures.is_sweep(table) else tables.counts(table)
+    ).to_string(index=False)
     return "\n\n".join(filter(None, ["\n".join(lines), counts, "\n".join(map(str, files))]))
 
 

@@ -1,0 +1,308 @@
+"""The sweep: each stage is seen to fail, what is reported is what was found, and parts are fixed and disjoint."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.fx import GraphModule
+
+import fxopt.passes
+from fxopt.capture.module import TracedModule
+from fxopt.transformation import ReversibleTransformation, Transformation
+from tests.validation import sweep_models
+from validation import report, store, sweep
+from validation.compare import compare
+from validation.records import Case, Check, Outcome, Record
+from validation.report import architectures as page
+from validation.run import Runner
+from validation.sweep import DEFAULT, FREE, SPECIALIZE, Architecture, architectures
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSES: dict[str, Transformation] = {
+    name: fxopt.passes.available()[name]() for name in ("ChangeTrueDivToMulByInverse", "ReplaceActivation")
+}
+
+
+def run(name: str, passes: dict[str, Transformation] = PASSES, peer: bool = False) -> Record:
+    entry = Architecture(name, sweep_models, peer)
+    return Runner([entry], passes).run(Case(name, (), "cpu", Check.ARCHITECTURE))
+
+
+class Unchanged(ReversibleTransformation):
+    """Marks the division, and does nothing."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        self.mark_as_transformed(self.division(graph_module))
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        self.mark_as_restored(self.division(graph_module))
+        return graph_module
+
+    def division(self, graph_module: GraphModule) -> Any:
+        return next(node for node in graph_module.graph.nodes if "truediv" in node.name)
+
+
+class Wrong(Unchanged):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        node = self.division(graph_module)
+        node.args = (node.args[0], 7.0000001)
+        return super().transform(graph_module)
+
+
+class WrongAndRough(Wrong):
+    preserves_computation = False
+
+
+class NoWayBack(Wrong):
+    """What it writes is right to the last bit but one; it is still there after the undo."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        node = self.division(graph_module)
+        node.args = (node.args[0], 7.000000000000001)
+        return Unchanged.transform(self, graph_module)
+
+
+def test_what_is_right_passes_every_stage_and_is_measured() -> None:
+    record = run("good", peer=True)
+    assert (record.outcome, record.stage, record.reason, record.dtype) == (Outcome.PASS, "", "", "float64")
+    facts = {"captured": DEFAULT, "refused": "", "batch": FREE, "sequence": FREE}
+    assert record.facts == {**facts, "peer": "right", "peer_reason": "", "peer_sizes": FREE}
+    measured = record.measurements
+    assert (measured["nodes"], measured["modules"]) == (5, 2)
+    assert (measured["sites_ChangeTrueDivToMulByInverse"], measured["sites_ReplaceActivation"]) == (1, 0)
+    assert 0 < measured["trace_seconds"] < record.seconds
+    assert 0 < measured["peer_seconds"] < record.seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "stage", "reason"),
+    [
+        ("unbuilt", Outcome.SKIP, "build", "ValueError: not without a config"),
+        ("unrunnable", Outcome.SKIP, "eager", "RuntimeError: .*"),
+        ("infinite", Outcome.SKIP, "eager", "output is not finite everywhere, .*"),
+        ("unseeded", Outcome.REFUSED, "trace", ".*manual_seed.*"),
+        ("different", Outcome.FAIL, "parity", "output is 1e-07 of its largest value off in float64.*"),
+        (
+            "differentatothersizes",
+            Outcome.FAIL,
+            "other sizes",
+            "with batch 1 and sequence 16, output is .* off .*",
+        ),
+    ],
+)
+def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, reason: str) -> None:
+    record = run(name)
+    assert (record.outcome, record.stage) == (outcome, stage), record.reason
+    assert re.fullmatch(reason, record.reason), record.reason
+
+
+@pytest.mark.parametrize(
+    ("pass_", "outcome", "reason"),
+    [
+        (Unchanged(), Outcome.PASS, ""),
+        (Wrong(), Outcome.FAIL, "after Wrong, output is .* off in float64.*"),
+        (WrongAndRough(), Outcome.FAIL, "WrongAndRough: the round trip is not exact.*"),
+        (NoWayBack(), Outcome.FAIL, "NoWayBack: the round trip is not exact.*"),
+    ],
+)
+def test_a_wrong_pass_is_seen(pass_: Transformation, outcome: Outcome, reason: str) -> None:
+    record = run("good", {"Planted": pass_})
+    assert record.outcome == outcome, record.reason
+    assert re.fullmatch(reason, record.reason), record.reason
+    assert record.stage == ("passes" if reason else "")
+
+
+def test_a_graph_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(module: Any, protocol: Any) -> Any:
+        raise pickle.PicklingError("node 'linear' cannot be pickled")
+
+    monkeypatch.setattr(TracedModule, "__reduce_ex__", reduce)
+    record = run("good")
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "usable")
+    assert record.reason.startswith("PicklingError: node 'linear' cannot be pickled")
+
+
+def test_weights_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TracedModule, "state_dict", lambda module: {})
+    record = run("good")
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "usable")
+    assert "Missing key(s) in state_dict" in record.reason
+
+
+def test_an_error_that_is_not_a_refusal_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("tensor 3")
+
+    monkeypatch.setattr(fxopt, "trace", trace)
+    record = run("good", peer=True)
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "trace")
+    assert record.reason.startswith("KeyError: 'tensor 3', at test_sweep.py:")
+    assert record.facts["peer"] == "right"
+
+
+def test_what_was_found_before_a_failure_is_kept() -> None:
+    record = run("good", {"Unchanged": Unchanged(), "Wrong": Wrong()}, peer=True)
+    assert record.measurements["sites_Unchanged"] == 1
+    assert record.measurements["nodes"] == 5
+    assert record.facts["peer"] == "right"
+
+
+def test_a_branch_on_values_is_captured_with_specialize_alone() -> None:
+    record = run("decides", peer=True)
+    assert (record.outcome, record.facts["captured"]) == (Outcome.PASS, SPECIALIZE), record.reason
+    assert "sweep_models.py" in record.facts["refused"]
+    assert record.facts["peer"] == "failed"
+    assert record.facts["peer_reason"]
+
+
+def test_a_size_that_the_model_or_a_guard_forbids_is_no_failure() -> None:
+    batch, sequence = run("onebatch"), run("onesequence")
+    assert batch.outcome == sequence.outcome == Outcome.PASS
+    assert (batch.facts["batch"], batch.facts["sequence"]) == ("fixed by the model", FREE)
+    assert sequence.facts["batch"] == FREE
+    assert re.match(r"guarded: input 'x', dimension 1 is 21; .*", sequence.facts["sequence"])
+
+
+def test_a_model_that_mixes_dtypes_is_judged_in_its_own() -> None:
+    record = run("single")
+    assert (record.outcome, record.dtype) == (Outcome.PASS, "float32"), record.reason
+
+
+def test_what_the_model_cannot_is_not_asked_of_the_graph() -> None:
+    assert run("parametrized").outcome is Outcome.PASS
+
+
+# --- options and reports -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `pytest validation` over the planted models, in this process; returns the exit status."""
+    monkeypatch.setitem(sweep.SOURCES, "planted", sweep_models.__name__)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    options = ["--fx-device", "cpu", "--fx-report-dir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache"]
+    return lambda *arguments: pytest.main(
+        ["validation", "--fx-zoo", "planted", "-n", "0", *options, *arguments]
+    )
+
+
+def test_a_sweep_is_one_row_an_architecture_and_a_page_that_agrees(harness: Any, tmp_path: Path) -> None:
+    assert harness("--fx-peer", "torch.export") == pytest.ExitCode.TESTS_FAILED
+    table = store.read_run(tmp_path / "architectures")
+    assert sorted(table["model"]) == sweep_models.model_types()
+    text = (tmp_path / "architectures/architectures.md").read_text()
+    for row in table.itertuples():
+        lines = [line for line in text.splitlines() if line.startswith(f"| {row.model} |")]
+        assert lines, row.model
+        said = [outcome for outcome in Outcome for line in lines if f" {outcome} |" in line]
+        assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), row.model
+    assert str(ROOT) not in text
+    numbers = dict(page.summary(table).itertuples(index=False, name=None))
+    assert numbers["architectures"] == "12"
+    assert numbers["run eagerly"] == "9"
+    assert numbers["captured and right with default arguments"] == "55.6 % (5 of 9)"
+    assert numbers["captured and right, with `specialize=True` where that is needed"] == "66.7 % (6 of 9)"
+    assert numbers["past every stage"] == "66.7 % (6 of 9)"
+    assert numbers["wrong without an error"] == "2"
+    assert numbers["batch size free, of those that have one"] == "83.3 % (5 of 6)"
+    for number in numbers.values():
+        assert f"| {number} |" in text
+    assert report.write_views(table, tmp_path / "again")[0].read_text() == text
+
+
+def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:
+    assert harness("--fx-model", "good") == pytest.ExitCode.OK
+    assert store.read_run(tmp_path / "architectures")["model"].tolist() == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fx-model", "goof"], "--fx-model goof: not known"),
+        (["--fx-part", "11/10"], "'11/10' is not a part such as 1/10"),
+        (["--fx-pass", "MergeLinears"], "an architecture is one case"),
+    ],
+)
+def test_an_option_that_makes_no_sense_says_so(
+    harness: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert harness(*arguments) == pytest.ExitCode.USAGE_ERROR
+    assert message in capsys.readouterr().err
+
+
+def test_parts_are_fixed_disjoint_and_together_everything(
+    harness: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = []
+    for number in (1, 3):
+        harness("--collect-only", "-q", "--fx-part", f"{number}/3")
+        parts.append(re.findall(r"\[(\w+)-eager", capsys.readouterr().out))
+    names = sweep_models.model_types()
+    assert parts == [names[0::3], names[2::3]]
+
+
+def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sweep.SOURCES, "planted", "tests.validation.no_such_models")
+    with pytest.raises(sweep.ZooError, match="planted cannot be swept: No module named"):
+        architectures("planted")
+
+
+# --- comparing -----------------------------------------------------------------------------------------
+
+BERT = Case("bert", (), "cpu", Check.ARCHITECTURE)
+LLAMA = Case("llama", (), "cpu", Check.ARCHITECTURE)
+RIGHT = {"captured": DEFAULT, "batch": FREE, "sequence": FREE}
+
+
+def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **facts: str) -> Record:
+    return Record(BERT, outcome, stage, "why", measurements={"sites_A": sites}, facts={**RIGHT, **facts})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        (bert(), bert(), set()),
+        (bert(), bert(Outcome.REFUSED, "trace"), {"outcome"}),
+        (bert(), bert(Outcome.SKIP, "eager"), {"outcome"}),
+        (bert(Outcome.REFUSED, "trace"), bert(Outcome.SKIP, "eager"), {"stage"}),
+        (bert(Outcome.ERROR, "usable"), bert(Outcome.ERROR, "passes"), {"stage"}),
+        (bert(Outcome.REFUSED, "trace"), bert(Outcome.ERROR, "trace"), {"outcome"}),
+        (bert(), bert(captured=SPECIALIZE), {"captured"}),
+        (bert(), bert(batch="guarded: at 3"), {"batch"}),
+        (bert(), bert(sequence="fixed at capture"), {"sequence"}),
+        (bert(), bert(sites=1), {"sites"}),
+        (bert(sites=1), bert(), set()),
+        (bert(Outcome.REFUSED, "trace"), bert(), set()),
+        (bert(Outcome.SKIP, "eager"), bert(Outcome.REFUSED, "trace"), set()),
+        (bert(captured=SPECIALIZE, batch="fixed by the model"), bert(), set()),
+    ],
+)
+def test_an_architecture_that_gets_worse_is_a_regression(
+    before: Record, after: Record, kinds: set[str], run: store.Run, tmp_path: Path
+) -> None:
+    changes = changed([before], [after], run, tmp_path)
+    assert set(changes.loc[changes["regression"].astype(bool), "kind"]) == kinds, changes.to_string()
+
+
+def test_what_a_part_lacks_has_not_vanished(run: store.Run, tmp_path: Path) -> None:
+    before, after = [bert(), Record(LLAMA, Outcome.PASS)], [bert()]
+    assert changed(before, after, run, tmp_path, part=True).empty
+    assert changed(before, after, run, tmp_path)["regression"].all()
+    worse = changed(before, [bert(Outcome.FAIL, "parity")], run, tmp_path, part=True)
+    assert worse["id"].tolist() == [BERT.id]
+
+
+def changed(before: list[Record], after: list[Record], run: store.Run, folder: Path, **options: bool) -> Any:
+    tables = []
+    for records in (before, after):
+        store.write_table(store.table_of(records, run), folder)
+        tables.append(store.read_run(folder))
+    return compare(*tables, **options)

@@ -1,0 +1,293 @@
+"""Architecture: one model through every stage from being built to its graph being used; the first failure ends it.
+
+The model is judged in float64, with its batch and sequence sizes free: a right graph agrees there to 1e-9. Where
+a model computes in an explicit float32 and mixes the two, it is judged in float32. In its own dtype, float32, it
+is captured once more at fixed sizes, for the passes that approximate.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fxopt
+from fxopt.errors import GuardError, TraceError
+from fxopt.testing import assert_round_trip, compare
+from fxopt.transformation import ReversibleTransformation, Transformation
+from validation.comparison import not_finite
+from validation.records import Finding, Outcome
+from validation.subject import Staged, run_seeded
+from validation.sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, Architecture, Source
+
+ATTEMPTS: Mapping[str, dict[str, Any]] = {DEFAULT: {}, SPECIALIZE: {"specialize": True}}
+"""How capture is tried, one after the other, until it does not raise `TraceError`."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""How well a right graph agrees, relative to the largest value of each tensor."""
+
+BATCH, SEQUENCE = 2, 16
+OTHER_SIZES = {"batch": ((3, SEQUENCE), (1, SEQUENCE)), "sequence": ((BATCH, 21), (BATCH, 5))}
+"""Where a graph is run besides the sizes it was captured at, as (batch, sequence)."""
+
+Subject = Staged[Architecture]
+
+
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Take the model through the stages, and torch.export beside it if the entry says so."""
+    try:
+        own, wide = _samples(subject)
+        subject.dtype = str(wide.dtype).removeprefix("torch.")
+        failure: Exception | None = None
+        try:
+            _capture_and_use(subject, own, wide)
+        except Exception as error:  # raised again below: the peer has its turn whatever happened
+            failure = error
+        if subject.entry.peer:
+            with subject.entering("torch.export"):
+                _export(subject, wide)
+        if failure is not None:
+            raise failure
+    except _Verdict as verdict:
+        return Finding(verdict.outcome, verdict.reason)
+    return Finding()
+
+
+class _Verdict(Exception):
+    """A stage has come to an end that is no error of the harness."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.reason = reason
+
+
+@dataclasses.dataclass
+class _Sample:
+    """A model in one dtype, with inputs that are fresh at every call."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    device: str
+    source: Source
+
+    def inputs(self, batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
+        made = self.source.example_inputs(self.model, batch, sequence)
+        return {name: value.to(self.device, copy=True) for name, value in made.items()}
+
+    def free(self) -> dict[str, dict[int, Any]] | None:
+        """The dimensions that are free, if there are any."""
+        free = self.source.free_dimensions(self.model)
+        return free if any(free.values()) else None
+
+    def run(self, module: nn.Module, batch: int = BATCH, sequence: int = SEQUENCE) -> Any:
+        return run_seeded(module, self.inputs(batch, sequence))
+
+
+def _samples(subject: Subject) -> tuple[_Sample, _Sample]:
+    """The model in its own dtype and in the one in which it is judged; `skip` if it does not run eagerly."""
+    entry = subject.entry
+    with subject.entering("build"):
+        try:
+            model = entry.source.build(entry.name).to(subject.device)
+        except Exception as error:  # a model that cannot be built says nothing about its capture
+            raise _Verdict(Outcome.SKIP, _text(error)) from error
+    with subject.entering("eager"):
+        own = _Sample(model, torch.float32, subject.device, entry.source)
+        try:
+            output = own.run(model)
+        except Exception as error:  # nor does one that does not run
+            raise _Verdict(Outcome.SKIP, _text(error)) from error
+        if where := not_finite(output):
+            raise _Verdict(Outcome.SKIP, f"{where} is not finite everywhere, so that nothing would be proved")
+        wide = _Sample(copy.deepcopy(model).double(), torch.float64, subject.device, entry.source)
+        try:
+            wide.run(wide.model)
+        except Exception:  # it mixes dtypes: whatever that raises, it is judged in its own
+            wide = own
+    return own, wide
+
+
+def _capture_and_use(subject: Subject, own: _Sample, wide: _Sample) -> None:
+    with subject.entering("trace"):
+        traced, options = _traced(subject, wide)
+        traced_own = traced if own is wide else fxopt.trace(own.model, kwargs=own.inputs(), **options)
+    with subject.entering("parity"):
+        for sample, graph in {own.dtype: (own, traced_own), wide.dtype: (wide, traced)}.values():
+            _agree(sample.run(sample.model), sample.run(graph), sample.dtype)
+    with subject.entering("other sizes"):
+        for name, sizes in OTHER_SIZES.items():
+            if name not in subject.facts:
+                subject.facts[name] = _other_sizes(wide, traced, sizes)
+    with subject.entering("passes"):
+        for name, pass_ in subject.passes.items():
+            sample, graph = (wide, traced) if pass_.preserves_computation else (own, traced_own)
+            subject.measurements[f"sites_{name}"] = _sites(pass_, sample, graph)
+    with subject.entering("usable"):
+        _use(wide, traced)
+
+
+def _traced(subject: Subject, sample: _Sample) -> tuple[GraphModule, dict[str, Any]]:
+    """The graph with free sizes, else with fixed ones, from the first attempt that succeeds, and how it was made."""
+    free = sample.free()
+    refusals: list[str] = []
+    for attempt, options in ATTEMPTS.items():
+        for dimensions in (free, None) if free else (None,):
+            inputs, started = sample.inputs(), time.process_time()
+            try:
+                traced = fxopt.trace(sample.model, kwargs=inputs, dynamic_shapes=dimensions, **options)
+            except TraceError as error:
+                refusals.append(_text(error))
+                continue
+            subject.measurements |= {
+                "trace_seconds": time.process_time() - started,
+                "nodes": len(traced.graph.nodes),
+                "modules": len({n.target for n in traced.graph.nodes if n.op == "call_module"}),
+            }
+            subject.facts |= {"captured": attempt, "refused": refusals[0] if refusals else ""}
+            if free and not dimensions:
+                subject.facts |= dict.fromkeys(OTHER_SIZES, FIXED)
+            return traced, options
+    raise _Verdict(Outcome.REFUSED, refusals[0])
+
+
+def _other_sizes(sample: _Sample, graph: GraphModule, sizes: tuple[tuple[int, int], ...]) -> str:
+    """Whether a dimension is free in the graph, or what forbids it; wrong results are a failure."""
+    shapes = {name: value.shape for name, value in sample.inputs().items()}
+    found = []
+    for batch, sequence in sizes:
+        try:
+            inputs = sample.inputs(batch, sequence)
+            if {name: value.shape for name, value in inputs.items()} == shapes:
+                return NONE
+            expected = run_seeded(sample.model, inputs)
+        except Exception:  # whatever it raises, the model itself does not take this size
+            found.append("fixed by the model")
+            continue
+        try:
+            actual = sample.run(graph, batch, sequence)
+        except GuardError as error:
+            return f"guarded: {_text(error)}"
+        _agree(expected, actual, sample.dtype, f"with batch {batch} and sequence {sequence}, ")
+        found.append(FREE)
+    return (
+        FREE if FREE in found else found[0]
+    )  # what is free at one size the model itself may forbid at the other
+
+
+def _sites(pass_: Transformation, sample: _Sample, graph: GraphModule) -> int:
+    """How many sites the pass rewrites in a copy of the graph: rightly, and back again if it can be undone."""
+    name = type(pass_).__name__
+    module = pass_(copy.deepcopy(graph))
+    sites = len(pass_.get_transformed_nodes(module))
+    if not sites:
+        return 0
+    expected, actual = sample.run(sample.model), sample.run(module)
+    if pass_.preserves_computation:
+        _agree(expected, actual, sample.dtype, f"after {name}, ")
+    else:
+        _agree(expected, actual, None, f"after {name}, ")
+    if isinstance(pass_, ReversibleTransformation):
+        try:
+            assert_round_trip(graph, pass_(module, reverse=True))
+        except AssertionError as error:
+            raise _Verdict(Outcome.FAIL, f"{name}: {_text(error)}") from error
+    return sites
+
+
+def _use(sample: _Sample, graph: GraphModule) -> None:
+    """What people do with a module: copy, pickle, move, and exchange weights with the model."""
+    expected = sample.run(graph)
+    copied = copy.deepcopy(graph)
+    copies = {"deepcopy": copied}
+    if _can_be_pickled(sample.model):
+        copies["pickle"] = pickle.loads(pickle.dumps(graph))
+    for way, module in copies.items():
+        if module.code != graph.code:
+            raise _Verdict(Outcome.FAIL, f"{way} changes the code of the graph")
+        _agree(expected, sample.run(module), sample.dtype, f"after {way}, ")
+    copied.to("meta")
+    if left := [name for name, tensor in _tensors(copied) if tensor.device.type != "meta"]:
+        raise _Verdict(Outcome.FAIL, f"after .to('meta'), {left[0]} is not on that device")
+    if moved := [name for name, tensor in _tensors(graph) if tensor.device.type == "meta"]:
+        raise _Verdict(Outcome.FAIL, f".to('meta') of a copy moves {moved[0]} of the graph itself")
+    graph.load_state_dict(sample.model.state_dict(), strict=True)
+    sample.model.load_state_dict(graph.state_dict(), strict=True)
+
+
+def _can_be_pickled(model: nn.Module) -> bool:
+    """Not asked of a graph is what the model itself cannot: parametrized layers forbid it, for example."""
+    try:
+        pickle.dumps(model)
+    except Exception:  # pickling runs the code of every object in it
+        return False
+    return True
+
+
+def _export(subject: Subject, sample: _Sample) -> None:
+    """What `torch.export` makes of the same model and inputs: `right`, `wrong` or `failed`."""
+    free = sample.free()
+    reason = ""
+    for dimensions in (free, None) if free else (None,):
+        inputs, started = sample.inputs(), time.process_time()
+        try:
+            exported = torch.export.export(
+                sample.model, (), inputs, dynamic_shapes=dimensions, strict=False
+            ).module()
+            subject.measurements["peer_seconds"] = time.process_time() - started
+            actual = sample.run(exported)
+        except Exception as error:  # whatever it raises, it has not captured the model
+            reason = reason or _text(error)
+            continue
+        subject.facts["peer_sizes"] = FREE if dimensions else FIXED
+        try:
+            _agree(sample.run(sample.model), actual, sample.dtype)
+        except _Verdict as verdict:
+            subject.facts |= {"peer": "wrong", "peer_reason": verdict.reason}
+        else:
+            subject.facts |= {"peer": "right", "peer_reason": reason}
+        return
+    subject.facts |= {"peer": "failed", "peer_reason": reason}
+
+
+def _agree(expected: Any, actual: Any, dtype: torch.dtype | None, where: str = "") -> None:
+    """Raise `fail` unless both have the same form and, to the tolerance of `dtype`, the same values."""
+    try:
+        difference = compare(expected, actual)
+    except AssertionError as error:
+        raise _Verdict(Outcome.FAIL, f"{where}{_text(error)}") from error
+    if type(expected) is not type(actual):
+        raise _Verdict(
+            Outcome.FAIL,
+            f"{where}it returns a {type(actual).__name__}, the model a {type(expected).__name__}",
+        )
+    if dtype is None:
+        if hidden := not_finite(actual):
+            raise _Verdict(Outcome.FAIL, f"{where}{hidden} is not finite everywhere")
+    elif not difference.max_rel <= TOLERANCE[dtype]:
+        raise _Verdict(
+            Outcome.FAIL,
+            f"{where}{difference.where} is {difference.max_rel:.3g} of its largest value off in "
+            f"{str(dtype).removeprefix('torch.')}, more than {TOLERANCE[dtype]:.0e}",
+        )
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _text(error: Exception) -> str:
+    """An error of this package as it is, another with its type, on one line."""
+    text = " ".join(str(error).split())
+    return (
+        text
+        if isinstance(error, TraceError | GuardError | AssertionError)
+        else f"{type(error).__name__}: {text}"
+    )

@@ -1,0 +1,123 @@
+"""The page of a sweep: how many architectures are captured and right, and a line for each."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from validation.records import Check, Outcome
+from validation.report import tables
+from validation.report.markdown import page, pipes
+from validation.sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
+
+INTRODUCTION = f"""\
+Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \
+and taken through the stages {", ".join(STAGES)}. It is held against the model itself, in float64.
+
+"Captured and right" is what gets past *other sizes*: the graph gives what the model gives, at the sizes of the \
+capture and at others, or refuses these with a reason. `torch.export(strict=False)` had the same models and inputs, \
+also with free sizes first and with fixed ones where that failed; it is "right" if it gives what the model gives at \
+the sizes of the capture. Times are of the processor."""
+
+LINE = """\
+Under the name of a pass are the sites that it rewrote; each was compared, and undone where it can be. `stage` is \
+where the architecture failed; a dash says that it did not."""
+
+
+def is_sweep(table: pd.DataFrame) -> bool:
+    """Whether the run was a sweep."""
+    return bool((table["check"] == Check.ARCHITECTURE).all())
+
+
+def document(table: pd.DataFrame) -> str:
+    """The page: the numbers, then what is not captured and why, then what is limited, then all lines."""
+    rows = _lines(table)
+    missed = rows[rows["runs"] & ~rows["right"]]
+    later = rows[rows["right"] & (rows["outcome"] != Outcome.PASS)]
+    decided = rows[rows["right"] & (rows["captured"] == SPECIALIZE)]
+    limited = rows[rows["right"] & ~(rows["batch"].isin([FREE, NONE]) & rows["sequence"].isin([FREE, NONE]))]
+    ahead = rows[rows["right"] & rows["peer"].isin(["wrong", "failed"])]
+    silent = rows[~rows["runs"]]
+    verdict = ["architecture", "outcome", "stage", "reason"]
+    return page(
+        "# Architectures of transformers",
+        INTRODUCTION,
+        pipes(summary(table)),
+        pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
+        *_section("Not captured, or not right", missed[[*verdict, "peer"]]),
+        *_section("Captured and right, but a pass or a use of the graph fails", later[verdict]),
+        *_section("Captured with `specialize=True` alone", decided[["architecture", "refused"]]),
+        *_section("With sizes that are not free", limited[["architecture", "batch", "sequence"]]),
+        *_section("Where torch.export fails", ahead[["architecture", "peer", "peer_reason"]]),
+        *_section("Captured and right", _details(rows[rows["right"]]), LINE),
+        *_section("Not run: the model itself does not", silent[["architecture", "stage", "reason"]]),
+    )
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """The numbers of a sweep: how many architectures run, are captured, and what torch.export makes of them."""
+    rows = _lines(table)
+    ran = rows[rows["runs"]]
+    right = ran[ran["right"]]
+    numbers = {
+        "architectures": f"{len(rows):,}",
+        "run eagerly": f"{len(ran):,}",
+        "captured and right with default arguments": _of(right["captured"] == DEFAULT, ran),
+        "captured and right, with `specialize=True` where that is needed": _of(ran["right"], ran),
+        "past every stage": _of(ran["outcome"] == Outcome.PASS, ran),
+        "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
+    }
+    for name in ("batch", "sequence"):
+        having = right[right[name] != NONE]
+        numbers[f"{name} size free, of those that have one"] = _of(having[name] == FREE, having)
+    if (ran["peer"] != "").any():
+        both = right[(right["peer"] == "right") & (right["batch"] != FIXED) & (right["peer_sizes"] == FREE)]
+        ratio = (both["trace_seconds"] / both["peer_seconds"]).median()
+        numbers |= {
+            "torch.export: captured and right": _of(ran["peer"] == "right", ran),
+            "torch.export: wrong without an error": f"{(ran['peer'] == 'wrong').sum():,}",
+            "time to capture, fxopt / torch.export": f"{ratio:.2f}, median of {len(both):,} with free sizes in both",
+        }
+    return pd.DataFrame(numbers.items(), columns=["of this sweep", ""])
+
+
+def _lines(table: pd.DataFrame) -> pd.DataFrame:
+    """The table of the run with every fact, and what follows from the outcome."""
+    stage = table["stage"]
+    facts = {name: table.get(name, pd.Series("", table.index)).fillna("") for name in FACTS}
+    past = [name for name in STAGES if STAGES.index(name) > STAGES.index("other sizes")]
+    return table.assign(
+        **facts,
+        architecture=table["model"],
+        runs=table["outcome"] != Outcome.SKIP,
+        right=(table["outcome"] == Outcome.PASS) | ((table["outcome"] != Outcome.SKIP) & stage.isin(past)),
+    )
+
+
+FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
+
+
+def _details(rows: pd.DataFrame) -> pd.DataFrame:
+    sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
+    seconds = [name for name in ("trace_seconds", "peer_seconds") if name in rows]
+    view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
+    for name in ("nodes", "modules", *sites, *seconds):
+        view[tables.heading(name).removeprefix("sites ")] = [
+            tables.shown(name, value) for value in rows[name]
+        ]
+    return view.assign(peer=rows["peer"].replace("", tables.ABSENT))
+
+
+def _section(title: str, rows: pd.DataFrame, text: str = "") -> list[str]:
+    headings = {
+        "refused": "reason",
+        "peer": "torch.export",
+        "peer_reason": "reason",
+        "peer (s)": "torch.export (s)",
+    }
+    return [f"## {title}: {len(rows):,}", text, pipes(rows.rename(columns=headings)) or "None."]
+
+
+def _of(chosen: pd.Series[bool], rows: pd.DataFrame) -> str:
+    """`98.0 % (351 of 358)`."""
+    count = int(chosen.sum())
+    return f"{count / len(rows):.1%} ({count:,} of {len(rows):,})".replace("%", " %") if len(rows) else "none"
