@@ -29,7 +29,7 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
     if module is not None:
         return _written_by_module(node, module)
     if node.op == "call_method":
-        return _first_argument(node) if _is_write_name(str(node.target)) else _out(node)
+        return _first_argument(node) if is_write_name(str(node.target)) else _out(node)
     if node.op == "call_function":
         return _written_by_function(node)
     return ()
@@ -79,6 +79,26 @@ def is_torch_function(target: object) -> bool:
     """Whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
     module = getattr(target, "__module__", None) or ""
     return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
+
+
+def is_write_name(name: str) -> bool:
+    """Whether a function of this name writes into its first argument, by torch's naming rule.
+
+    Example:
+        >>> [name for name in ("add_", "__iadd__", "__setitem__", "add", "and_") if is_write_name(name)]
+        ['add_', '__iadd__', '__setitem__']
+    """
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_AUGMENTED)
+    return name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS
+
+
+# What has such a name and writes nothing; some functions of `operator` are named so for Python's keywords.
+_NOT_AUGMENTED = {
+    *("__inv__", "__invert__", "__index__", "__int__", "__init__", "__init_subclass__", "__iter__"),
+    "__instancecheck__",
+}
+_KEYWORDS = {"and_", "or_", "not_", "is_"}
 
 
 _AUGMENTED = {
@@ -142,12 +162,11 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if target in _MAX_NORM and _argument(node, "max_norm") is not None:
         return tuple(node.all_input_nodes)  # it normalises the weight in place
     name = getattr(target, "__name__", "")
-    is_operator = getattr(target, "__module__", None) == "_operator"  # `and_` is named so for the keyword
     if is_container(target):
         return ()
     if not is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
-    if target in _AUGMENTED or (_is_write_name(name) and not is_operator) or _argument(node, "inplace"):
+    if target in _AUGMENTED or is_write_name(name) or _argument(node, "inplace"):
         return _first_argument(node)
     if not _out(node) and node.is_impure(impure_random=False):
         return None
@@ -199,14 +218,3 @@ def _first_argument(node: Node) -> tuple[Node, ...]:
     written: list[Node] = []
     torch.fx.node.map_arg(node.args[0] if node.args else dict(node.kwargs), written.append)
     return tuple(written) + _out(node)
-
-
-def _is_write_name(name: str) -> bool:
-    """`add_`, `__iadd__`, `__setitem__`: torch's naming rule for what writes into its first argument."""
-    if name.startswith("__") and name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_AUGMENTED)
-    return name.endswith("_")
-
-
-# What has such a name and writes nothing.
-_NOT_AUGMENTED = {"__invert__", "__index__", "__int__", "__init__", "__iter__", "__instancecheck__"}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
+from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
 from fxopt.objects import find
 
@@ -63,15 +64,6 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "negative": operator.neg,
     "__invert__": operator.invert,
 }
-_AUGMENTED = {
-    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and")
-} | {
-    "__ior__",
-    "__ixor__",
-    "__ilshift__",
-    "__irshift__",
-    "__setitem__",
-}
 # Overloads of these names on `torch` mean something else than the operator (`torch.mod` does not exist).
 _METHODS_ONLY = {"and", "or", "xor", "truediv", "floordiv", "mod", "getitem"}
 
@@ -90,7 +82,7 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     operation = _operation(function, name, method, len(args)) if not kwargs else None
     if operation is not None:
         return "call_function", operation, args[::-1] if method in _REFLECTED else args, {}
-    if writes(method or name):
+    if is_write_name(method or name):
         has_side_effect(function)
         return "call_function", function if method else named(function), args, kwargs
     if method:
@@ -98,18 +90,11 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     return "call_function", named(function), args, kwargs
 
 
-def writes(name: str) -> bool:
-    """Whether a function of this name writes into its first argument, by torch's naming rule."""
-    if name in ("and_", "or_", "not_"):  # functions of `operator`, named so as not to be keywords
-        return False
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
-
-
 def is_write(target: Any) -> bool:
     """Whether a call target writes into an argument: by its name, or as the schema of an operator says."""
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    return writes(getattr(target, "__name__", ""))
+    return is_write_name(getattr(target, "__name__", ""))
 
 
 def named(function: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.capture import modes
-from fxopt.capture.canonical import canonical, is_write, property_name, writes
+from fxopt.capture.canonical import canonical, is_write, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
@@ -31,6 +31,7 @@ from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
 from fxopt.capture.writer import GraphWriter, tensors_in
+from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
 
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
@@ -141,7 +142,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self._call(function, args, kwargs)
         if function is torch.div:
             self._tensor_sizes.keep_quotient(result, args, kwargs)
-        if self.record(function, args, kwargs, result) and not writes(name):
+        if self.record(function, args, kwargs, result) and not is_write_name(name):
             self._shape_env.settle_at_one(questions, function, args, kwargs, result)
         else:
             self._shape_env.guard(questions)
@@ -149,7 +150,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Questions]:
         """What a function gives on fake tensors, and what it has asked of the sizes."""
-        writing = writes(getattr(function, "__name__", ""))
+        writing = is_write_name(getattr(function, "__name__", ""))
         call = None if writing else self.memo.function_call(function, args, kwargs)
         if call is not None and call.known:
             return call.recall(), {}
@@ -174,7 +175,7 @@ class Recorder(PreDispatchTorchFunctionMode):
                 f"the forward calls {name!r}: a graph cannot hold what it does to gradients. {self.writer.where()}"
             )
         if result is None:
-            if not writes(name) and function not in _side_effectful_functions:
+            if not is_write_name(name) and function not in _side_effectful_functions:
                 raise TraceError(
                     f"the forward calls {name!r}, which a graph cannot hold. {self.writer.where()}"
                 )
