@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -200,6 +201,7 @@ def _is_raised(error: BaseException) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    if code.co_filename == torch.__file__:
-        return code.co_name in ("_check_with", "_assert")
-    return is_model_code(code.co_filename) and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    inside_torch = os.path.relpath(code.co_filename, os.path.dirname(torch.__file__))
+    checks = inside_torch == "__init__.py" or inside_torch.startswith(("distributions", "nn", "functional.py"))
+    raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return raises and (checks or is_model_code(code.co_filename))

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxopt.capture import metadata
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
 from fxopt.capture.comparison import same_calls
-from fxopt.capture.decisions import Decisions, Settled, settled_by_errors
+from fxopt.capture.decisions import Decisions, Settled, ValueQuestion, settled_by_errors
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
 from fxopt.capture.interception import intercepted
@@ -46,7 +46,10 @@ def capture(
     specialize: bool,
 ) -> TracedModule:
     """The forward of `model` as a graph module; the arguments are those of `Capture`."""
-    return _recorded(model, inputs, dimensions, leaf_modules, frozenset(), specialize).finish()
+    try:
+        return _recorded(model, inputs, dimensions, leaf_modules, frozenset(), specialize).finish()
+    except ValueQuestion as question:
+        raise TraceError(str(question)) from None
 
 
 def _recorded(

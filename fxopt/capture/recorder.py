@@ -129,6 +129,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
             return None
+        if kwargs.get("generator", self) is None:
+            # With this argument torch takes an overload that knows no free sizes.
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         args, kwargs = self._tensor_sizes.given_as_numbers(name, args, kwargs)
         failure = self._shape_env.failure
         try:
