@@ -202,6 +202,8 @@ def _is_raised(error: BaseException) -> bool:
         return False
     code = last.tb_frame.f_code
     inside_torch = os.path.relpath(code.co_filename, os.path.dirname(torch.__file__))
-    checks = inside_torch == "__init__.py" or inside_torch.startswith(("distributions", "nn", "functional.py"))
+    checks = inside_torch == "__init__.py" or inside_torch.startswith(
+        ("distributions", "nn", "functional.py")
+    )
     raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return raises and (checks or is_model_code(code.co_filename))

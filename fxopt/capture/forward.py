@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -29,7 +29,7 @@ from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
-from fxopt.capture.shell import Shell, copy_tree, is_layer
+from fxopt.capture.shell import Changes, Shell, copy_tree, is_layer, refused_change
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
@@ -69,6 +69,7 @@ def _recorded(
         made.recorder = made.record()
         moved = made.placeholders.moved()
         if not moved:
+            made.check_next_call()
             return made
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts.
         free_numbers.update(moved)
@@ -82,7 +83,8 @@ class Capture:
 
     `inputs` are example values by name, `dimensions` what is free of their sizes; `at_one` says which of these are 1
     this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set. `moving`
-    names ints inside objects that are free, because the forward changes them.
+    names ints inside objects that are free, because the forward changes them. `earlier` is the state of the model that
+    an earlier call left.
     """
 
     recorder: Recorder
@@ -97,6 +99,7 @@ class Capture:
         specialize: bool = False,
         settled: tuple[Settled, ...] = (),
         moving: Set[str] = frozenset(),
+        earlier: Changes | None = None,
     ) -> None:
         self.model = model
         self.inputs = inputs
@@ -106,6 +109,7 @@ class Capture:
         self.specialize = specialize
         self.settled = settled
         self.moving = moving
+        self.earlier = earlier
         # The real value for each fake input.
         self.examples: dict[int, Any] = {}
         self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
@@ -119,7 +123,7 @@ class Capture:
         """The graph module; where the forward excluded a size of 1, it is captured there as well."""
         recorder = self.recorder
         guards = guards_of(self._relied_on(recorder) + self.free.asked(), self.shape_env.replace)
-        alternatives = [guards, *self._captured_at_one(recorder, guards)]
+        alternatives = [guards, *self._captured_at_one(guards)]
         self.free.check_asked()
         return self._module(recorder, alternatives)
 
@@ -133,7 +137,7 @@ class Capture:
     def record(self) -> Recorder:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         device = _device(self.model, self.inputs)
-        shell = Shell(self.model, self.fake_mode, self.layers)
+        shell = Shell(self.model, self.fake_mode, self.layers, self.earlier)
         writer = GraphWriter(self.graph, self.sizes, shell, device)
         example = None
         if self.specialize:
@@ -191,9 +195,56 @@ class Capture:
         if recorder.failure or self.shape_env.failure:
             # The forward has caught it, and gone another way than it would with real tensors.
             raise recorder.failure or _explained(self.shape_env.failure, recorder)
-        shell.check_state()
+        self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
         self.placeholders.check_unchanged()
         return recorder
+
+    def check_next_call(self) -> None:
+        """Raise TraceError if the forward has changed state that could alter what a later call computes.
+
+        It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
+        same calls under the same guards and leaves the same state: then so does every later one.
+        """
+        if not self.changes:
+            return
+        refused = refused_change(next(iter(self.changes)))
+        if any(isinstance(value, list) for value in self.changes.values()):
+            raise refused
+        again = Capture(
+            self.model,
+            self.inputs,
+            self.dimensions,
+            self.leaf_modules,
+            self.at_one,
+            self.specialize,
+            self.settled,
+            self.moving,
+            self.changes,
+        )
+        try:
+            again.recorder = again.record()
+        except TraceError:
+            raise refused from None
+        mine, translated = self.shape_env.replace, self._translation(again)
+        same_guards = guards_of(self._relied_on(self.recorder), mine) == guards_of(
+            again._relied_on(again.recorder), translated
+        )
+        if again.state != self.state or not same_guards or not self._same_graph(again, mine, translated):
+            raise refused
+
+    def _translation(self, other: Capture) -> Callable[[Any], Any]:
+        """What rewrites a size of another capture of this forward in the symbols of this one."""
+        mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
+        names = {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+        return lambda expression: self.shape_env.replace(other.shape_env.replace(expression).xreplace(names))
+
+    def _same_graph(
+        self, other: Capture, assumed: Callable[[Any], Any], translated: Callable[[Any], Any]
+    ) -> bool:
+        constants, others = self.recorder.writer.constants, other.recorder.writer.constants
+        return same_calls(self.graph, other.graph, assumed, translated) and all(
+            map(torch.equal, constants.values(), others.values())
+        )
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
@@ -214,7 +265,7 @@ class Capture:
             return {"default_value": self.inputs[name]}
         return {}
 
-    def _captured_at_one(self, recorder: Recorder, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+    def _captured_at_one(self, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
         """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
         Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
@@ -229,10 +280,10 @@ class Capture:
             )
         ]
         subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
-        found = (self._captured_with_ones(recorder, set(subset)) for subset in subsets)
+        found = (self._captured_with_ones(set(subset)) for subset in subsets)
         return [alternative for alternative in found if alternative is not None]
 
-    def _captured_with_ones(self, recorder: Recorder, ones: set[Any]) -> list[SizeGuard] | None:
+    def _captured_with_ones(self, ones: set[Any]) -> list[SizeGuard] | None:
         """The guards under which this graph holds where the sizes `ones` are 1; None if it does not."""
         narrowed = {
             (f.where, f.dim) for f in self.free.dimensions if self.shape_env.replace(f.symbol) in ones
@@ -249,19 +300,15 @@ class Capture:
             )
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
-        its = other.recorder
-        mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
-        names = {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+        its, translation = other.recorder, self._translation(other)
 
         def at_one(expression: Any) -> Any:
             return self.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
 
         def translated(expression: Any) -> Any:
-            return at_one(other.shape_env.replace(expression).xreplace(names))
+            return at_one(translation(expression))
 
-        if not same_calls(self.graph, other.graph, at_one, translated) or not all(
-            map(torch.equal, recorder.writer.constants.values(), its.writer.constants.values())
-        ):
+        if not self._same_graph(other, at_one, translated):
             return None
         sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
         return sizes + guards_of(other._relied_on(its), translated) + guards_of(self.free.asked(), at_one)

@@ -47,6 +47,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _autograd_function(stack, recorder, active)
         _vmap(stack, recorder, active)
         _checkpointing(stack, recorder, active)
+        _conversions(stack, active)
         _queries(stack, recorder, active)
         _refusals(stack, recorder, active)
         yield
@@ -162,6 +163,23 @@ def _checkpointing(stack: contextlib.ExitStack, recorder: Recorder, active: Any)
         yield
 
     stack.enter_context(_replaced(checkpointing, "_checkpoint_without_reentrant_generator", around_forward))
+
+
+def _conversions(stack: contextlib.ExitStack, active: Any) -> None:
+    original: Any = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if active():
+            device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+            tensors = [*self.parameters(), *self.buffers()]
+            if memory_format is None and all(
+                device in (None, t.device) and (dtype in (None, t.dtype) or not t.is_floating_point())
+                for t in tensors
+            ):
+                return self  # it would assign to each parameter what that is already
+        return original(self, *args, **kwargs)
+
+    stack.enter_context(_replaced(torch.nn.Module, "to", to))
 
 
 def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

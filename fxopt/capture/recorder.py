@@ -84,6 +84,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         self._shape_env = shape_env
         self._shell = shell
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
+        # For what came out of a call unchanged, what went in.
+        self.aliases: dict[int, torch.Tensor] = {}
         self._tensor_sizes = TensorSizes()
         self._opaque = 0
 
@@ -98,6 +100,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         # What torch does inside a call (it enters modes, too) is not the model's doing.
         self._opaque += 1
         try:
+            if self._shell.stale and any(id(t) in self._shell.stale for t in tensors_in((args, kwargs))):
+                raise TraceError(f"the forward reads what an earlier call has left. {self.writer.where()}")
             return self._call(function, self.writer.faked(args), self.writer.faked(kwargs))
         except TraceError as error:
             self.failure = self.failure or error
@@ -160,7 +164,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self._shape_env.in_operator() as questions:
             result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor) and not writing:
-            result = _distinct(result, args, kwargs)
+            result = self._distinct(result, args, kwargs)
         if call is not None:
             call.remember(result)
         return result, questions
@@ -234,7 +238,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self._shape_env.in_operator() as questions:
             result = module._call_impl(*args, **kwargs)
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
-            result = _distinct(result, args, kwargs)
+            result = self._distinct(result, args, kwargs)
         if call is not None:
             call.remember(result)
         return result, questions
@@ -344,6 +348,20 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.writer.fresh.append((fake, fake._version, node))
         return fake
 
+    def _distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
+        """`result`, as an object of its own if it is one of the arguments.
+
+        `x.to(dtype)` or dropout in eval mode may return `x` itself. The two are different nodes: what comes out of
+        the call must not be taken for what went in.
+        """
+        if not any(result is value for value in (*args, *kwargs.values())):
+            return result
+        alias = result.view_as(result)
+        if isinstance(result, FakeTensor):
+            alias.constant = result.constant
+        self.aliases[id(alias)] = self.aliases.get(id(result), result)
+        return alias
+
     def _written(self, out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, of which fx knows that it writes."""
         if not isinstance(out, torch.Tensor):
@@ -355,7 +373,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             raise TraceError(
                 f"`out` of {function.__name__!r} would be resized; give it the right shape. {self.writer.where()}"
             )
-        result = _distinct(result, args, kwargs)
+        result = self._distinct(result, args, kwargs)
         self.record(function, args, kwargs, result)
         out.copy_(result)
         self.record(torch.Tensor.copy_, (out, result), {}, out)
@@ -386,20 +404,6 @@ class _Operators(TorchDispatchMode):
 
 def _caller(depth: int) -> FrameType:
     return sys._getframe(depth + 1)
-
-
-def _distinct(result: Any, args: Any, kwargs: Any) -> Any:
-    """`result`, as an object of its own if it is one of the arguments.
-
-    `x.to(dtype)` or dropout in eval mode may return `x` itself. The two are different nodes: what comes out of
-    the call must not be taken for what went in.
-    """
-    if not any(result is value for value in (*args, *kwargs.values())):
-        return result
-    alias = result.view_as(result)
-    if isinstance(result, FakeTensor):
-        alias.constant = result.constant
-    return alias
 
 
 @functools.lru_cache(maxsize=1024)

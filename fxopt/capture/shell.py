@@ -6,13 +6,19 @@ The user's model is never run and never changed; what a forward does to its own 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxopt.capture.sizes import SymbolicNumber
 from fxopt.errors import TraceError
+
+# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a list of these.
+Changes = dict[tuple[str, str], Any]
+# Stands for a tensor that the forward has made.
+MADE = object()
 
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (
@@ -28,10 +34,17 @@ class Shell:
     """A copy of `model` with fake tensors in the place of real ones.
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
-    tensors behind other fakes: plain attributes, and tensors from outside the model.
+    tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
+    that an earlier call left; the tensors among it are `stale`: no value of this call.
     """
 
-    def __init__(self, model: torch.nn.Module, fake_mode: FakeTensorMode, layers: Collection[int]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        fake_mode: FakeTensorMode,
+        layers: Collection[int],
+        changes: Changes | None = None,
+    ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
@@ -60,7 +73,13 @@ class Shell:
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
         inside = {id(part) for m in self.model.modules() if id(m) in self._layers for part in m.modules()}
         self._containers = [(name, m) for name, m in self.model.named_modules() if id(m) not in inside]
-        self._state = {name: _state(module) for name, module in self._containers}
+        self._own = {
+            id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
+        }
+        self.stale: dict[int, torch.Tensor] = {}
+        for (name, key), value in (changes or {}).items():
+            setattr(self.model.get_submodule(name), key, self._stale() if value is MADE else value)
+        self._before = self.state({})
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
@@ -86,17 +105,47 @@ class Shell:
                     "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
                 )
 
-    def check_state(self) -> None:
-        """Raise TraceError if the forward has changed state that a second call would read."""
+    def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
+        """The numbers and tensors that the modules hold; a tensor that is the model's own, by its first name.
+
+        `aliases` gives, for the identity of a tensor, another one that is the same.
+        """
+        state: Changes = {}
         for name, module in self._containers:
-            before, now = self._state[name], _state(module)
-            for key in before.keys() | now.keys():
-                if before.get(key) != now.get(key):
-                    raise TraceError(
-                        f"the forward assigns to {f'{name}.{key}'.lstrip('.')!r}: state that is replaced from call to "
-                        "call cannot live in a graph. Write into a buffer with `.copy_()`, or make the module that does "
-                        "this a leaf."
-                    )
+            for key, value in _attributes(module):
+                if isinstance(value, _PLAIN):
+                    state[name, key] = value
+                elif isinstance(value, SymbolicNumber):
+                    state[name, key] = [str(value)]
+                elif held := [item for item in _items(value) if _is_tensor(item)]:
+                    own = [self._own.get(id(aliases.get(id(item), item)), MADE) for item in held]
+                    state[name, key] = own[0] if held[0] is value else own
+        return state
+
+    def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
+        """What the forward has changed of that, with what is there now; an empty list for an object of another kind."""
+        after = self.state(aliases)
+        changed = sorted(
+            key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
+        )
+        missing: Changes = {key: [] for key in changed if self._attribute(*key) is not None}
+        return {key: after.get(key, missing.get(key)) for key in changed}
+
+    def _attribute(self, name: str, key: str) -> Any:
+        return getattr(self.model.get_submodule(name), key, None)
+
+    def _stale(self) -> torch.Tensor:
+        fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
+        self.stale[id(fake)] = fake
+        return fake
+
+
+def refused_change(change: tuple[str, str]) -> TraceError:
+    """The error for state that a later call would read."""
+    return TraceError(
+        f"the forward assigns to {'.'.join(change).lstrip('.')!r}: state that is replaced from call to call cannot live in "
+        "a graph. Write into a buffer with `.copy_()`, or make the module that does this a leaf."
+    )
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
@@ -106,18 +155,15 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     return plain | tensors
 
 
-def _state(module: torch.nn.Module) -> dict[str, Any]:
-    """The numbers of a module, and the identities of the tensors that it holds, also in lists and dicts."""
-    state: dict[str, Any] = {}
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for registry in (module.__dict__, module._parameters, module._buffers):
         for key, value in registry.items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
-            if isinstance(value, _PLAIN):
-                state[key] = value
-            elif held := [id(item) for item in _items(value) if isinstance(item, torch.Tensor)]:
-                state[key] = held
-    return state
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield key, value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _items(value: Any) -> list[Any]:

@@ -206,6 +206,63 @@ def test_what_would_be_lost_is_refused(forward, message):
     assert torch.is_grad_enabled()
 
 
+def last_seen(self, x):
+    self.last = x * 2  # written, and never read
+    return self.dense(x)
+
+
+def started_anew(self, x):
+    self.cache = None
+    if self.cache is None:
+        self.cache = x.new_zeros(x.shape)
+    self.cache = self.cache + x
+    return self.cache * 2
+
+
+def moved(self, x):
+    self.table = self.table.to(x.device)
+    self.dense = self.dense.to(x.device)
+    return self.dense.to(torch.float32)(x) + self.table
+
+
+def remembered_size(self, x):
+    self.rows = float(3)
+    return self.dense(x)
+
+
+@pytest.mark.parametrize("forward", [last_seen, started_anew, moved, remembered_size])
+@pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC},)])
+def test_state_that_alters_no_later_call_is_left_out(forward, free):
+    model = module(forward, dense=nn.Linear(4, 4), cache=None, table=torch.ones(4))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free)
+    for x in [X, X + 1, *([X[:2]] if free else [])]:
+        assert torch.equal(gm(x), model(x))
+    assert not hasattr(gm, "last")
+
+
+def counted_without_use(self, x):
+    self.calls += 1
+    return x if self.calls < 10 else -x
+
+
+def kept_by_size(self, x):
+    if self.cache is None or self.cache.shape != x.shape:
+        self.cache = torch.ones(x.shape)
+    return x * 2
+
+
+def kept(self, x):
+    if self.cache is None:
+        self.cache = torch.ones(x.shape)
+    return x * 2
+
+
+@pytest.mark.parametrize("forward", [counted_without_use, kept_by_size, kept])
+def test_state_that_might_alter_a_later_call_is_refused(forward):
+    with pytest.raises(fxopt.TraceError, match="assigns to '(calls|cache)'"):
+        fxopt.trace(module(forward, calls=0, cache=None), (X,))
+
+
 def test_backward_hooks_of_containers_are_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     model[0].register_full_backward_hook(lambda *args: None)
