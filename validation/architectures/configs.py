@@ -116,6 +116,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"^window_size$", _cap(2)),
     (r"num_queries|num_proposals", _cap(8)),
     (r"mm_tokens_per_image", _cap(4)),
+    (r"codebook_dim$|quantization_hidden_dimension$", _cap(WIDTH)),
     (r"upsample_groups", _cap(WIDTH)),
     (r"num_groups$", _cap(4)),
     (r"d_ssm$", _cap(2 * WIDTH)),
@@ -155,7 +156,9 @@ def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
         return [min(value, 1) for value in values]
     if re.search(r"heads", name):
         return [max(1, value // values[0]) for value in values]
-    if re.search(r"hidden_sizes|channels|dims?$|embed_dims|embed_dim_per|widths|stem_dims", name):
+    if re.search(r"embed_dim_per_stage|backbone_channel_list", name):  # the first stage has the width of the model
+        return [value * WIDTH // max(WIDTH, min(values)) for value in values]
+    if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths|stem_dims", name):
         return [value if value <= 4 else max(4, value // 4) for value in values]
     if re.search(r"token_id", name):
         return [tokens.small(value) for value in values]
@@ -250,4 +253,10 @@ def _sections(values: dict[str, Any], config: PreTrainedConfig, names: set[str])
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     third = frequencies // 3
-    values["rope_parameters"] = {**rope, "mrope_section": [frequencies - 2 * third, third, third]}
+    sections = {"mrope_section": [frequencies - 2 * third, third, third]}
+    by_kind = any(isinstance(value, Mapping) for value in rope.values())  # of layer
+    values["rope_parameters"] = (
+        {kind: {**value, **sections} if isinstance(value, Mapping) else value for kind, value in rope.items()}
+        if by_kind
+        else {**rope, **sections}
+    )

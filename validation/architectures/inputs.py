@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.exporters.utils import precompute_export_inputs
 
 from validation.architectures.configs import IMAGE, VOCABULARY
 
@@ -56,10 +57,11 @@ class Request:
 
     def documented(self, name: str) -> tuple[list[Any], str]:
         """The dimensions of an input as the forward's docstring names them, and the kind of tensor."""
-        if name in self.changes.get("shapes", {}):
-            return self.changes["shapes"][name], ""
         text = inspect.getdoc(self.model.forward) or ""
+        given = self.changes.get("shapes", {}).get(name)
         found = re.search(rf"\b{re.escape(name)} \(`*([\w.]*)`*,? +of shape `\(+([^`]*?)\)+,?`", text)
+        if given is not None:
+            return given, found.group(1) if found else ""
         if found is None:
             raise LookupError(
                 f"no rule makes input {name!r} of {type(self.model).__name__}, and it has no documented shape"
@@ -87,7 +89,32 @@ def make_inputs(
     wanted -= {*changes.get("without", ())}
     others = {name: _make(name, request) for name in parameters if name in wanted - _TEXT}
     text = _text(request, others, wanted & _TEXT & set(parameters))
-    return {name: (others | text)[name] for name in parameters if name in wanted}
+    inputs = {name: (others | text)[name] for name in parameters if name in wanted}
+    return _precomputed(model, inputs)
+
+
+def _precomputed(model: Any, inputs: Inputs) -> Inputs:
+    """Add what follows from the grids of images alone, as transformers does before it exports a model.
+
+    Computed in the forward, positions and lengths are decisions on the values of the grid, which no graph takes.
+    """
+    grid = {"grid_thw": inputs["grid_thw"]} if "grid_thw" in inputs else {}
+    if grid:
+        precompute_export_inputs(model, grid)
+        return inputs | {name: value for name, value in grid.items() if isinstance(value, Tensor)}
+    if "image_grid_thw" not in inputs:
+        return inputs
+    inputs = dict(inputs)
+    if hasattr(model, "get_rope_index"):
+        precompute_export_inputs(model, inputs)
+        inputs.pop("mm_token_type_ids", None)
+    grid = {"grid_thw": inputs["image_grid_thw"]}
+    precompute_export_inputs(model.get_encoder(modality="image"), grid)
+    return inputs | {
+        f"image_{name}": value
+        for name, value in grid.items()
+        if isinstance(value, Tensor) and name != "grid_thw"
+    }
 
 
 def _wanted(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> set[str]:
@@ -176,8 +203,12 @@ def _dimension(name: str | int, request: Request) -> int:
         return request.batch
     if name == "num_channels":
         return int(request.read("num_channels", "in_channels", default=3))
+    if name in ("num_patches", "total_patches"):
+        return request.batch * GRID * GRID
     if "patches" in name:
         return GRID * GRID
+    if name == "frames":
+        return request.sequence
     if name == "num_frames":
         return int(request.read("num_frames", "frames_per_clip", default=2))
     if name in ("channels", "audio_channels"):
@@ -272,12 +303,27 @@ def _audio(r: Request) -> Tensor:
 
 
 def _features(r: Request) -> Tensor:
-    """Spectrograms: (batch, mel, time) where the length is fixed as in Whisper, else as documented."""
+    """Spectrograms: (batch, mel, time) where the length is fixed as in Whisper, else (batch, time, mel)."""
     mel = r.read("num_mel_bins", "input_feat_per_channel", "feature_size", default=80)
-    positions = r.read("max_source_positions")
-    if positions is not None and r.read("input_feat_per_channel") is None:
-        return r.noise(r.batch, mel, 2 * positions)
-    return r.noise(r.batch, 8 * r.sequence, mel)
+    time = _feature_length(r)
+    return r.noise(r.batch, mel, time) if _whisper(r) else r.noise(r.batch, time, mel)
+
+
+def _features_mask(r: Request) -> Tensor:
+    return torch.ones(r.batch, _feature_length(r), dtype=torch.long)
+
+
+def _feature_length(r: Request) -> int:
+    return 2 * int(r.read("max_source_positions")) if _whisper(r) else 8 * r.sequence
+
+
+def _whisper(r: Request) -> bool:
+    return r.read("max_source_positions") is not None and r.read("input_feat_per_channel") is None
+
+
+def _merge_sizes(r: Request) -> Tensor:
+    """How many patches along a side become one, by image."""
+    return torch.full((r.batch,), 2)
 
 
 def _boxes(r: Request) -> Tensor:
@@ -294,7 +340,10 @@ _MAKERS = {
     "image_grid_thw": _grid,
     "image_sizes": _image_sizes,
     "input_features": _features,
+    "input_features_mask": _features_mask,
     "input_values": _audio,
+    "image_merge_sizes": _merge_sizes,
+    "merge_sizes": _merge_sizes,
     "pixel_values": _pixels,
     "qformer_input_ids": _tokens,
     "spatial_shapes": _spatial_shapes,
