@@ -113,7 +113,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"token_id$|token_index$|_token$|_idx$|(bos|eos|pad|sep|cls|mask|unk|image|video|audio)_id$", None),
     (r"vocab(ulary)?_size|vocab_size_", _cap(VOCABULARY)),
     (r"num_encoder_blocks|num_stages", _cap(8)),
-    (r"^window_size$", _cap(2)),
+    (r"^window_size$", lambda value: 2 if value < 32 else value),  # in patches; the larger ones are in pixels
     (r"num_queries|num_proposals", _cap(8)),
     (r"mm_tokens_per_image", _cap(4)),
     (r"codebook_dim$|quantization_hidden_dimension$", _cap(WIDTH)),
@@ -156,7 +156,9 @@ def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
         return [min(value, 1) for value in values]
     if re.search(r"heads", name):
         return [max(1, value // values[0]) for value in values]
-    if re.search(r"embed_dim_per_stage|backbone_channel_list", name):  # the first stage has the width of the model
+    if re.search(
+        r"embed_dim_per_stage|backbone_channel_list", name
+    ):  # the first stage has the width of the model
         return [value * WIDTH // max(WIDTH, min(values)) for value in values]
     if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths|stem_dims", name):
         return [value if value <= 4 else max(4, value // 4) for value in values]
