@@ -1,6 +1,7 @@
 """fxopt: capture PyTorch models as torch.fx graphs with their modules, and rewrite them reversibly."""
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
+from fxopt.capture.listing import Guard, guards
 from fxopt.drawing import draw
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
 from fxopt.history import applied, history, undo
@@ -27,6 +28,7 @@ __all__ = [
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FxoptError",
+    "Guard",
     "GuardError",
     "LintAndRecompile",
     "MergeLinears",
@@ -40,6 +42,7 @@ __all__ = [
     "applied",
     "compose",
     "draw",
+    "guards",
     "history",
     "symbolic_trace",
     "trace",

@@ -12,6 +12,7 @@ from torch.utils._sympy.functions import Min
 
 from fxopt.capture.guards import SizeGuard, python_expression
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.sizes import is_hint
 from fxopt.errors import TraceError
 
 # A sympy condition on sizes, and the line of the model that needs it.
@@ -48,14 +49,14 @@ class FreeSizes:
         return conditions
 
     def asked(self) -> list[Condition]:
-        """The conditions that named `Dim`s state: their limits, and to be the same wherever they stand."""
+        """What `dynamic_shapes` states: limits, and that a named `Dim` is the same wherever it stands."""
         conditions: list[Condition] = []
         first: dict[str, FreeDimension] = {}
         named = [free for free in self.dimensions if isinstance(free.choice, Dim)]
-        for free in named:
+        for free in self.dimensions:
             choice: Any = free.choice
             origin = f"dynamic_shapes: {choice!r}"
-            of = first.setdefault(choice.__name__, free)
+            of = first.setdefault(choice.__name__, free) if free in named else free
             root = getattr(choice, "root", None)
             if root is not None:
                 base = next((f for f in named if f.choice.__name__ == root.__name__), None)
@@ -65,11 +66,23 @@ class FreeSizes:
             elif of is not free:
                 conditions.append((sympy.Eq(free.symbol, of.symbol), origin))
             else:
-                if choice.min > 0:
+                if choice.min:
                     conditions.append((sympy.Ge(free.symbol, choice.min), origin))
-                if choice.max < 2**31:
+                if choice.max is not None and choice.max < 2**31:
                     conditions.append((sympy.Le(free.symbol, choice.max), origin))
         return conditions
+
+    def check_example(self) -> None:
+        """Raise TraceError where the example inputs are not as `dynamic_shapes` says."""
+        hints = {free.symbol: free.hint for free in self.dimensions}
+        for condition, origin in self.asked():
+            if condition.xreplace(hints) == sympy.false:
+                sizes = [
+                    f"dimension {free.dim} of {free.where} is {free.hint}"
+                    for free in self.dimensions
+                    if free.symbol in condition.free_symbols
+                ]
+                raise TraceError(f"the example inputs are not as {origin} says: {', '.join(sizes)}.")
 
     def roots(self) -> list[tuple[Any, FreeDimension]]:
         """The symbols that remain after unification, each with one dimension that it is the size of."""
@@ -84,7 +97,7 @@ class FreeSizes:
         """Raise TraceError for a dimension that was asked to be free and that the forward fixes."""
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
-            if expression.is_number and free.choice is not Dim.AUTO:
+            if expression.is_number and not is_hint(free.choice, Dim.AUTO):
                 raise TraceError(
                     f"dimension {free.dim} of {free.where} was asked to be free, but the forward fixes it to "
                     f"{expression}, at {self.origin(free.symbol)}. Leave it out of dynamic_shapes, or give Dim.AUTO."

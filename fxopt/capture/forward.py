@@ -154,6 +154,8 @@ class Capture:
             )
             for name, value in self.inputs.items()
         }
+        if not self.at_one:
+            self.free.check_example()
         if self.free.dimensions:
             # The memo of calls is enough; torch's own, of operators, on free sizes costs more than it saves.
             self.fake_mode.cache_enabled = False

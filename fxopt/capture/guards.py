@@ -135,11 +135,16 @@ class InputGuard(torch.nn.Module):
         self.decisions = tuple(decisions)
         self.inputs = tuple(inputs)
         self.alternatives = tuple(tuple(guards) for guards in alternatives)
-        self._places = _places(self.inputs)
+        # What each symbol is the size of: an input and a dimension, or a number among the inputs.
+        self.subjects = _subjects(self.inputs)
+        self._places = {
+            symbol: input if dim is None else f"{input}.shape[{dim}]"
+            for symbol, (input, dim) in self.subjects.items()
+        }
         self._formulas = {guard.condition: guard.formula for guards in self.alternatives for guard in guards}
         self._formulas |= {text: Formula(text) for text in _expressions(self.inputs)}
-        # Made here, because torch.compile cannot.
-        self._words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
+        # Each condition and expression in words of the inputs; made here, because torch.compile cannot.
+        self.words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
 
     def forward(self, **named: Any) -> None:
         """Check the placeholders, given by name."""
@@ -165,7 +170,7 @@ class InputGuard(torch.nn.Module):
             wanted = self._formulas[expression].value(sizes)
             if wanted != size:
                 raise GuardError(
-                    f"{subject} is {size}; it must be {wanted} ({self._words[expression]}) with the sizes of the "
+                    f"{subject} is {size}; it must be {wanted} ({self.words[expression]}) with the sizes of the "
                     "other inputs."
                 )
         if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
@@ -178,26 +183,20 @@ class InputGuard(torch.nn.Module):
 
     def conditions(self) -> list[str]:
         """The guards in words of the inputs, one line each."""
-        return [f"{self._words[guard.condition]}  # {guard.source}" for guard in self.alternatives[0]]
+        return [f"{self.words[guard.condition]}  # {guard.source}" for guard in self.alternatives[0]]
 
     def _explain(self, guard: SizeGuard, sizes: dict[str, int]) -> str:
         symbols = [symbol for symbol in guard.symbols if symbol in sizes]
         if len(symbols) != 1 or torch.compiler.is_compiling():  # compiled, a size is a symbol
             return (
                 f"sizes {', '.join(f'{self._places[s]} = {sizes[s]}' for s in symbols)} are outside what the graph "
-                f"was captured for: {self._words[guard.condition]} (needed by {guard.source})."
+                f"was captured for: {self.words[guard.condition]} (needed by {guard.source})."
             )
         (symbol,) = symbols
-        limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self._words[guard.condition]}"
-        return f"{self._subject(symbol)} is {sizes[symbol]}; {limit} (needed by {guard.source})."
-
-    def _subject(self, symbol: str) -> str:
-        for expected in self.inputs:
-            if isinstance(expected, TensorInput) and symbol in expected.shape:
-                return f"input {describe(expected)!r}, dimension {expected.shape.index(symbol)}"
-            if isinstance(expected, NumberInput) and symbol == expected.value:
-                return f"input {describe(expected)!r}"
-        raise KeyError(symbol)
+        limit = _limit(guard, symbol, sizes[symbol]) or f"it must satisfy {self.words[guard.condition]}"
+        input, dimension = self.subjects[symbol]
+        subject = f"input {input!r}" if dimension is None else f"input {input!r}, dimension {dimension}"
+        return f"{subject} is {sizes[symbol]}; {limit} (needed by {guard.source})."
 
     def extra_repr(self) -> str:
         return "\n".join([*self.conditions(), *self.decisions])
@@ -254,16 +253,16 @@ def _expressions(inputs: Sequence[Input]) -> set[str]:
     return {text for text in found if isinstance(text, str)}
 
 
-def _places(inputs: Sequence[Input]) -> dict[str, str]:
-    """For each symbol the first input, or dimension of one, that it is the size of."""
-    places: dict[str, str] = {}
+def _subjects(inputs: Sequence[Input]) -> dict[str, tuple[str, int | None]]:
+    """For each symbol the first input, and dimension of it, that it is the size of."""
+    subjects: dict[str, tuple[str, int | None]] = {}
     for expected in inputs:
         if isinstance(expected, NumberInput):
-            places.setdefault(str(expected.value), describe(expected))
+            subjects.setdefault(str(expected.value), (describe(expected), None))
         elif isinstance(expected, TensorInput):
             for dim, size in enumerate(expected.shape):
-                places.setdefault(str(size), f"{describe(expected)}.shape[{dim}]")
-    return {symbol: place for symbol, place in places.items() if symbol.isidentifier()}
+                subjects.setdefault(str(size), (describe(expected), dim))
+    return {symbol: subject for symbol, subject in subjects.items() if symbol.isidentifier()}
 
 
 # What must equal an expression in sizes that are not known yet: its description, its value and the expression.
@@ -275,9 +274,7 @@ def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], defe
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
         )
-    if value.dtype != expected.dtype and (
-        expected.strict_dtype or _kind(value.dtype) != _kind(expected.dtype)
-    ):
+    if value.dtype != expected.dtype and (expected.strict_dtype or kind(value.dtype) != kind(expected.dtype)):
         raise GuardError(
             f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."
@@ -408,7 +405,8 @@ def _edge(holds: Callable[[int], bool], good: int, bad: int) -> int:
     return good
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind(dtype: torch.dtype) -> str:
+    """What a dtype must share with the one of the capture: floating, integer, complex or bool."""
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"

@@ -122,7 +122,7 @@ def free_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Di
     for dim, choice in spec.items():
         if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
             raise TraceError(f"dynamic_shapes of {where} names dimension {dim!r}; it has {tensor.dim()}.")
-        if choice is None or choice is Dim.STATIC:
+        if choice is None or is_hint(choice, Dim.STATIC):
             continue
         if isinstance(choice, int) and not isinstance(choice, bool):
             if choice != tensor.shape[dim]:
@@ -130,9 +130,14 @@ def free_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Di
                     f"dynamic_shapes fixes dimension {dim} of {where} to {choice}; the example has {tensor.shape[dim]}."
                 )
             continue
-        if not (isinstance(choice, Dim) or choice in (Dim.AUTO, Dim.DYNAMIC)):
+        if not (isinstance(choice, Dim) or is_hint(choice, Dim.AUTO) or is_hint(choice, Dim.DYNAMIC)):
             raise TraceError(
                 f"dynamic_shapes of {where}, dimension {dim}: {choice!r} is no torch.export.Dim, int or None."
             )
         result[dim % tensor.dim()] = choice
     return result
+
+
+def is_hint(choice: Any, hint: Any) -> bool:
+    """Whether a choice is `Dim.AUTO`, `Dim.DYNAMIC` or `Dim.STATIC`, with limits (`Dim.AUTO(max=64)`) or without."""
+    return type(choice) is type(hint) and choice.type == hint.type
