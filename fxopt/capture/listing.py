@@ -28,6 +28,14 @@ class Guard:
         dimension: the dimension that it is about; None for the whole input.
         limit: what must hold, as text: `input_ids.shape[1] <= 512`.
         source: the line of the model that needs it, or what else does.
+
+    Example:
+        >>> import torch, fxopt
+        >>> gm = fxopt.trace(torch.nn.ReLU(), (torch.zeros(3),))
+        >>> fxopt.guards(gm)[1]
+        Guard(input='input', dimension=0, limit='input.shape[0] == 3', source='the example input')
+        >>> print(fxopt.guards(gm)[1])
+        input, dimension 0: input.shape[0] == 3  (the example input)
     """
 
     input: str
