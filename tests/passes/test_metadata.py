@@ -55,6 +55,19 @@ def assert_described(gm, inputs):
     assert flow.compared > 3
 
 
+def test_nodes_that_compute_sizes_stand_where_they_are_used():
+    model, inputs = small_models.gpt2()
+    free = {name: {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for name in inputs}
+    gm = fxopt.trace(model.eval(), (), inputs, dynamic_shapes=free)
+    computed = [node for node in gm.graph.nodes if isinstance(node.meta["val"], torch.SymInt)]
+    assert {node.op for node in computed} == {"call_method", "call_function"}
+    for node in computed:
+        first = next(user for user in gm.graph.nodes if user in node.users)
+        assert node.meta["nn_module_stack"] == first.meta["nn_module_stack"], node.format_node()
+        assert node.meta["stack_trace"] == first.meta["stack_trace"]
+        assert len(node.meta["nn_module_stack"]) > 1
+
+
 class Normalised(nn.Module):
     """A place for each pass that has none in the small transformers models."""
 
