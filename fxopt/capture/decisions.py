@@ -107,7 +107,7 @@ class Decisions:
         """The value of a sympy expression of numbers that only a run knows; None if it cannot be told."""
         if not all(map(self._sizes.has_source, expression.free_symbols)):
             return None
-        yes_or_no = isinstance(expression, sympy.logic.boolalg.Boolean)
+        yes_or_no = not isinstance(expression, sympy.Expr)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
         node = self._sizes.node(self._shape_env.symbolic(expression, kind))

@@ -200,6 +200,12 @@ def looped(self, x):
     return x
 
 
+def looped_over_found(self, x):
+    for index in torch.nonzero(x[0] > 0):
+        x = x * 2 + index
+    return x.new_ones(len(torch.unique(x))) + x.sum()
+
+
 def compared(self, x):
     if torch.equal(x, x.abs()) or torch.allclose(x, x * 0):
         return x
