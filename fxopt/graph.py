@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.modules import module as torch_module
 
 from fxopt import effects
 
@@ -56,6 +57,15 @@ class GraphIndex:
     def calls_of(self, *types: type[nn.Module]) -> list[Node]:
         """The nodes that call a module of exactly one of these types, in graph order."""
         return [n for n in self.nodes if n.op == "call_module" and type(self.module(n)) in types]
+
+    def calls_like(self, kind: type[nn.Module]) -> list[Node]:
+        """The nodes that call a module of this type or of a subclass, in graph order."""
+        return [n for n in self.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
+
+    def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
+        """Why the module that `node` calls may compute something else than one of exactly this type."""
+        own = type(self.module(node))
+        return None if own is kind else f"{node.target} is a {own.__name__}, not exactly a {kind.__name__}"
 
     def call_sites(self, module: nn.Module) -> list[Node]:
         """The nodes that call `module`, under whatever name."""
@@ -261,6 +271,8 @@ class GraphIndex:
 
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = effects.hooks_of(module)
+        if any(vars(torch_module)[name] for name in _GLOBAL_HOOKS):
+            return "torch has hooks for all modules (register_module_forward_hook and the like)"
         if hooks:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
         if "forward" in vars(module) or module._compiled_call_impl is not None:
@@ -318,11 +330,21 @@ class GraphIndex:
         return holders
 
 
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+
+
 def input_of(node: Node, module: nn.Module) -> Node | None:
     """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
-    name = list(inspect.signature(type(module).forward).parameters)[1]  # the first one is self
+    names = list(inspect.signature(type(module).forward).parameters)[1:]  # the first one is self
     values = [*node.args, *node.kwargs.values()]
-    if len(values) != 1 or (node.kwargs and name not in node.kwargs) or not isinstance(values[0], Node):
+    if (
+        len(values) != 1
+        or (node.kwargs and names[:1] != list(node.kwargs))
+        or not isinstance(values[0], Node)
+    ):
         return None
     return values[0]
 

@@ -44,9 +44,9 @@ class FuseBatchNorm1dInLinear(batch_norm.FuseBatchNorm):
     def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the pairs of a linear layer and a batch normalization, each layer at most once."""
         index = graph.GraphIndex(graph_module)
-        linears = set(index.calls_of(nn.Linear))
+        linears = set(index.calls_like(nn.Linear))
         taken: set[Node] = set()
-        for node in index.calls_of(nn.BatchNorm1d):
+        for node in index.calls_like(nn.BatchNorm1d):
             value = graph.input_of(node, index.module(node))
             candidates = [other for other in (value, *node.users) if other in linears and other not in taken]
             reasons: list[str] = []
@@ -66,6 +66,9 @@ class FuseBatchNorm1dInLinear(batch_norm.FuseBatchNorm):
 def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> str | None:
     layer = index.module(linear)
     assert isinstance(layer, nn.Linear)
+    inexact = index.inexact(linear, nn.Linear) or index.inexact(node, nn.BatchNorm1d)
+    if inexact:
+        return inexact
     if graph.input_of(linear, layer) is None:
         return f"the arguments of {linear.name} are not those of a Linear"
     first, last = (linear, node) if linear is value else (node, linear)

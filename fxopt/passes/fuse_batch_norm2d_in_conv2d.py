@@ -42,8 +42,8 @@ class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
     def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the convolutions that are followed by a batch normalization."""
         index = graph.GraphIndex(graph_module)
-        convs = set(index.calls_of(nn.Conv2d))
-        for node in index.calls_of(nn.BatchNorm2d):
+        convs = set(index.calls_like(nn.Conv2d))
+        for node in index.calls_like(nn.BatchNorm2d):
             conv = graph.input_of(node, index.module(node))
             if conv not in convs:
                 continue
@@ -57,6 +57,9 @@ class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
 def _obstacle(index: graph.GraphIndex, conv: Node, node: Node) -> str | None:
     layer = index.module(conv)
     assert isinstance(layer, nn.Conv2d)
+    inexact = index.inexact(conv, nn.Conv2d) or index.inexact(node, nn.BatchNorm2d)
+    if inexact:
+        return inexact
     if set(conv.users) != {node}:
         return f"{conv.name} is also used by {', '.join(u.name for u in conv.users if u is not node)}"
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers:

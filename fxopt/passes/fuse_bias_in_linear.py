@@ -45,13 +45,13 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
     def match(self, graph_module: GraphModule) -> Iterator[LinearCall | Refusal]:
         """Yield the calls of linear layers with a bias."""
         index = graph.GraphIndex(graph_module)
-        for node in index.calls_of(nn.Linear):
+        for node in index.calls_like(nn.Linear):
             layer = index.module(node)
             assert isinstance(layer, nn.Linear)
             if layer._parameters.get("bias") is None and graph.is_plain_linear(layer):
                 continue
             value = graph.input_of(node, layer)
-            reason = index.obstacle(node) or _obstacle(layer)
+            reason = index.inexact(node, nn.Linear) or index.obstacle(node) or _obstacle(layer)
             if reason or value is None:
                 yield Refusal(node, reason or "its arguments are not those of a Linear")
             else:

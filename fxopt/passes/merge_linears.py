@@ -74,7 +74,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         """Yield the groups of layers that can be merged."""
         index = graph.GraphIndex(graph_module)
         by_value: dict[Node, list[Node]] = {}
-        for call in index.calls_of(nn.Linear):
+        for call in index.calls_like(nn.Linear):
             value = graph.input_of(call, index.module(call))
             if value is not None:
                 by_value.setdefault(value, []).append(call)
@@ -88,7 +88,11 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         runs: dict[tuple[object, ...], list[list[Node]]] = {}
         between: dict[Node, str] = {}
         for call in calls:
-            reason = index.obstacle(call, own=_paths(calls)) or _obstacle(index, call)
+            reason = (
+                index.inexact(call, nn.Linear)
+                or index.obstacle(call, own=_paths(calls))
+                or _obstacle(index, call)
+            )
             if reason:
                 yield Refusal(call, reason)
                 continue

@@ -79,6 +79,11 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
         index = graph.GraphIndex(graph_module)
+        kind = ACTIVATIONS[self.source].module if isinstance(self.source, str) else self.source
+        for node in index.calls_like(kind):
+            inexact = index.inexact(node, kind)
+            if inexact:
+                yield Refusal(node, inexact)
         for node in index.nodes:
             if node.op == "call_module":
                 module = index.module(node)
@@ -247,7 +252,7 @@ def _same_activation(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    ignored = {"training", "inplace", TRACE}
+    ignored = {"training", "inplace", "forward", TRACE}  # a forward of its own is an obstacle, not a setting
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ignored}
 
 
