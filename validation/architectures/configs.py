@@ -64,11 +64,12 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         if field.name in _GENERAL:
             continue
-        actual = vars(config).get(field.name)
+        stored = config.attribute_map.get(field.name, field.name)
+        actual = vars(config).get(stored)
         declared = field.default if field.default is not dataclasses.MISSING else actual
         # lists of widths and depths are computed too, but from nothing that gets smaller
         computed = declared is None and not isinstance(actual, PreTrainedConfig) and not _scales(field.name)
-        if actual is not None and not (computed and actual == defaults.get(field.name)):
+        if actual is not None and not (computed and actual == defaults.get(stored)):
             given[field.name] = actual
     return given
 
@@ -117,6 +118,9 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"num_queries|num_proposals", _cap(8)),
     (r"mm_tokens_per_image", _cap(4)),
     (r"codebook_dim$|quantization_hidden_dimension$", _cap(WIDTH)),
+    (r"^(num|n)_filters$", _cap(8)),
+    (r"base_channels$", _cap(32)),
+    (r"initial_channel|d_latents", _cap(WIDTH)),
     (r"upsample_groups", _cap(WIDTH)),
     (r"num_groups$", _cap(4)),
     (r"d_ssm$", _cap(2 * WIDTH)),
