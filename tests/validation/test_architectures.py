@@ -33,6 +33,38 @@ def test_every_type_of_the_registry_is_listed() -> None:
     assert {"bert", "llama", "vit", "whisper"} <= set(types)
 
 
+@pytest.mark.parametrize("part", range(2))
+def test_every_type_has_a_small_config(part: int) -> None:
+    """A twentieth of the registry, whatever it holds; each config keeps its class and few layers."""
+    for model_type in architectures.model_types()[10 * part :: 20]:
+        small = architectures.config(model_type)
+
+        assert small.model_type == model_type or model_type in type(small).__name__.lower(), model_type
+        layers = getattr(small, "num_hidden_layers", None)
+        assert layers is None or layers <= 8, model_type
+
+
+def test_one_layer_of_every_kind_is_kept() -> None:
+    small = architectures.config("gemma3_text")
+
+    assert set(small.layer_types) == {"sliding_attention", "full_attention"}
+    assert len(small.layer_types) == small.num_hidden_layers
+
+
+def test_overrides_win_over_rules() -> None:
+    assert architectures.config("mllama").vision_config.intermediate_layers_indices == [0, 1]
+
+
+def test_images_have_as_many_places_in_the_text_as_features() -> None:
+    model = architectures.build("llava")
+    inputs = architectures.example_inputs(model)
+    with torch.no_grad():
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output
+
+    places = inputs["input_ids"].eq(model.config.image_token_id).sum()
+    assert places == sum(feature.shape[0] for feature in features) > 0
+
+
 @pytest.mark.parametrize("model_type", DIVERSE)
 def test_small_models_run_at_two_sizes_and_stay_finite(model_type: str) -> None:
     model = architectures.build(model_type)

@@ -41,7 +41,9 @@ def small_config(
         elif name not in changes:
             values[name] = _small(name, value, tokens)
     values = _consistent(values, config)
-    values |= {name: value for name, value in changes.items() if name not in values}
+    values |= {
+        name: value for name, value in changes.items() if not isinstance(values.get(name), PreTrainedConfig)
+    }
     return type(config)(**values)
 
 
@@ -254,7 +256,11 @@ def _sections(values: dict[str, Any], config: PreTrainedConfig, names: set[str])
     """Multimodal rotary embeddings share the frequencies of a head among time, height and width."""
     ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
     rope = vars(config).get("rope_parameters") or {}
-    if "rope_parameters" not in names or not ("mrope_section" in ignored or "mrope_section" in rope):
+    if (
+        "rope_parameters" not in names
+        or not rope
+        or not ("mrope_section" in ignored or "mrope_section" in rope)
+    ):
         return
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
