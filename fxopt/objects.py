@@ -21,7 +21,7 @@ from torch.fx.node import has_side_effect
 def is_open(value: Any) -> bool:
     """Whether class and `__dict__` are all there is to an object, so that it can be taken apart and made again."""
     cls = type(value)
-    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+    if isinstance(value, _VALUES) or not hasattr(value, "__dict__"):
         return False
     if any(hasattr(cls, name) for name in ("__setstate__", "__getnewargs__", "__getnewargs_ex__")):
         return False
@@ -115,4 +115,6 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
+# Not objects in this sense, though some have a `__dict__`.
+_VALUES = (type, torch.nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")

@@ -85,11 +85,11 @@ class FreeSizes:
                 raise TraceError(f"the example inputs are not as {origin} says: {', '.join(sizes)}.")
 
     def roots(self) -> list[tuple[Any, FreeDimension]]:
-        """The symbols that remain after unification, each with one dimension that it is the size of."""
+        """The symbols that remain after unification, each with one dimension (or number) that it is."""
         roots: dict[Any, FreeDimension] = {}
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
-            if isinstance(expression, sympy.Symbol) and free.dim is not None:
+            if isinstance(expression, sympy.Symbol):
                 roots.setdefault(expression, free)
         return list(roots.items())
 

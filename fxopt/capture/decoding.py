@@ -53,23 +53,29 @@ def decoding_step(
     return {key: inputs[key] for key in sorted(inputs, key=order.index)}, free
 
 
-def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
-    """The cache that the model makes of `prefill`, with zeros for its tensors: nothing is computed."""
-    parameters = inspect.signature(model.forward).parameters
-    kwargs = prefill | ({"use_cache": True} if "use_cache" in parameters else {})
+def output_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    """What a model returns, with zeros for its tensors: nothing is computed."""
     with torch.no_grad():
-        graph = trace(model, (), kwargs)
+        graph = trace(model, (), inputs)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            cache = getattr(graph(**kwargs), name, None)
+            output = graph(**inputs)
+    zeros: dict[int, Any] = {
+        id(tensor): torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for tensor in tensors_in(output)
+    }
+    return copy.deepcopy(output, zeros)
+
+
+def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
+    parameters = inspect.signature(model.forward).parameters
+    cache = getattr(
+        output_of(model, prefill | ({"use_cache": True} if "use_cache" in parameters else {})), name, None
+    )
     if cache is None:
         raise TraceError(
             f"{type(model).__name__} returns no {name!r} for {list(prefill)}; there is no cache to go on from."
         )
-    zeros: dict[int, Any] = {
-        id(tensor): torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in tensors_in(cache)
-    }
-    return copy.deepcopy(cache, zeros)
+    return cache
 
 
 def _free(value: Any, sizes: set[int]) -> Any:

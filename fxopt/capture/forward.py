@@ -29,7 +29,7 @@ from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
-from fxopt.capture.shell import Changes, Shell, copy_tree, is_layer, refused_change
+from fxopt.capture.shell import Changes, Shell, copy_tree, refused_change
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
@@ -42,12 +42,12 @@ def capture(
     model: torch.nn.Module,
     inputs: dict[str, Any],
     dimensions: dict[str, Any],
-    leaf_modules: Sequence[str | type[torch.nn.Module]],
+    layers: Set[int],
     specialize: bool,
 ) -> TracedModule:
     """The forward of `model` as a graph module; the arguments are those of `Capture`."""
     try:
-        return _recorded(model, inputs, dimensions, leaf_modules, frozenset(), specialize).finish()
+        return _recorded(model, inputs, dimensions, layers, frozenset(), specialize).finish()
     except ValueQuestion as question:
         raise TraceError(str(question)) from None
 
@@ -56,7 +56,7 @@ def _recorded(
     model: torch.nn.Module,
     inputs: dict[str, Any],
     dimensions: dict[str, Any],
-    leaf_modules: Sequence[str | type[torch.nn.Module]],
+    layers: Set[int],
     at_one: Set[tuple[str, int | None]],
     specialize: bool,
     moving: Set[str] = frozenset(),
@@ -65,7 +65,7 @@ def _recorded(
     free_numbers = set(moving)
 
     def record(settled: tuple[Settled, ...]) -> Capture:
-        made = Capture(model, inputs, dimensions, leaf_modules, at_one, specialize, settled, free_numbers)
+        made = Capture(model, inputs, dimensions, layers, at_one, specialize, settled, free_numbers)
         made.recorder = made.record()
         moved = made.placeholders.moved()
         if not moved:
@@ -81,7 +81,8 @@ def _recorded(
 class Capture:
     """One run of a model's forward, recorded.
 
-    `inputs` are example values by name, `dimensions` what is free of their sizes; `at_one` says which of these are 1
+    `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
+    modules that are one node; `at_one` says which of these are 1
     this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set. `moving`
     names ints inside objects that are free, because the forward changes them. `earlier` is the state of the model that
     an earlier call left.
@@ -94,7 +95,7 @@ class Capture:
         model: torch.nn.Module,
         inputs: dict[str, Any],
         dimensions: dict[str, Any],
-        leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+        layers: Set[int],
         at_one: Set[tuple[str, int | None]] = frozenset(),
         specialize: bool = False,
         settled: tuple[Settled, ...] = (),
@@ -104,7 +105,7 @@ class Capture:
         self.model = model
         self.inputs = inputs
         self.dimensions = dimensions
-        self.leaf_modules = leaf_modules
+        self.layers = layers
         self.at_one = at_one
         self.specialize = specialize
         self.settled = settled
@@ -112,7 +113,6 @@ class Capture:
         self.earlier = earlier
         # The real value for each fake input.
         self.examples: dict[int, Any] = {}
-        self.layers = {id(m) for name, m in model.named_modules() if is_layer(name, m, leaf_modules)}
         self.shape_env = CaptureShapeEnv()
         self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.graph = torch.fx.Graph()
@@ -131,7 +131,8 @@ class Capture:
         conditions = self.free.assumed()
         if recorder.layout_read_at is not None:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
-            conditions += [(sympy.Ne(symbol, 1), recorder.layout_read_at) for symbol, _ in self.free.roots()]
+            sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
+            conditions += [(sympy.Ne(symbol, 1), recorder.layout_read_at) for symbol in sizes]
         return conditions
 
     def record(self) -> Recorder:
@@ -276,8 +277,9 @@ class Capture:
         hints = {str(symbol): int(free.hint) for symbol, free in self.free.roots()}
         excluded = [
             symbol
-            for symbol, _ in self.free.roots()
-            if not all(
+            for symbol, free in self.free.roots()
+            if free.dim is not None
+            and not all(
                 guard.holds({**hints, str(symbol): 1}) for guard in guards if str(symbol) in guard.symbols
             )
         ]
@@ -295,7 +297,7 @@ class Capture:
                 self.model,
                 self.inputs,
                 self.dimensions,
-                self.leaf_modules,
+                self.layers,
                 narrowed,
                 self.specialize,
                 self.moving,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from fxopt.capture.decoding import CACHES, decoding_step
+from fxopt.capture.decoding import CACHES, decoding_step, output_of
 from fxopt.capture.module import TracedModule
 from fxopt.capture.trace import trace
 from fxopt.errors import TraceError
@@ -19,7 +19,7 @@ _BATCH = 3
 _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
 
-Example = tuple[Any, Any]
+Example = tuple[torch.Tensor, dict[int, Any]]
 
 
 def symbolic_trace(
@@ -71,16 +71,24 @@ def symbolic_trace(
     names = _input_names(model, input_names)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    caches = [name for name in names if name in CACHES]
-    examples = {
-        name: _example(name, config, dtype, device, type(model).__name__)
-        for name in names
-        if name not in caches
-    }
+
+    def example(name: str) -> Example:
+        return _example(name, config, dtype, device, type(model).__name__)
+
+    made = [name for name in names if name in (*CACHES, "encoder_outputs")]
+    examples = {name: example(name) for name in names if name not in made}
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
     dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
-    for cache in caches:
-        kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
+    if "encoder_outputs" in made:
+        encoder: Any = model.get_encoder()  # type: ignore[operator]
+        given, free = example(encoder.main_input_name)
+        kwargs["encoder_outputs"] = output_of(encoder, {encoder.main_input_name: given})
+        dimensions["encoder_outputs"] = {
+            "last_hidden_state": {0: Dim.AUTO, 1: Dim.AUTO} if 1 in free else free
+        }
+    for cache in made:
+        if cache != "encoder_outputs":
+            kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
     return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
 
 
@@ -105,13 +113,8 @@ def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, m
             f"no example of input {name!r} of {model} can be made from its config. Known are {sorted(_EXAMPLES)}. "
             f"Give an example yourself: fxopt.trace(model, kwargs={{{name!r}: ...}}, dynamic_shapes=...)."
         )
-    value, free = make(config)
-    for key, tensor in value.items() if isinstance(value, dict) else [(None, value)]:
-        placed = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
-        if key is None:
-            return placed, free
-        value[key] = placed
-    return value, free
+    tensor, free = make(config)
+    return (tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)), free
 
 
 def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Example]:
@@ -128,14 +131,6 @@ def _embeddings(config: Any) -> Example:
     """Token embeddings, (batch, sequence, hidden size)."""
     hidden = _read(config, "embedding_size", "hidden_size", "d_model", "n_embd")
     return torch.ones(_BATCH, _SEQUENCE, hidden), {0: Dim.AUTO, 1: Dim.AUTO}
-
-
-def _encoder_outputs(config: Any) -> Example:
-    """What an encoder returns, its last hidden state (batch, sequence, hidden size)."""
-    from transformers.modeling_outputs import BaseModelOutput
-
-    hidden, free = _embeddings(config)
-    return BaseModelOutput(last_hidden_state=hidden), {"last_hidden_state": free}
 
 
 def _pixels(config: Any) -> Example:
@@ -158,7 +153,6 @@ _EXAMPLES: dict[str, Callable[[Any], Example]] = {
     "decoder_input_ids": _tokens(_DECODER_SEQUENCE),
     "decoder_attention_mask": _tokens(_DECODER_SEQUENCE),
     "inputs_embeds": _embeddings,
-    "encoder_outputs": _encoder_outputs,
     "pixel_values": _pixels,
     "next_sentence_label": _class_labels,
 }

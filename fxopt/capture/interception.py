@@ -8,6 +8,7 @@ branch on them then take the branch that needs no data.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import sys
@@ -49,6 +50,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _checkpointing(stack, recorder, active)
         _conversions(stack, active)
         _queries(stack, recorder, active)
+        _extremes(stack, active)
         _refusals(stack, recorder, active)
         yield
 
@@ -195,6 +197,34 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
             return answer
 
         stack.enter_context(_replaced(torch, name, ask))
+
+
+def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
+    """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too."""
+    for name in ("max", "min"):
+        original: Any = getattr(builtins, name)
+
+        def choose(*args: Any, original: Any = original, name: str = name, **options: Any) -> Any:
+            values = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
+            if not any(type(value) is torch.SymInt for value in values) or options or not active():
+                return original(*args, **options)
+            known = all(type(value) is int or _has_hint(value) for value in values)
+            if not known or not is_model_code(sys._getframe(1).f_code.co_filename):
+                return original(*args)
+            best = original(values, key=_hint)
+            for value in values:
+                assert best >= value if name == "max" else best <= value  # puts the guard
+            return best
+
+        stack.enter_context(_replaced(builtins, name, choose))
+
+
+def _has_hint(value: Any) -> bool:
+    return type(value) is torch.SymInt and bool(value.node.has_hint())
+
+
+def _hint(value: Any) -> int:
+    return int(value.node.hint if isinstance(value, torch.SymInt) else value)
 
 
 def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -89,7 +89,7 @@ class Placeholders:
         return {
             where
             for where, container, key, number in self._numbers
-            if entries(container).get(key) is not number
+            if where not in self._moving and not same_value(entries(container).get(key), number)
         }
 
     def final(self, recorder: Recorder) -> list[Input]:
@@ -196,6 +196,9 @@ class Placeholders:
 
     def _number(self, name: str, path: Path, value: int) -> Any:
         source = ConstantSource(_where(name, path))
+        if (source.name, None) in self._at_one:
+            self.expected.append(NumberInput(name, path, 1))
+            return 1
         symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self._free.dimensions.append(FreeDimension(source.name, None, Dim.AUTO, symbol, value))
         self.expected.append(NumberInput(name, path, symbol))

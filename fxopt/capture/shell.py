@@ -6,6 +6,7 @@ The user's model is never run and never changed; what a forward does to its own 
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.errors import TraceError
+
+Leaf = str | type[torch.nn.Module] | Callable[[str, torch.nn.Module], bool]
+LeafModules = Leaf | Sequence[Leaf]
 
 # Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a list of these.
 Changes = dict[tuple[str, str], Any]
@@ -182,15 +186,35 @@ class _Call:
         return self.call(self.name, self.module, args, kwargs)
 
 
-def is_layer(name: str, module: torch.nn.Module, leaf_modules: Sequence[str | type[torch.nn.Module]]) -> bool:
-    """Whether a module becomes one `call_module` node: a layer of torch.nn, or a leaf that the caller names."""
-    if not name or type(module) is torch.nn.Module:
-        return False  # the root is the graph itself, and a bare module only holds others
-    if any(name == leaf if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaf_modules):
-        return True
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(
-        module, _CONTAINERS
-    )
+def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
+    """The identities of the modules that become one `call_module` node: layers of torch.nn, and what the caller names.
+
+    Raises:
+        TraceError: when an entry of `leaf_modules` fits no module.
+    """
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    chosen = {id(module) for _, module in named if _is_torch_layer(module)}
+    for leaf in [leaf_modules] if isinstance(leaf_modules, str) or callable(leaf_modules) else leaf_modules:
+        fitting = {id(module) for name, module in named if _fits(leaf, name, module)}
+        if not fitting:
+            raise TraceError(
+                f"leaf_modules has {leaf!r}, which fits no module of {type(model).__name__}. Give types of modules, "
+                'qualified names or patterns of them ("model.layers.*"), or a function of name and module.'
+            )
+        chosen |= fitting
+    return chosen
+
+
+def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(leaf, str):
+        return name == leaf or fnmatch.fnmatchcase(name, leaf)
+    return isinstance(module, leaf) if isinstance(leaf, type) else bool(leaf(name, module))
+
+
+def _is_torch_layer(module: torch.nn.Module) -> bool:
+    if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
+        return False  # it only holds others
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
 
 
 def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collection[int]) -> None:

@@ -11,6 +11,7 @@ import torch
 from fxopt.capture.forward import capture
 from fxopt.capture.interception import lock
 from fxopt.capture.module import TracedModule
+from fxopt.capture.shell import LeafModules, leaves
 from fxopt.errors import TraceError
 
 
@@ -20,7 +21,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    leaf_modules: Sequence[str | type[torch.nn.Module]] = (),
+    leaf_modules: LeafModules = (),
     specialize: bool = False,
 ) -> TracedModule:
     """Capture the forward of `model` as a graph in which `torch.nn` layers are `call_module` nodes.
@@ -35,8 +36,9 @@ def trace(
         dynamic_shapes: which dimensions are free, in the form that `torch.export.export` takes: a dict from
             input name, or a sequence in the order of the inputs, to a dict from dimension to
             `torch.export.Dim`. None: every size is fixed.
-        leaf_modules: qualified names or types of modules that become one `call_module` node, besides
-            `torch.nn` layers.
+        leaf_modules: modules that become one `call_module` node, besides `torch.nn` layers: types, qualified names,
+            patterns of names as in `fnmatch` (`"model.layers.*"`; `*` goes across dots, and what is inside a leaf
+            is not seen), or functions that take name and module and return a bool. One, or a sequence.
         specialize: where the forward decides on the value of a tensor (`if mask.all():`, a number of Python, a
             size), take the decision that the example inputs give, which must then be real data, and check in the
             graph that later inputs decide likewise (GuardError). At the first such question the example inputs are
@@ -49,8 +51,9 @@ def trace(
         parameters and returns what the model returns. Layers and parameters are shared with the model.
 
     Raises:
-        TraceError: when the forward cannot be a graph without changing its meaning (it branches on a tensor's
-            value, for example), with the line of the model that is the reason.
+        TraceError: when an entry of `leaf_modules` fits no module; when the forward cannot be a graph without
+            changing its meaning (it branches on a tensor's value, for example), with the line of the model that
+            is the reason.
 
     Example:
         >>> import torch, fxopt
@@ -61,11 +64,7 @@ def trace(
         >>> traced(torch.zeros(5, 4)).shape
         torch.Size([5, 8])
     """
-    unknown = {leaf for leaf in leaf_modules if isinstance(leaf, str)} - {
-        name for name, _ in model.named_modules()
-    }
-    if unknown:
-        raise TraceError(f"leaf_modules names {sorted(unknown)}, which {type(model).__name__} does not have.")
+    layers = leaves(model, leaf_modules)
     taken = [
         name
         for name, _ in [*model.named_children(), *model.named_parameters()]
@@ -78,7 +77,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture(model, inputs, dimensions, leaf_modules, specialize)
+        return capture(model, inputs, dimensions, layers, specialize)
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
