@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from fxopt.objects import build_object
+from fxopt.objects import build_object, set_attributes, set_items
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -64,8 +64,8 @@ _MAKES_TUPLES = {"split", "chunk", "unbind", "size", "tolist", "item", "max", "m
 
 
 def is_container(target: object) -> bool:
-    """Whether a call target only packs its arguments: a tuple, a dict, a model output, an object of a class."""
-    if target is build_object:
+    """Whether a call target only packs its arguments: into a tuple, a dict, a model output, an object."""
+    if target in (build_object, set_attributes, set_items):
         return True
     return isinstance(target, type) and issubclass(target, tuple | list | dict)
 

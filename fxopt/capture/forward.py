@@ -82,8 +82,8 @@ class Capture:
     """One run of a model's forward, recorded.
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
-    modules that are one node; `at_one` says which of these are 1
-    this time. `settled` answers questions on values, and so do the example inputs if `specialize` is set. `moving`
+    modules that are one node; `at_one` says which of these sizes are 1 this time. `settled` answers questions on
+    values, and so do the example inputs if `specialize` is set. `moving`
     names ints inside objects that are free, because the forward changes them. `earlier` is the state of the model that
     an earlier call left.
     """
@@ -111,6 +111,8 @@ class Capture:
         self.settled = settled
         self.moving = moving
         self.earlier = earlier
+        # The hooks of each module, before and after the forward.
+        self.hooks: dict[str, Any] = {}
         # The real value for each fake input.
         self.examples: dict[int, Any] = {}
         self.shape_env = CaptureShapeEnv()
@@ -146,6 +148,7 @@ class Capture:
         decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
         recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions)
         shell.report_to(recorder)
+        shell.take_hooks(self.hooks)
         self.placeholders = Placeholders(
             writer, self.fake_mode, self.shape_env, self.free, self.at_one, self.moving, self.examples
         )
@@ -198,6 +201,7 @@ class Capture:
         if recorder.failure or self.shape_env.failure:
             # The forward has caught it, and gone another way than it would with real tensors.
             raise recorder.failure or _explained(self.shape_env.failure, recorder)
+        self.hooks = shell.hooks()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
         self.placeholders.check_unchanged()
         return recorder
@@ -217,13 +221,14 @@ class Capture:
             self.model,
             self.inputs,
             self.dimensions,
-            self.leaf_modules,
+            self.layers,
             self.at_one,
             self.specialize,
             self.settled,
             self.moving,
             self.changes,
         )
+        again.hooks = self.hooks
         try:
             again.recorder = again.record()
         except TraceError:

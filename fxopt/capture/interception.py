@@ -51,6 +51,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _conversions(stack, active)
         _queries(stack, recorder, active)
         _extremes(stack, active)
+        _keys(stack, active)
         _refusals(stack, recorder, active)
         yield
 
@@ -217,6 +218,18 @@ def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
             return best
 
         stack.enter_context(_replaced(builtins, name, choose))
+
+
+def _keys(stack: contextlib.ExitStack, active: Any) -> None:
+    """A number that is the key of a dict must be known: it is fixed, or decided, as by `int(number)`."""
+    original: Any = torch.SymInt.__hash__
+
+    def __hash__(self: Any) -> int:
+        if active() and is_model_code(sys._getframe(1).f_code.co_filename):
+            return hash(int(self))
+        return int(original(self))
+
+    stack.enter_context(_replaced(torch.SymInt, "__hash__", __hash__))
 
 
 def _has_hint(value: Any) -> bool:

@@ -119,6 +119,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
             return self._tensor_from_data(function, args, kwargs)
+        if function is torch.tensor and args and _are_numbers(args[0]) and not kwargs.get("requires_grad"):
+            return self._tensor_from_numbers(args[0], kwargs)
         if kwargs.get("out") is not None:
             out = kwargs["out"]
             return self._written(out, function, args, {key: kwargs[key] for key in kwargs if key != "out"})
@@ -362,6 +364,15 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.aliases[id(alias)] = self.aliases.get(id(result), result)
         return alias
 
+    def _tensor_from_numbers(self, numbers: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+        """`torch.tensor` of tensors with one number each: it copies the numbers, and gives no gradient to them."""
+        stacked = self._call(torch.stack, (list(numbers),), {})
+        if stacked.requires_grad:
+            stacked = self._call(torch.Tensor.detach, (stacked,), {})
+        options = {name: value for name, value in options.items() if value is not None}
+        made: torch.Tensor = self._call(torch.Tensor.to, (stacked,), options) if options else stacked
+        return made
+
     def _written(self, out: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, of which fx knows that it writes."""
         if not isinstance(out, torch.Tensor):
@@ -400,6 +411,15 @@ class _Operators(TorchDispatchMode):
         node_args, node_kwargs = writer.arguments(operator.__name__, args, kwargs)
         writer.create("call_function", operator, node_args, node_kwargs, result)
         return result
+
+
+def _are_numbers(data: Any) -> bool:
+    """Whether data is a list of tensors of one number each, which only a run knows."""
+    return (
+        isinstance(data, (list, tuple))
+        and bool(data)
+        and all(isinstance(item, torch.Tensor) and item.dim() == 0 for item in data)
+    )
 
 
 def _caller(depth: int) -> FrameType:

@@ -135,6 +135,16 @@ class Shell:
         missing: Changes = {key: [] for key in changed if self._attribute(*key) is not None}
         return {key: after.get(key, missing.get(key)) for key in changed}
 
+    def hooks(self) -> dict[str, Any]:
+        """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
+        return {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in self.model.named_modules()}
+
+    def take_hooks(self, hooks: Mapping[str, Any]) -> None:
+        """Give the modules the hooks that an earlier call has left."""
+        for name, kinds in hooks.items():
+            module = self.model.get_submodule(name)
+            module._forward_hooks, module._forward_pre_hooks = kinds
+
     def _attribute(self, name: str, key: str) -> Any:
         return getattr(self.model.get_submodule(name), key, None)
 

@@ -75,7 +75,8 @@ def mistral3():
 
 def gemma3():
     config = Gemma3Config(
-        text_config=TEXT | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        text_config=TEXT
+        | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config=VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_id=IMAGE,
@@ -121,8 +122,16 @@ def qwen_inputs(length):
 
 
 def mllama():
-    text_config = TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    vision = VISION | {"num_global_layers": 1, "attention_heads": 4, "max_num_tiles": 2, "vision_output_dim": 64}
+    text_config = TEXT | {
+        "cross_attention_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    vision = VISION | {
+        "num_global_layers": 1,
+        "attention_heads": 4,
+        "max_num_tiles": 2,
+        "vision_output_dim": 64,
+    }
     vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
     config = MllamaConfig(text_config=text_config, vision_config=vision, image_token_index=IMAGE)
 

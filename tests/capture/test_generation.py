@@ -175,7 +175,7 @@ def test_an_encoder_and_a_decoder():
 
 def test_a_cache_in_another_state_is_refused(decoder):
     model, _, decode = decoder
-    ids, mask = prompt(2, 6)
+    ids, _ = prompt(2, 6)
 
     def refusal(cache):
         with pytest.raises(fxopt.GuardError) as caught:
