@@ -419,7 +419,10 @@ def _plain_name(node: torch.fx.Node) -> str:
 def _is_own(error: Exception) -> bool:
     """Whether an exception was raised by the capture's own code: a bug here, not something about the model."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith(os.path.dirname(__file__))
+    code = frame.f_code
+    # A function of torch's in C has no frame of its own: what it raises comes from the line that makes the model's call.
+    makes_calls = code.co_name in ("_result", "_layer_result", "__torch_function__", "__torch_dispatch__")
+    return code.co_filename.startswith(os.path.dirname(__file__)) and not makes_calls
 
 
 def _explained(error: Any, recorder: Recorder) -> TraceError:
