@@ -1,0 +1,128 @@
+"""Python objects among the inputs and outputs: opened, changed in place as the forward does, and made anew."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.export import Dim
+
+import fxopt
+
+X = torch.randn(2, 3)
+
+
+class Memory:
+    """What a forward keeps from call to call."""
+
+    def __init__(self, kind="sum"):
+        self.kind = kind
+        self.seen = 0
+        self.total = torch.zeros(2, 3)
+        self.history = []
+        self.named = {}
+
+
+class Remembers(torch.nn.Module):
+    """Changes its memory in all ways, and returns nothing of it."""
+
+    def forward(self, x, memory):
+        memory.seen += x.shape[0]
+        old = memory.total
+        memory.total = memory.total + x * memory.seen
+        memory.history.append(old * 2)
+        memory.named["last"] = x + 1
+        memory.fresh = Memory("mean") if memory.kind == "sum" else None
+        return x - 1
+
+
+class Makes(torch.nn.Module):
+    def forward(self, x):
+        memory = Memory()
+        memory.total = x * 2
+        memory.history.append(memory.total)
+        return memory
+
+
+class Reads(torch.nn.Module):
+    def forward(self, x, batch):
+        return x + batch["y"]
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = X
+
+
+def assert_same(mine, other):
+    assert type(mine) is type(other)
+    if torch.is_tensor(other):
+        assert torch.equal(mine, other)
+    elif isinstance(other, dict):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            assert_same(mine[key], value)
+    elif isinstance(other, list):
+        assert len(mine) == len(other)
+        for value, expected in zip(mine, other, strict=True):
+            assert_same(value, expected)
+    elif isinstance(other, Memory):
+        assert_same(vars(mine), vars(other))
+    else:
+        assert mine == other
+
+
+@pytest.mark.parametrize("again", [lambda gm: gm, copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+def test_an_object_comes_back_changed_though_nothing_of_it_is_returned(again):
+    example = Memory()
+    gm = again(fxopt.trace(Remembers(), (X, example), dynamic_shapes={"x": None, "memory": {}}))
+    assert vars(example).keys() == vars(Memory()).keys()
+    mine, eager = Memory(), Memory()
+    mine.seen = eager.seen = 5
+    history = mine.history
+    assert torch.equal(gm(X, mine), Remembers()(X, eager))
+    assert_same(mine, eager)
+    assert mine.history is history
+    assert mine.seen == 7
+
+
+def test_each_run_makes_an_object_of_its_own():
+    gm = fxopt.trace(Makes(), (X,))
+    first, second = gm(X), gm(X + 1)
+    assert_same(first, Makes()(X))
+    assert first.history[0] is first.total
+    assert first.history is not second.history
+    first.named["added"] = 1
+    assert gm(X).named == {}
+
+
+def test_other_state_is_refused():
+    gm = fxopt.trace(Remembers(), (X, Memory()))
+    with pytest.raises(fxopt.GuardError, match="'memory.kind' is 'mean'; the graph was captured for 'sum'"):
+        gm(X, Memory("mean"))
+    moved = Memory()
+    moved.seen = 2
+    with pytest.raises(fxopt.GuardError, match="'memory.seen' is 2"):  # nothing was asked to be free
+        gm(X, moved)
+    with pytest.raises(fxopt.GuardError, match="'memory' is dict; the graph takes Memory there"):
+        gm(X, {})
+
+
+def test_what_cannot_be_opened_is_refused():
+    with pytest.raises(fxopt.TraceError, match="input batch is a Slots, of which a graph cannot tell"):
+        fxopt.trace(Reads(), (X, Slots()))
+    twice = Memory()
+    twice.history, twice.named = [twice.history], {"same": twice.history}
+    twice.named["same"] = twice.history
+    with pytest.raises(fxopt.TraceError, match="one list is given twice"):
+        fxopt.trace(Remembers(), (X, twice))
+
+
+def test_a_dict_of_a_users_own():
+    free = {"x": {0: Dim.AUTO}, "batch": {0: Dim.AUTO}}
+    gm = fxopt.trace(Reads(), (X, collections.UserDict(y=X)), dynamic_shapes=free)
+    more = torch.randn(5, 3)
+    assert torch.equal(gm(more, collections.UserDict(y=more)), more + more)
