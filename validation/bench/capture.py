@@ -1,4 +1,4 @@
-"""How long a capture takes, beside `torch.export` and `torch.fx.symbolic_trace`."""
+"""What a capture takes: time, beside `torch.export` and `torch.fx.symbolic_trace`, and memory; and what its guards cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fxopt
-from validation.bench.models import Subject, subjects
+from validation.bench.guard_cost import guard_table
+from validation.bench.layers import layers_table
+from validation.bench.memory import memory_table
+from validation.bench.models import SUBJECTS, Subject
 from validation.bench.timing import interleaved, ratios, spread
 
 
@@ -26,12 +29,18 @@ def capture(
     """What `fxopt.trace` takes, beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`."""
     torch.set_num_threads(threads)
     console = Console()
-    measured = subjects()
+    measured = [make() for make in SUBJECTS]
     console.print(_times(measured, rounds))
     for subject in measured:
         console.print(
-            f"torch.fx.symbolic_trace, {subject.name}: {_symbolic_trace(subject, rounds)}", highlight=False
+            f"torch.fx.symbolic_trace, {subject.name}: {_symbolic_trace(subject, rounds)}",
+            highlight=False,
+            soft_wrap=True,
         )
+    del measured
+    console.print(layers_table(rounds))
+    console.print(memory_table())
+    console.print(guard_table(rounds))
 
 
 def _times(measured: Sequence[Subject], rounds: int) -> Table:

@@ -29,19 +29,26 @@ class Subject:
     free: dict[str, dict[int, Any]]
 
 
-def subjects() -> list[Subject]:
-    """The models that every capture is measured on."""
+def bert_base() -> Subject:
+    """BERT-base."""
+    inputs = text_inputs()
+    return Subject("BERT-base", BertModel(BertConfig()).eval(), inputs, free(inputs, 0, 1))
+
+
+def resnet50() -> Subject:
+    """ResNet-50."""
+    inputs = image_inputs()
+    return Subject("ResNet-50", ResNetForImageClassification(ResNetConfig()).eval(), inputs, free(inputs, 0))
+
+
+def groupvit() -> Subject:
+    """GroupViT, text and images."""
     text, image = text_inputs(), image_inputs()
-    text_free, image_free = free(text, 0, 1), free(image, 0)
-    return [
-        Subject("BERT-base", BertModel(BertConfig()).eval(), text, text_free),
-        Subject("ResNet-50", ResNetForImageClassification(ResNetConfig()).eval(), image, image_free),
-        Subject("GroupViT", GroupViTModel(GroupViTConfig()).eval(), text | image, text_free | image_free),
-        llama(24),
-    ]
+    free_sizes = free(text, 0, 1) | free(image, 0)
+    return Subject("GroupViT", GroupViTModel(GroupViTConfig()).eval(), text | image, free_sizes)
 
 
-def llama(layers: int) -> Subject:
+def llama(layers: int = 24) -> Subject:
     """A Llama of so many layers, narrow: a capture computes nothing, so that width costs it nothing."""
     config = LlamaConfig(
         hidden_size=256,
@@ -67,3 +74,7 @@ def image_inputs() -> dict[str, Any]:
 def free(inputs: dict[str, Any], *dimensions: int) -> dict[str, dict[int, Any]]:
     """These dimensions of every input, left free."""
     return {name: dict.fromkeys(dimensions, Dim.AUTO) for name in inputs}
+
+
+# The models that every capture is measured on.
+SUBJECTS = (bert_base, resnet50, groupvit, llama)

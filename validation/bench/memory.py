@@ -1,0 +1,54 @@
+"""How much memory a capture takes at its peak, beside what the model holds by itself."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import re
+from pathlib import Path
+
+from rich.table import Table
+
+import fxopt
+from validation.bench.models import SUBJECTS, llama
+
+_STATUS = Path("/proc/self/status")
+
+
+def memory_table() -> Table:
+    """The growth of the resident memory of a fresh process to its peak during one capture (Linux alone)."""
+    table = Table(
+        *("model", "sizes", "weights, MB", "peak above, MB", "of the weights"),
+        title="peak resident memory of a capture above what was there before, each in a process of its own",
+    )
+    if not _STATUS.exists():
+        table.caption = "Not measured: this system has no /proc."
+        return table
+    context = multiprocessing.get_context("spawn")
+    for position in range(len(SUBJECTS)):
+        for free in (False, True):
+            with context.Pool(1) as pool:
+                name, weights, growth = pool.apply(_peak, (position, free))
+            row = [f"{weights / 1e6:.0f}", f"{growth / 1e6:.1f}", f"{growth / weights:.1%}"]
+            table.add_row(name, "dynamic" if free else "fixed", *row)
+    return table
+
+
+def _peak(position: int, free: bool) -> tuple[str, int, int]:
+    """The name of a subject, the bytes of its weights, and by how much the memory grew while it was captured."""
+    # What torch and sympy import and keep at the first capture is not this one's: a small model pays for it.
+    small = llama(2)
+    fxopt.trace(small.model, (), small.inputs, dynamic_shapes=small.free if free else None)
+    subject = SUBJECTS[position]()
+    gc.collect()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    traced = fxopt.trace(subject.model, (), subject.inputs, dynamic_shapes=subject.free if free else None)
+    growth = _resident("VmHWM") - before
+    return subject.name, sum(p.nbytes for p in traced.parameters()), growth
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text())
+    assert found is not None
+    return 1024 * int(found[1])
