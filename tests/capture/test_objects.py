@@ -126,3 +126,31 @@ def test_a_dict_of_a_users_own():
     gm = fxopt.trace(Reads(), (X, collections.UserDict(y=X)), dynamic_shapes=free)
     more = torch.randn(5, 3)
     assert torch.equal(gm(more, collections.UserDict(y=more)), more + more)
+
+
+class Adds(torch.nn.Module):
+    def forward(self, x, memory):
+        memory.total = memory.total + x
+        return x * 3
+
+
+class Around(torch.nn.Module):
+    """Uses what was in the memory before a layer changed it, and what is there after."""
+
+    def __init__(self):
+        super().__init__()
+        self.adds = Adds()
+
+    def forward(self, x, memory):
+        old = memory.total
+        y = self.adds(x, memory)
+        return y + old, memory.total * 2
+
+
+def test_a_leaf_changes_an_object_between_two_reads():
+    gm = fxopt.trace(Around(), (X, Memory()), leaf_modules="adds")
+    mine, eager = Memory(), Memory()
+    for _ in range(2):
+        for actual, expected in zip(gm(X, mine), Around()(X, eager), strict=True):
+            assert torch.equal(actual, expected)
+    assert_same(mine, eager)
