@@ -389,3 +389,15 @@ def test_sizes_that_are_tensors_are_numbers_of_the_graph(forward, free):
     assert not checks(gm)
     rows = [X[:2], torch.cat([X, -X])] if free else []
     assert not any(right_or_refused(gm, model, X, X.abs(), *rows))
+
+
+def test_a_tensor_that_is_written_through_a_view_is_asked_again():
+    def forward(self, x):
+        total = x.sum()
+        before = bool(total)
+        total.view(1).zero_()
+        return x if before and not total else -x
+
+    gm = fxopt.trace(module(forward), (X,), specialize=True)
+    assert [node.args[1] for node in checks(gm)] == [True, False]
+    assert torch.equal(gm(X), X)
