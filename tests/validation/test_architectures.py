@@ -52,7 +52,9 @@ def test_one_layer_of_every_kind_is_kept() -> None:
 
 
 def test_overrides_win_over_rules() -> None:
-    assert architectures.config("mllama").vision_config.intermediate_layers_indices == [0, 1]
+    rope = architectures.config("ernie4_5_vl_moe").text_config.rope_parameters
+
+    assert rope["mrope_section"] == [3, 3, 2]  # the rule for the sections of a head says [4, 2, 2]
 
 
 def test_images_have_as_many_places_in_the_text_as_features() -> None:
