@@ -246,7 +246,13 @@ def _undo(before: GraphModule, after: GraphModule, passes: Sequence[Transformati
         return  # fx's pickle renames nodes, and undoing names some of them as they were
     if between in _LOSSY:
         before = BETWEEN[between](before)
+    if between == "eliminate_dead_code" and _sorted_nodes(before) == _sorted_nodes(after):
+        return  # a node that came back may stand elsewhere when the one beside it is gone
     _guarded("round trip", lambda: assert_round_trip(before, after))
+
+
+def _sorted_nodes(graph_module: GraphModule) -> list[str]:
+    return sorted(str(node.format_node()) for node in graph_module.graph.nodes)
 
 
 def _fingerprint(model: nn.Module) -> list[object]:
