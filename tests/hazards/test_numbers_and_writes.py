@@ -190,3 +190,9 @@ def test_writes_into_other_outputs_are_no_obstacle(write, name):
         return y
 
     safe(site, site.model(use), "own")
+
+
+def test_a_norm_of_another_size_is_refused():
+    model = SITES["conv-norm"].model().eval()
+    model.norm = nn.BatchNorm2d(5).eval()
+    unsafe(SITES["conv-norm"], model, "fx", "features, the layer has 4")
