@@ -40,6 +40,7 @@ OTHER_SIZES = {"batch": ((3, SEQUENCE), (1, SEQUENCE)), "sequence": ((BATCH, 21)
 Subject = Staged[Architecture]
 
 
+@torch.no_grad()  # captured in the mode in which it is run: some forwards read it
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Take the model through the stages, and torch.export beside it if the entry says so."""
     try:
