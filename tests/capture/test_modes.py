@@ -164,15 +164,6 @@ def test_an_autograd_function_that_cannot_be_seen_is_an_error():
     assert Cube.apply(X, 1) is not None  # torch is as it was
 
 
-def test_vmap_is_an_error_and_not_a_wrong_graph():
-    class Mapped(torch.nn.Module):
-        def forward(self, x):
-            return torch.vmap(lambda row: row * 2)(x)
-
-    with pytest.raises(fxopt.TraceError, match=r"torch\.vmap"):
-        fxopt.trace(Mapped(), (X,))
-
-
 def test_a_capture_sees_only_its_own_thread():
     running, done = threading.Event(), threading.Event()
     seen = []
