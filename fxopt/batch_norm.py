@@ -90,7 +90,11 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
                 "or keep the model folded"
             )
         layer, norm = _restored(fused, data)
-        present = graph_module.get_submodule(data.norm_path) if _has(graph_module, data.norm_path) else None
+        present = (
+            graph_module.get_submodule(data.norm_path)
+            if graph.has_module(graph_module, data.norm_path)
+            else None
+        )
         if present is not None and not _same_values(present, norm):
             raise self.changed(node, f"{data.norm_path}, which was folded into {data.path},")
         graph.set_module(graph_module, data.path, layer)
@@ -268,11 +272,6 @@ def _same_values(left: nn.Module, right: nn.Module) -> bool:
         and own.keys() == other.keys()
         and all(value.is_meta or torch.equal(value, other[name]) for name, value in own.items())
     )
-
-
-def _has(graph_module: GraphModule, path: str) -> bool:
-    parent, name = graph.split_path(path)
-    return name in graph_module.get_submodule(parent)._modules
 
 
 def _insert_norm(layer: Node, data: Unfolded) -> None:

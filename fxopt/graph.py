@@ -415,6 +415,12 @@ def attribute(graph_module: GraphModule, path: str) -> Any:
     return getattr(graph_module.get_submodule(owner), name)
 
 
+def has_module(graph_module: GraphModule, path: str) -> bool:
+    """Whether there is a module at `path`; that of its parent is taken for granted."""
+    parent, name = split_path(path)
+    return name in graph_module.get_submodule(parent)._modules
+
+
 def set_module(graph_module: GraphModule, path: str, module: nn.Module) -> None:
     """Put `module` at `path`, in the place of what is there, without touching the old object."""
     parent, name = split_path(path)

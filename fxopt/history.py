@@ -38,9 +38,10 @@ class History(tuple[Step, ...]):
 def history(graph_module: GraphModule) -> History:
     """What was applied to a graph module and not undone since, oldest first.
 
-    The parts of a composition stand for it. What found nothing to do is not listed, nor are `DeepCopy` and
-    `LintAndRecompile`. Each step has `name`, `signature`, `nodes` (how many were marked as transformed) and
-    `reversible`. The history is kept as the marks are: it survives deepcopy, pickle, `torch.save` and `.to()`.
+    The parts of a composition stand for it; a transformation that calls others stands for them. What found
+    nothing to do is not listed, nor are `DeepCopy` and `LintAndRecompile`. Each step has `name`, `signature`,
+    `nodes` (how many were marked as transformed) and `reversible`. The history is kept as the marks are: it
+    survives deepcopy, pickle, `torch.save` and `.to()`.
 
     Example:
         >>> import torch
@@ -141,10 +142,9 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
         yield graph_module
     finally:
         now = history(graph_module)
-        if now == (*earlier, *own):
-            if own:
-                undo(graph_module, len(own))
-        elif now != earlier:
+        if own and now == (*earlier, *own):
+            undo(graph_module, len(own))
+        elif own and now != earlier:
             raise UndoError(
                 f"{pipeline!r} cannot be undone, because the block applied or undid something else and left it "
                 f"so. Undo it in the block. Now {now}"

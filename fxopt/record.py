@@ -119,6 +119,14 @@ def make_record(graph_module: GraphModule) -> PassRecord:
     return record
 
 
+def carry_record(source: GraphModule, result: GraphModule) -> None:
+    """Give a module that was made from `source`, and has no record, the record of `source`."""
+    record = find_record(source)
+    if record is not None and find_record(result) is None:
+        carried = make_record(result)
+        carried.steps, carried.entries = list(record.steps), list(record.entries)
+
+
 def restore_marks(graph_module: GraphModule) -> None:
     """Put the marks that a pickle dropped back on the nodes, by position.
 
@@ -160,7 +168,8 @@ class Snapshot:
     """A graph module as it is now: a copy of its graph, and what its modules hold, without copying tensors."""
 
     def __init__(self, graph_module: GraphModule) -> None:
-        self._graph_module = graph_module
+        restore_marks(graph_module)  # or else a copy made after a pickle would have none
+        self.graph_module = graph_module
         try:
             self._graph = copy.deepcopy(graph_module.graph)
         except KeyError:  # a node before what it reads: the graph was invalid already, and linting says so
@@ -169,6 +178,11 @@ class Snapshot:
             (cast(dict[str, Any], registry), dict(registry))
             for module in graph_module.modules()
             for registry in (module._modules, module._parameters, module._buffers)
+        ]
+        self._attributes = [
+            (vars(module), _public(vars(module)))
+            for module in graph_module.modules()
+            if not isinstance(module, PassRecord)
         ]
         self._versions = [
             (name, tensor, tensor._version)
@@ -185,11 +199,15 @@ class Snapshot:
         for registry, held in self._held:
             registry.clear()
             registry.update(held)
+        for attributes, public in self._attributes:
+            for name in _public(attributes).keys() - public.keys():
+                del attributes[name]
+            attributes.update(public)
         if self._record is not None:
             record, facts = self._record
             record.facts = facts
             record.steps, record.entries = self.steps, self.entries
-        self._graph_module.graph = self._graph
+        self.graph_module.graph = self._graph
 
     def written(self) -> list[str]:
         """The parameters and buffers that were written into since, as far as torch counts (not `.data`)."""
@@ -203,17 +221,28 @@ class Snapshot:
         """Whether it is this module, with the same nodes, modules and tensors, and nothing was written since."""
         nodes, copies = graph_module.graph.nodes, self._graph.nodes
         return (
-            graph_module is self._graph_module
+            graph_module is self.graph_module
             and len(nodes) == len(copies)
             and all(_content(old) == _content(new) for old, new in zip(nodes, copies, strict=True))
             and all(_same_items(registry, held) for registry, held in self._held)
+            and all(_same_items(_public(attributes), public) for attributes, public in self._attributes)
             and not self.written()
         )
 
 
 def _same_items(registry: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
     same_names = list(registry) == list(held)
-    return same_names and all(registry[name] is value for name, value in held.items())
+    return same_names and all(_is_same(registry[name], value) for name, value in held.items())
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    is_plain = type(left) is type(right) and isinstance(left, bool | int | float | str)
+    return left is right or (is_plain and left == right)
+
+
+def _public(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a module: what is in its `__dict__`, without torch's own registries."""
+    return {name: value for name, value in attributes.items() if not name.startswith("_")}
 
 
 def _content(node: Node) -> tuple[Any, ...]:

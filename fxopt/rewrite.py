@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.errors import PassError, UndoError
 from fxopt.record import MARKS, ROLES, Step, find_record, make_record
-from fxopt.transformation import ReversibleTransformation, Transformation, steps_of
+from fxopt.transformation import ReversibleTransformation, Transformation, check_graph_module, steps_of
 
 TRACE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -150,6 +150,7 @@ class Rewrite(Transformation, Generic[S]):
             FuseBatchNorm2dInConv2d: 0 sites, 1 refused
               _1  1  the BatchNorm2d is in training mode: it normalises by batch statistics
         """
+        check_graph_module(self, graph_module)
         rows = []
         for found in self.match(graph_module):
             node, reason = found.node, found.reason if isinstance(found, Refusal) else None
@@ -244,9 +245,9 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             self._check_order([standing[s] for s in sorted(sites) if s > entry.site and s in standing])
             nodes = self._nodes_of(entry, marked)
             self.revert(graph_module, nodes, entry.data)
-            for node in nodes.values():
-                self._forget(node, entry.site)
             del standing[entry.site]
+            for node in nodes.values():
+                self._forget(node, entry.site, standing)
         record.entries = list(standing.values())
         return graph_module
 
@@ -284,11 +285,14 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
                 f"Undo {', then '.join(names)} first"
             )
 
-    def _forget(self, node: Node, site: int) -> None:
-        node.meta[ROLES] = tuple(pair for pair in node.meta[ROLES] if pair[0] != site)
-        if not node.meta[ROLES]:
+    def _forget(self, node: Node, site: int, standing: Mapping[int, Entry]) -> None:
+        """Take a node out of a site, and its mark off where no other site of this pass holds it."""
+        roles = tuple(pair for pair in node.meta[ROLES] if pair[0] != site)
+        node.meta[ROLES] = roles
+        if not roles:
             del node.meta[ROLES]
-        if self.signature in node.meta.get(MARKS, ()):
+        others = {standing[other].signature for other, _ in roles if other in standing}
+        if self.signature in node.meta.get(MARKS, ()) and self.signature not in others:
             self.mark_as_restored(node)
 
     def _check_no_trace(self, graph_module: GraphModule) -> None:

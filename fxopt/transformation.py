@@ -6,6 +6,7 @@ import abc
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.fx import GraphModule, Node
 from fxopt.errors import PassError, UndoError
 from fxopt.record import (
     MARKS,
+    PassRecord,
     Snapshot,
     Step,
+    carry_record,
     class_name,
     find_record,
     make_record,
@@ -61,8 +64,8 @@ class Transformation(abc.ABC):
     def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True) -> GraphModule:
         """Apply the transformation.
 
-        On an error the graph module gets back the nodes (as copies), modules, parameters and buffers that it
-        had. What was written into a tensor stays written; a note on the error names these tensors.
+        On an error the graph module gets back the nodes (as copies), modules, their attributes, parameters and
+        buffers that it had. What was written into a tensor stays written; a note on the error names these tensors.
 
         Args:
             graph_module: the module to transform.
@@ -236,7 +239,7 @@ class Composition(Transformation):
             graph_module = copy.deepcopy(graph_module)
         for number, part in enumerate(self.parts):
             try:
-                graph_module = part(graph_module, lint_and_recompile=False)
+                graph_module = _left_whole(graph_module, part(graph_module, lint_and_recompile=False))
             except Exception as error:
                 error.add_note(f"applied before it: {', '.join(map(repr, self.parts[:number])) or 'nothing'}")
                 raise
@@ -269,7 +272,8 @@ class ReversibleComposition(Composition, ReversibleTransformation):
             graph_module = copy.deepcopy(graph_module)
         for part in reversed(self.parts):
             assert isinstance(part, ReversibleTransformation)
-            graph_module = part(graph_module, lint_and_recompile=False, reverse=True)
+            result = part(graph_module, lint_and_recompile=False, reverse=True)
+            graph_module = _left_whole(graph_module, result)
         return graph_module
 
 
@@ -318,6 +322,13 @@ class LintAndRecompile(ReversibleTransformation):
         return self.transform(graph_module)
 
 
+def _left_whole(graph_module: GraphModule, result: GraphModule) -> GraphModule:
+    """`result`; where it is another module, what was applied to the old one has to show in its code."""
+    if result is not graph_module:
+        graph_module.recompile()
+    return result
+
+
 def steps_of(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
     """The applications of a transformation that were not undone, oldest first."""
     record = find_record(graph_module)
@@ -331,7 +342,7 @@ def undo_steps(
     lint_and_recompile: bool = True,
 ) -> GraphModule:
     """Undo some applications of a transformation, by default all, and take them off the history."""
-    _check_graph_module(pass_, graph_module)
+    check_graph_module(pass_, graph_module)
     undone = steps_of(pass_, graph_module) if steps is None else list(steps)
     reverse = functools.partial(pass_.reverse_steps, steps=undone)
     return _run(pass_, reverse, graph_module, lint_and_recompile, functools.partial(_note_undone, undone))
@@ -350,8 +361,11 @@ def _note_applied(pass_: Transformation, before: Snapshot, result: GraphModule) 
     """Add an application to the history, if it changed something."""
     if isinstance(pass_, Composition | DeepCopy | LintAndRecompile):
         return  # the parts of a composition are noted; the others change nothing
+    carry_record(before.graph_module, result)
     record, known = find_record(result), {entry.site for entry in before.entries}
     sites = {entry.site for entry in record.entries} - known if record else set()
+    if record is not None:
+        record.steps = _standing(before, record)
     marked = len(pass_.get_transformed_nodes(result)) - before.marked(pass_.signature)
     if sites or marked > 0 or not before.is_like(result):
         name, reversible = repr(pass_), pass_.reversible
@@ -363,14 +377,30 @@ def _note_undone(
     undone: Sequence[Step], pass_: Transformation, before: Snapshot, result: GraphModule
 ) -> None:
     """Take applications off the history; the reverse of what was never applied is a step of its own."""
+    if isinstance(pass_, Composition | DeepCopy | LintAndRecompile):
+        return
+    if any(step not in undone for step in before.steps):
+        carry_record(before.graph_module, result)
     record = find_record(result)
-    if record is not None and undone:
-        record.steps = [step for step in record.steps if step not in undone]
-    elif not isinstance(pass_, Composition | DeepCopy | LintAndRecompile) and not before.is_like(result):
+    if record is not None:
+        record.steps = [step for step in _standing(before, record) if step not in undone]
+    if not undone and not before.is_like(result):
         make_record(result).steps.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
 
 
-def _check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
+def _standing(before: Snapshot, record: PassRecord) -> list[Step]:
+    """The steps of before that were not undone. What a transformation applied inside is a part of it."""
+    left = Counter(before.steps)
+    standing = []
+    for step in record.steps:
+        if left[step] > 0:
+            left[step] -= 1
+            standing.append(step)
+    return standing
+
+
+def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
+    """Raise a TypeError that says what to do if `graph_module` is none, most likely a model."""
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
             f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "
@@ -385,9 +415,8 @@ def _run(
     lint_and_recompile: bool,
     note: Callable[[Transformation, Snapshot, GraphModule], None],
 ) -> GraphModule:
-    _check_graph_module(pass_, graph_module)
+    check_graph_module(pass_, graph_module)
     method = "transform" if note is _note_applied else "reverse"
-    restore_marks(graph_module)
     before, signature = Snapshot(graph_module), pass_.signature
     try:
         result = function(graph_module)

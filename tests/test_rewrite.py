@@ -315,3 +315,8 @@ class Endless(Negate):
 def test_a_pass_that_matches_what_it_makes_is_stopped():
     with pytest.raises(PassError, match="does not come to an end"):
         Endless()(traced())
+
+
+def test_explain_of_a_model_says_that_it_has_to_be_traced():
+    with pytest.raises(TypeError, match=r"got Signs: trace the model first"):
+        Negate().explain(Signs())

@@ -163,6 +163,12 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         merged = graph_module.get_submodule(data["path"])
         if not isinstance(merged, nn.Linear) or not _as_left(node, merged, calls, parts):
             raise self.changed(node, "the merged layer or a slice of it")
+        taken = [part.path for part in parts if graph.has_module(graph_module, part.path)]
+        if taken:
+            raise UndoError(
+                f"{self!r} cannot be undone: other modules stand at {', '.join(taken)} now, the names of layers "
+                f"that it merged at {graph.place(node)}. Give them other names first"
+            )
         layers = _split(merged, parts)
         graph.remove_module(graph_module, data["path"])
         for part, layer in zip(parts, layers, strict=True):

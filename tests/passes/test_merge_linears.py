@@ -400,3 +400,11 @@ def test_a_bert_layer():
     after = pickle.loads(pickle.dumps(MergeLinears()(traced)))
     assert len(MergeLinears().get_transformed_nodes(after)) == 2
     assert_round_trip(before, MergeLinears()(after, reverse=True))
+
+
+def test_a_module_that_took_an_old_name_is_not_overwritten():
+    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
+    own = merged.k = nn.Linear(8, 8)
+    with pytest.raises(UndoError, match="other modules stand at k now.*Give them other names"):
+        MergeLinears()(merged, reverse=True)
+    assert merged.k is own

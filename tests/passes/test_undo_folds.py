@@ -247,3 +247,16 @@ def test_a_chain_of_normalizations_comes_back_in_order():
 def test_reversible_is_an_option_like_others():
     assert FuseBatchNorm2dInConv2d().signature != FuseBatchNorm2dInConv2d(reversible=False).signature
     assert [field.name for field in dataclasses.fields(FuseBatchNorm1dInLinear)] == ["reversible"]
+
+
+def test_a_layer_is_marked_until_its_last_fold_is_undone():
+    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).eval()
+    graph_module = torch.fx.symbolic_trace(layers)
+    fuse, last = FuseBatchNorm2dInConv2d(), graph_module.get_submodule("2")
+    last.train()
+    fuse(graph_module)
+    last.eval()
+    fuse(graph_module)
+    assert len(history(graph_module)) == 2
+    assert len(fuse.get_transformed_nodes(undo(graph_module))) == 1
+    assert not fuse.get_transformed_nodes(undo(graph_module))
