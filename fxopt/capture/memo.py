@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -59,7 +60,16 @@ class CaptureFakeMode(FakeTensorMode):
         if self._viewing and func is torch.ops.aten.as_strided.default:
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, torch.as_strided(*args), args[0].fake_device)
+        if func is torch.ops.aten.convolution.default and _are_contiguous(args[:2]):
+            # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
+            with in_kernel_invocation_manager(self):
+                return FakeTensor(self, func(*args), args[0].fake_device)
         return super().dispatch(func, types, args, kwargs)
+
+
+def _are_contiguous(tensors: Sequence[Any]) -> bool:
+    """Whether all are fake, and known to be contiguous at every size."""
+    return all(isinstance(tensor, FakeTensor) and is_contiguous_or_false(tensor) for tensor in tensors)
 
 
 class _Bare(torch.Tensor):

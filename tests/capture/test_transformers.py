@@ -143,7 +143,7 @@ def test_groupvit_with_independent_batches():
 def test_resnet_at_any_batch():
     model = resnet()
     gm = fxopt.symbolic_trace(model, ["pixel_values"])
-    for batch in (1, 2, 5):
+    for batch in (1, 2, 17):  # in float32 torch chooses another kernel from 16 on
         assert_equal_outputs(gm, model, {"pixel_values": torch.randn(batch, 3, 224, 224)})
 
 
