@@ -13,7 +13,7 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -123,8 +123,22 @@ class GraphIndex:
 
     def uses(self, path: str) -> bool:
         """Whether a node calls or reads what is at `path`, or something that holds it."""
-        targets = (str(n.target) for n in self.nodes if n.op in ("call_module", "get_attr"))
-        return any(f"{path}.".startswith(f"{target}.") for target in targets)
+        return is_inside(path, self._used)
+
+    def first_call(self, path: str) -> Node | None:
+        """The first node that calls a module which is at `path`, or holds what is there."""
+        calls = (self._first_calls[prefix] for prefix in prefixes(path) if prefix in self._first_calls)
+        return min(calls, key=self.position.__getitem__, default=None)
+
+    @functools.cached_property
+    def _used(self) -> set[str]:
+        """The paths that nodes call or read."""
+        return {str(node.target) for node in self.nodes if node.op in ("call_module", "get_attr")}
+
+    @functools.cached_property
+    def _first_calls(self) -> dict[str, Node]:
+        """For each path of a module that is called, the first node that calls it."""
+        return {str(node.target): node for node in reversed(self.nodes) if node.op == "call_module"}
 
     def reading_obstacle(self, node: Node) -> str | None:
         """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
@@ -285,9 +299,7 @@ class GraphIndex:
         return None
 
     def _foreign_parent(self, path: str) -> str | None:
-        parts = path.split(".")
-        for end in range(1, len(parts)):
-            prefix = ".".join(parts[:end])
+        for prefix in prefixes(path)[:-1]:
             if type(self.modules[prefix]) is not nn.Module or self.call_sites(self.modules[prefix]):
                 return (
                     f"it is a part of {prefix} ({type(self.modules[prefix]).__name__}), a module that the "
@@ -304,9 +316,8 @@ class GraphIndex:
         """For each path that a node reads, or reads something below of, the first such node."""
         found: dict[str, Node] = {}
         for node in self._reads:
-            parts = str(node.target).split(".")
-            for end in range(1, len(parts) + 1):
-                found.setdefault(".".join(parts[:end]), node)
+            for prefix in prefixes(str(node.target)):
+                found.setdefault(prefix, node)
         return found
 
     def _shared(self, path: str, own: set[str]) -> str | None:
@@ -407,6 +418,16 @@ def split_path(path: str) -> tuple[str, str]:
     """`"encoder.layer.0"` as `("encoder.layer", "0")`."""
     parent, _, name = path.rpartition(".")
     return parent, name
+
+
+def prefixes(path: str) -> list[str]:
+    """`"encoder.layer.0"` as `["encoder", "encoder.layer", "encoder.layer.0"]`."""
+    return list(itertools.accumulate(path.split("."), "{}.{}".format))
+
+
+def is_inside(path: str, names: Collection[str]) -> bool:
+    """Whether a qualified name is one of `names`, or below one; fast where these are a set or a dict."""
+    return any(prefix in names for prefix in prefixes(path))
 
 
 def attribute(graph_module: GraphModule, path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -89,17 +89,20 @@ class _Planner:
         names = [self.index.names(self.index.module(n)) for n in self.changed if n.op == "call_module"]
         layers = dict.fromkeys(name for module_names in names for name in module_names)
         parameters = {str(node.target): None for node in self.changed if node.op == "get_attr"}
+        inside = {*layers, *parameters}
         for node in self.changed:
-            parameters |= dict.fromkeys(_unused_names(self.index, node, [*layers, *parameters]))
+            unused = dict.fromkeys(_unused_names(self.index, node, inside))
+            parameters |= unused
+            inside.update(unused)
         for node in self.kept:
-            if _inside(str(node.target), [*layers, *parameters]):
+            if graph.is_inside(str(node.target), inside):
                 return Refusal(node, f"{node.target} stays in float32, but a layer that uses it does not")
         owners = {graph.split_path(path)[0]: None for path in parameters}
         return Plan(
             tuple(self.changed),
             tuple(layers),
             tuple(parameters),
-            tuple(o for o in owners if not _inside(o, layers) and not self.index.is_container(o)),
+            tuple(o for o in owners if not graph.is_inside(o, layers) and not self.index.is_container(o)),
             tuple(self._shared_casts()),
             tuple(self.saturated),
             tuple(self.low),
@@ -215,29 +218,33 @@ def layer_obstacle(index: graph.GraphIndex, module: nn.Module) -> str | None:
 def read_obstacle(index: graph.GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
     """Why a parameter that the graph reads directly cannot be changed; `None` if it can."""
     owner, _ = graph.split_path(path)
-    for node in index.nodes:
-        if node.op == "call_module" and _inside(path, [str(node.target)]):
-            return f"{node.name}, which is kept in float32, uses it as well" if node in kept else None
+    node = index.first_call(path)
+    if node is not None:
+        return f"{node.name}, which is kept in float32, uses it as well" if node in kept else None
     return None if index.is_container(owner) else index.obstacle_in_place(index.modules[owner])
 
 
-def _unused_names(index: graph.GraphIndex, node: Node, inside: list[str]) -> Iterator[str]:
+def _unused_names(index: graph.GraphIndex, node: Node, inside: Collection[str]) -> Iterator[str]:
     """Further names of the parameters that `node` uses, by which nothing in the graph uses them."""
     for name, other in index.sharing(node):
         path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
         same = graph.attribute(index.graph_module, path) is graph.attribute(index.graph_module, other)
         parameter = isinstance(graph.attribute(index.graph_module, other), nn.Parameter)
-        free = not _inside(other, inside) and not index.uses(other) and not read_obstacle(index, other, {})
+        free = (
+            not graph.is_inside(other, inside)
+            and not index.uses(other)
+            and not read_obstacle(index, other, {})
+        )
         if same and parameter and free:
             yield other
 
 
 def _tie_obstacle(index: graph.GraphIndex, plan: Plan) -> Refusal | None:
     """A tensor that is shared by what changes and what does not."""
-    inside = [*plan.layers, *plan.parameters]
+    inside = {*plan.layers, *plan.parameters}
     for node in plan.nodes:
         for path, other in index.sharing(node):
-            if not _inside(other, inside):
+            if not graph.is_inside(other, inside):
                 return Refusal(node, f"its {path} shares memory with {other}, which stays in float32")
     return None
 
@@ -255,11 +262,6 @@ def _holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
 def _asks_for_float32(node: Node) -> bool:
     """Whether a call names float32 itself: `x.float()`, `softmax(x, dtype=torch.float32)`."""
     return torch.float32 in (*node.args, *node.kwargs.values()) or node.target == "float"
-
-
-def _inside(path: str, names: Iterable[str]) -> bool:
-    """Whether a qualified name is one of `names`, or below one."""
-    return any(f"{path}.".startswith(f"{name}.") for name in names)
 
 
 def too_large(node: Node, dtype: torch.dtype) -> Iterator[float]:

@@ -255,7 +255,8 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
         if not self.reversible:
             return
         entries = make_record(graph_module).entries
-        site = 1 + entries[-1].site if entries else 1
+        # Roles of a record that was lost may still be on the nodes: their numbers are not given again.
+        site = 1 + (entries[-1].site if entries else max(_nodes_by_site(graph_module), default=0))
         for role, node in change.nodes.items():
             node.meta[ROLES] = (*node.meta.get(ROLES, ()), (site, role))
         entries.append(

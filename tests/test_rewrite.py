@@ -22,6 +22,7 @@ from fxopt import (
     PassError,
     ReplaceActivation,
     UndoError,
+    undo,
 )
 from fxopt.passes import available
 from fxopt.rewrite import Change, Explanation, Refusal, Rewrite, Row
@@ -320,3 +321,13 @@ def test_a_pass_that_matches_what_it_makes_is_stopped():
 def test_explain_of_a_model_says_that_it_has_to_be_traced():
     with pytest.raises(TypeError, match=r"got Signs: trace the model first"):
         Negate().explain(Signs())
+
+
+def test_roles_of_a_lost_record_are_not_taken_for_new_ones():
+    graph_module = MergeLinears()(torch.fx.symbolic_trace(Model()))
+    graph_module.delete_all_unused_submodules()
+    code = graph_module.code
+    FuseBiasInLinear()(graph_module)
+    assert undo(graph_module).code == code
+    with pytest.raises(UndoError, match="the record of how is gone"):
+        MergeLinears()(graph_module, reverse=True)

@@ -1,0 +1,53 @@
+"""The work of a pass, and of its undo, grows with the graph and not with its square."""
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.passes import available
+
+OWN = os.path.dirname(fxopt.__file__) + os.sep
+
+
+class Layer(nn.Module):
+    """Something for each pass, and parameters that the graph reads itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = (nn.Linear(4, 4) for _ in range(3))
+        self.act, self.norm, self.scale = nn.GELU(), nn.BatchNorm1d(4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.norm(self.out(self.act(self.query(x) * self.key(x) * self.scale / 8)))
+
+
+def calls_within(function):
+    """How many functions of fxopt are called, or generators of it resumed."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(OWN)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_of(pass_, layers):
+    graph_module = fxopt.trace(nn.Sequential(*(Layer() for _ in range(layers))).eval(), (torch.ones(2, 4),))
+    apply = calls_within(lambda: pass_(graph_module))
+    return apply, calls_within(lambda: pass_(graph_module, reverse=True))
+
+
+@pytest.mark.parametrize("name", available())
+def test_four_times_the_layers_take_four_times_the_work(name):
+    few, many = (calls_of(available()[name](), layers) for layers in (10, 40))
+    assert all(large / small < 4.5 for small, large in zip(few, many, strict=True)), (few, many)
