@@ -216,3 +216,9 @@ def test_the_weights_are_rounded_once():
 def test_on_the_meta_device():
     model = Blocks(straight).eval().to("meta")
     assert fxopt.FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(model)).conv.weight.is_meta
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_a_model_that_cannot_run_is_not_made_one_that_can(features):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(features)).eval()
+    refused(FuseBatchNorm2dInConv2d(), model, X, reason="features, the layer has 6")

@@ -408,3 +408,24 @@ def test_a_module_that_took_an_old_name_is_not_overwritten():
     with pytest.raises(UndoError, match="other modules stand at k now.*Give them other names"):
         MergeLinears()(merged, reverse=True)
     assert merged.k is own
+
+
+def test_frozen_layers_stay_frozen():
+    after = rewritten(MergeLinears(), Heads().requires_grad_(False), X, sites=1)
+    assert not any(parameter.requires_grad for parameter in after.parameters())
+
+
+def test_layers_of_different_dtypes_are_not_merged():
+    model = Heads()
+    model.k.to(torch.bfloat16)
+    merged = MergeLinears().explain(torch.fx.symbolic_trace(model))
+    assert [node for node, _ in merged.sites] == ["q"]
+    assert [node for node, *_ in merged.refusals] == ["k"]
+
+
+def test_undo_gives_each_layer_memory_of_its_own():
+    traced = torch.fx.symbolic_trace(Heads())
+    restored = MergeLinears()(MergeLinears()(traced), reverse=True)
+    memory = {p.untyped_storage().data_ptr() for p in restored.parameters()}
+    assert len(memory) == 6
+    assert len(MergeLinears().explain(restored).sites) == 1
