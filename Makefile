@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: validate test fuzz lint clean
+.PHONY: validate test fuzz mutation lint clean
 
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
@@ -27,6 +27,11 @@ test: $(INSTALLED)
 # Random graphs against all passes; a fault is made small and written to reports/fuzz.
 fuzz: $(INSTALLED)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m tests.fuzz
+
+# Plants faults in the code, one after the other: each must make a test fail; and so must each guard that is disabled.
+mutation: $(INSTALLED)
+	$(BIN)/python -m tests.mutation
+	$(BIN)/python -m tests.mutation --guards
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

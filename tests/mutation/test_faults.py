@@ -1,0 +1,49 @@
+"""The planted faults fit the code: what they replace stands there, once."""
+
+from __future__ import annotations
+
+import ast
+import collections
+
+import pytest
+
+from tests.mutation.fault import ROOT, FaultError, guards
+from tests.mutation.faults import FAULTS
+
+PACKAGE = ROOT / "fxopt"
+
+
+def test_every_fault_fits_the_code_and_is_one():
+    stale = []
+    for fault in FAULTS:
+        source = (PACKAGE / fault.file).read_text(encoding="utf-8")
+        try:
+            changed = fault.applied(source)
+        except FaultError as error:
+            stale.append(str(error))
+            continue
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), fault.name
+    assert not stale, "\n".join(stale)
+
+
+def test_no_fault_is_planted_twice():
+    names = collections.Counter(fault.name for fault in FAULTS)
+    changes = collections.Counter((fault.file, fault.old, fault.new) for fault in FAULTS)
+    assert [name for name, count in names.items() if count > 1] == []
+    assert [change for change, count in changes.items() if count > 1] == []
+
+
+def test_a_piece_that_stands_in_two_places_is_refused():
+    fault = FAULTS[0]
+    with pytest.raises(FaultError, match="occurs 2 times"):
+        fault.applied(fault.old * 2)
+
+
+def test_guards_are_found_and_disabled():
+    found = list(guards())
+    assert any(guard.file == "passes/merge_linears.py" for guard in found)
+    for guard in found:
+        source = (PACKAGE / guard.file).read_text(encoding="utf-8")
+        changed = guard.applied(source)
+        assert changed.count("False and (") == source.count("False and (") + 1
+        ast.parse(changed)
