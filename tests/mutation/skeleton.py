@@ -33,7 +33,7 @@ SKELETON = (
     Fault("record: a set in the order of its hash", "record.py", '", ".join(sorted(stable_text(item) for item in value)) + "}"', '", ".join(stable_text(item) for item in value) + "}"'),
     Fault("transformation: nothing comes back after an error", "transformation.py", "        before.restore()\n", ""),
     Fault("transformation: the graph is not linted", "transformation.py", "        graph_module.graph.lint()", "        pass"),
-    Fault("transformation: the code is not generated again", "transformation.py", "    graph_module.recompile()", "    pass"),
+    Fault("transformation: the code is not generated again", "transformation.py", "left an invalid graph: {error}\") from error\n    graph_module.recompile()", "left an invalid graph: {error}\") from error"),
     Fault("compose: undone in the order of applying", "transformation.py", "for part in reversed(self.parts):", "for part in self.parts:"),
     Fault("compose: preserves the computation if any part does", "transformation.py", "preserves = all(", "preserves = any("),
     Fault("compose: inplace=False works on the given module", "transformation.py", "        if not self.inplace:\n            graph_module = copy.deepcopy(graph_module)\n        for number", "        for number"),
