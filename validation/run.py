@@ -17,7 +17,7 @@ from validation.compare import FAILING
 from validation.records import Case, Finding, Outcome, Record
 from validation.subject import Staged, Subject
 from validation.sweep import Architecture
-from validation.zoo import Entry
+from validation.zoo import Entry, why_missing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +50,9 @@ class Runner:
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
         subject.measurements, subject.facts = {}, {}
+        if missing := _missing_package(subject.entry):
+            subject.enter("load")
+            return self._record(Finding(Outcome.SKIP, missing), subject)
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
@@ -94,7 +97,8 @@ class Runner:
         assert self._case is not None
         failures = subject.entry.known_failures if isinstance(subject.entry, Entry) else ()
         known = [failure for failure in failures if failure.covers(self._case)]
-        finding = _with_expectation(finding, known[0].reason) if known else finding
+        if known and finding.outcome is not Outcome.SKIP:
+            finding = _with_expectation(finding, known[0].reason)
         return Record(
             case=self._case,
             outcome=finding.outcome,
@@ -106,6 +110,10 @@ class Runner:
             refusals=finding.refusals,
             facts={name: _portable(text) for name, text in subject.facts.items()},
         )
+
+
+def _missing_package(entry: Entry | Architecture) -> str:
+    return why_missing(entry.requires) if isinstance(entry, Entry) and entry.requires else ""
 
 
 def _portable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -118,11 +119,13 @@ class Entry(_Strict):
     overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
     or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
-    The order of `sites` is the order of the full pipeline.
+    The order of `sites` is the order of the full pipeline. `requires` is a package that is installed only for
+    this model: where it cannot be imported, the cases are skipped, with the reason.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
     model: str
+    requires: Annotated[str, Field(min_length=1)] | None = None
     config: dict[str, Any] = {}
     weights: Annotated[RandomWeights | PretrainedWeights | TrainedWeights, Field(discriminator="source")] = (
         RandomWeights(source="random")
@@ -187,6 +190,16 @@ def factory(entry: Entry) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+@functools.cache  # of a package that failed, parts stay loaded: a second import fails in another way
+def why_missing(package: str) -> str:
+    """Why an optional package cannot be imported; empty where it can."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # not only ImportError: a torchvision for another torch raises a RuntimeError
+        return f"{package} cannot be imported: {type(error).__name__}: {error}"
+    return ""
+
+
 def _contradictions(entries: Sequence[Entry], passes: Collection[str]) -> Iterator[tuple[Any, str]]:
     """What the schema alone cannot tell: names that stand for nothing, or for two things."""
     seen: set[str] = set()
@@ -203,6 +216,8 @@ def _contradictions(entries: Sequence[Entry], passes: Collection[str]) -> Iterat
             for name in failure.pipeline.split("+") if failure.pipeline else ():
                 if name not in {*passes, "all", "exact"}:
                     yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
+        if entry.requires:
+            continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
         try:
             function = factory(entry)
         except ValueError as error:

@@ -45,6 +45,11 @@ class Nothing(nn.Module):
         return {"empty": x[:0], "name": "nothing"}
 
 
+class ReadsGradMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_grad_enabled() else 3 * x
+
+
 class NotFinite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(-torch.exp(x))
@@ -190,6 +195,10 @@ def test_trace_passes_and_counts_what_it_compared() -> None:
     finding = run(Check.TRACE)
     assert finding.outcome is Outcome.PASS
     assert (finding.measurements["tensors_compared"], finding.measurements["values_compared"]) == (1, 15)
+
+
+def test_a_graph_is_captured_in_the_grad_mode_in_which_it_is_run() -> None:
+    assert run(Check.TRACE, model="ReadsGradMode").outcome is Outcome.PASS
 
 
 def test_trace_fails_when_the_graph_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

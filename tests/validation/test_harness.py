@@ -285,3 +285,26 @@ def test_a_known_failure_does_not_fail_the_run(harness: Harness) -> None:
     (row,) = harness.records().itertuples()
     assert row.outcome == "expected"
     assert row.reason.startswith("it has a mind of its own")
+
+
+def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(harness: Harness) -> None:
+    (harness.folder / "half_a_package.py").write_text("raise RuntimeError('operator nms does not exist')")
+    known = {"check": "equivalence", "pipeline": "FuseBiasInLinear", "reason": "it has a mind of its own"}
+    fields = {"model": "half_a_package.Model", "requires": "half_a_package", "known_failures": [known]}
+    harness.zoo("Good", **fields)
+    assert harness.run_here(*ONE_PASS) == pytest.ExitCode.OK
+    rows = harness.records()
+    assert set(rows.check) == {"effect", "equivalence", "round-trip", "latency"}
+    assert set(zip(rows.outcome, rows.stage, rows.reason, strict=True)) == {
+        ("skip", "load", "half_a_package cannot be imported: RuntimeError: operator nms does not exist")
+    }
+
+
+def test_a_model_whose_package_is_there_is_run(harness: Harness) -> None:
+    harness.zoo("Good", requires="zoo_of_faults")
+    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+    harness.zoo("Good", requires="zoo_of_faults", model="zoo_of_faults.Missing")
+    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.TESTS_FAILED
+    (row,) = harness.records().itertuples()
+    assert (row.outcome, row.stage) == ("error", "load")
+    assert "has no class or function 'Missing'" in row.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ def test_the_order_of_sites_is_that_of_the_file(tmp_path: Path) -> None:
             5,
             ["known_failures.0.pipeline", "Nope"],
         ),
+        ("    config", "    requires: ''\n    config", 4, ["tiny-bert", "requires", "at least 1"]),
         ("models:", "modles:", 1, ["models", "required"]),
     ],
 )
@@ -129,6 +131,19 @@ def test_a_callable_takes_its_config_as_arguments(tmp_path: Path) -> None:
         load(tmp_path, text)
     (entry,) = load(tmp_path, text.replace("in_features: 2", "in_features: 2, out_features: 3"))
     assert entry.config == {"in_features": 2, "out_features": 3}
+
+
+def test_what_only_one_entry_needs_is_not_imported_to_read_the_file(tmp_path: Path) -> None:
+    text = GOOD.replace("model: BertModel", "model: nowhere.Bert\n    requires: nowhere")
+    assert load(tmp_path, text)[0].requires == "nowhere"
+
+
+def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
+    required = {entry.requires.replace("_", "-") for entry in zoo if entry.requires}
+    assert required == set(extras["zoo"]) - {"fxopt[validation]"}
+    assert {entry.name for entry in zoo if entry.requires} == {e.name for e in zoo if "extra" in e.tags}
 
 
 def test_a_known_failure_covers_its_check_pipeline_and_device() -> None:
