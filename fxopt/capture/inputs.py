@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,14 +11,17 @@ import torch
 from torch.export import Dim
 
 from fxopt.capture.decoding import CACHES, decoding_step, output_of
+from fxopt.capture.guards import InputGuard
 from fxopt.capture.module import TracedModule
 from fxopt.capture.trace import trace
-from fxopt.errors import TraceError
+from fxopt.errors import GuardError, TraceError
 
 # Example sizes. Only shapes matter to a capture; these are unlikely to equal a size of the model.
 _BATCH = 3
 _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
+
+_FIXED_IMAGES = {0: Dim.AUTO}
 
 Example = tuple[torch.Tensor, dict[int, Any]]
 
@@ -47,7 +51,9 @@ def symbolic_trace(
 
     Returns:
         A `TracedModule` with batch and sequence dimensions free within what the model takes; a size outside
-        raises `GuardError`, which names input, dimension and limit.
+        raises `GuardError`, which names input, dimension and limit. Images have the `image_size` of the config. Where
+        it names none, as for a ResNet, height and width are free too, unless the graph would then refuse single
+        images. To leave them free in another model, give `fxopt.trace` an example and `dynamic_shapes`.
 
     Raises:
         TraceError: for an input name that the forward does not have, an input whose shape cannot be told from
@@ -89,7 +95,24 @@ def symbolic_trace(
     for cache in made:
         if cache != "encoder_outputs":
             kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
+    if len(dimensions.get("pixel_values", ())) > 1:
+        # Free heights and widths must not cost the capture, nor single images.
+        with contextlib.suppress(TraceError):
+            traced = trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+            if _takes(traced, {name: tensor[:1] for name, (tensor, _) in examples.items()}):
+                return traced
+        dimensions["pixel_values"] = _FIXED_IMAGES
     return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+
+
+def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether the sizes of these inputs, which are all that the graph has, are within its guards."""
+    (guard,) = (module for module in traced.modules() if isinstance(module, InputGuard))
+    try:
+        guard(**inputs)
+    except GuardError:
+        return False
+    return True
 
 
 def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> list[str]:
@@ -134,10 +157,11 @@ def _embeddings(config: Any) -> Example:
 
 
 def _pixels(config: Any) -> Example:
-    """Images, (batch, channels, height, width); height and width are those of the config."""
-    size = _read(config, "image_size") or 224
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return torch.ones(_BATCH, _read(config, "num_channels") or 3, height, width), {0: Dim.AUTO}
+    """Images, (batch, channels, height, width), of the size in the config; of any where it has none."""
+    size = _read(config, "image_size")
+    free = _FIXED_IMAGES if size else {**_FIXED_IMAGES, 2: Dim.AUTO, 3: Dim.AUTO}
+    height, width = size if isinstance(size, (tuple, list)) else (size or 224, size or 224)
+    return torch.ones(_BATCH, _read(config, "num_channels") or 3, height, width), free
 
 
 def _class_labels(config: Any) -> Example:

@@ -1,0 +1,82 @@
+"""The height and width of images, which `symbolic_trace` leaves free where the config names no size."""
+
+import types
+
+import pytest
+import torch
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import fxopt
+from fxopt.testing import randomise
+
+
+class Doubles(torch.nn.Module):
+    """Takes any size, but is made for one."""
+
+    config = types.SimpleNamespace(num_channels=2, image_size=(32, 16))
+
+    def forward(self, pixel_values):
+        return 2 * pixel_values
+
+
+class ByHeight(torch.nn.Module):
+    """Has the same graph for one image as for several if the height is 224, but not at any height."""
+
+    config = types.SimpleNamespace(num_channels=2)
+
+    def forward(self, pixel_values):
+        return pixel_values * (pixel_values.shape[2] if pixel_values.shape[0] > 1 else 224)
+
+
+class Formats(torch.nn.Module):
+    """Formats a size in a way that Python knows for ints alone."""
+
+    config = types.SimpleNamespace(num_channels=2)
+
+    def forward(self, pixel_values):
+        return pixel_values * int(format(pixel_values.shape[2], "d"))
+
+
+class DependsOnValues(torch.nn.Module):
+    """No graph at any size."""
+
+    config = types.SimpleNamespace(num_channels=2)
+
+    def forward(self, pixel_values):
+        return pixel_values if pixel_values.sum() > 0 else -pixel_values
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_resnet_at_any_image_size(kind):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type=kind)
+    model = ResNetForImageClassification(config).double().eval()
+    randomise(model, seed=0)
+    gm = fxopt.symbolic_trace(model, ["pixel_values"])
+    for batch, height, width in [(1, 224, 224), (2, 64, 96), (17, 33, 47), (1, 5, 2), (2, 1, 9)]:
+        images = torch.randn(batch, 3, height, width, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_a_size_in_the_config_is_the_only_one():
+    model = Doubles()
+    gm = fxopt.symbolic_trace(model, ["pixel_values"])
+    images = torch.randn(1, 2, 32, 16)
+    assert torch.equal(gm(images), model(images))
+    with pytest.raises(fxopt.GuardError, match="dimension 3 is 24; the graph was captured for 16"):
+        gm(torch.randn(2, 2, 32, 24))
+
+
+@pytest.mark.parametrize("model", [ByHeight(), Formats()])
+def test_sizes_are_fixed_where_free_ones_would_cost_more(model):
+    gm = fxopt.symbolic_trace(model, ["pixel_values"])
+    for batch in (1, 2):
+        images = torch.randn(batch, 2, 224, 224)
+        assert torch.equal(gm(images), model(images))
+    with pytest.raises(fxopt.GuardError, match="dimension 2 is 32; the graph was captured for 224"):
+        gm(torch.randn(2, 2, 32, 224))
+
+
+def test_what_cannot_be_captured_at_one_size_is_an_error():
+    with pytest.raises(fxopt.TraceError, match="decides on the value of a tensor"):
+        fxopt.symbolic_trace(DependsOnValues(), ["pixel_values"])
