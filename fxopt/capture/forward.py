@@ -31,6 +31,7 @@ from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.shell import Changes, Shell, copy_tree, refused_change
 from fxopt.capture.sizes import Sizes
+from fxopt.capture.tensor_sizes import TensorSizes
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
 
@@ -67,11 +68,11 @@ def _recorded(
     def record(settled: tuple[Settled, ...]) -> Capture:
         made = Capture(model, inputs, dimensions, layers, at_one, specialize, settled, free_numbers)
         made.recorder = made.record()
-        moved = made.placeholders.moved()
+        moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
         if not moved:
             made.check_next_call()
             return made
-        # Such a number counts calls or tokens: it is free, as are the sizes that it counts.
+        # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         free_numbers.update(moved)
         return record(settled)
 
@@ -146,7 +147,8 @@ class Capture:
         if self.specialize:
             example = ExampleRun(self.model, self.layers, self.graph, writer.constants, self.examples)
         decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
-        recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions)
+        tensor_sizes = TensorSizes(writer, shell.real, self.moving)
+        recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes)
         shell.report_to(recorder)
         shell.take_hooks(self.hooks)
         self.placeholders = Placeholders(

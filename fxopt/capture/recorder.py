@@ -69,10 +69,12 @@ class Recorder(PreDispatchTorchFunctionMode):
         fake_mode: CaptureFakeMode,
         shell: Shell,
         decisions: Decisions,
+        tensor_sizes: TensorSizes,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.writer = writer
         self.decisions = decisions
+        self.tensor_sizes = tensor_sizes
         self.memo = CallMemo(fake_mode)
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
@@ -86,7 +88,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
         # For what came out of a call unchanged, what went in.
         self.aliases: dict[int, torch.Tensor] = {}
-        self._tensor_sizes = TensorSizes()
         self._opaque = 0
 
     # --- calls
@@ -131,6 +132,8 @@ class Recorder(PreDispatchTorchFunctionMode):
                 return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
         name = getattr(function, "__name__", "")
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
+            if (truth := self.tensor_sizes.truth(name, args)) is not None:
+                return truth
             return self._read_values(name, function, args, kwargs)
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
@@ -138,7 +141,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if kwargs.get("generator", self) is None:
             # With this argument torch takes an overload that knows no free sizes.
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        args, kwargs = self._tensor_sizes.given_as_numbers(name, args, kwargs)
+        args, kwargs = self.tensor_sizes.given_as_numbers(name, args, kwargs, self._item)
         failure = self._shape_env.failure
         try:
             result, questions = self._result(function, args, kwargs)
@@ -147,10 +150,9 @@ class Recorder(PreDispatchTorchFunctionMode):
                 raise
             # torch reads sizes that are tensors where no mode sees it; give it the numbers.
             self._shape_env.failure = failure
-            args, kwargs = with_numbers(args, kwargs, lambda size: self._call(torch.Tensor.item, (size,), {}))
+            args, kwargs = with_numbers(args, kwargs, self._item)
             return self._call(function, args, kwargs)
-        if function is torch.div:
-            self._tensor_sizes.keep_quotient(result, args, kwargs)
+        self.tensor_sizes.keep(name, args, kwargs, result)
         if self.record(function, args, kwargs, result) and not is_write_name(name):
             self._shape_env.settle_at_one(questions, function, args, kwargs, result)
         else:
@@ -334,6 +336,10 @@ class Recorder(PreDispatchTorchFunctionMode):
             self._blocks[id(block)] = (block, node)
 
     # --- special calls
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        """The number in a tensor, as a node."""
+        return self._call(torch.Tensor.item, (tensor,), {})
 
     def _read_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that makes a Python value of what is in a tensor."""

@@ -57,6 +57,7 @@ class Shell:
             **dict(model.named_buffers(remove_duplicate=False)),
             **dict(model.named_parameters(remove_duplicate=False)),
         }
+        self._model_tensors = tensors
         for name, tensor in tensors.items():
             if id(tensor) not in memo:
                 memo[id(tensor)] = fake_mode.from_tensor(tensor, static_shapes=True)
@@ -90,6 +91,11 @@ class Shell:
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self.originals[id(fake)] = tensor
         return fake
+
+    def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+        """The tensor of the model, or from outside, for which a fake stands, and its name where it has one."""
+        name = self.names.get(id(fake), "")
+        return self._own.get(id(fake), name), self.originals.get(id(fake), self._model_tensors.get(name))
 
     def report_to(self, recorder: Any) -> None:
         """Report calls of modules to a `Recorder`."""

@@ -7,6 +7,7 @@ of the value (`item`) that it came from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ class Sizes:
         leaves = {symbol: Proxy(self._leaf(symbol), self._tracer) for symbol in expression.free_symbols}
         if isinstance(expression, sympy.Symbol):
             return leaves[expression].node
-        result = sympy_interp(PythonReferenceAnalysis, leaves, expression)
+        result = sympy_interp(_Analysis, leaves, expression)
         node: torch.fx.Node = result.node
         return node
 
@@ -93,6 +94,30 @@ class Sizes:
                 )
             self._nodes[symbol] = self._origins[symbol]()
         return self._nodes[symbol]
+
+
+class _Analysis(PythonReferenceAnalysis):
+    """Python's arithmetic on proxies; rounding, which `math` does on numbers alone, becomes a node of its own."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.ceil, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.trunc, x)
+
+
+def _rounded(function: Callable[[Any], int], x: Any) -> Any:
+    return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
 
 
 def symbolic_context(

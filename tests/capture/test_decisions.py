@@ -1,6 +1,7 @@
 """Decisions on values: refused with the line, settled where one side raises, or taken by the example inputs."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -401,3 +402,87 @@ def test_a_tensor_that_is_written_through_a_view_is_asked_again():
     gm = fxopt.trace(module(forward), (X,), specialize=True)
     assert [node.args[1] for node in checks(gm)] == [True, False]
     assert torch.equal(gm(X), X)
+
+
+# --- sizes that the model's tensors and their arithmetic give
+
+
+class PaddedToFrames(nn.Module):
+    """Pads to whole frames, as audio codecs do, with the numbers of the layer kept in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("stride", torch.tensor(3), persistent=False)
+        self.register_buffer("kernel", torch.tensor(5), persistent=False)
+        self.left = torch.tensor(4) // 2
+
+    def forward(self, x):
+        length = x.shape[-1]
+        frames = torch.ceil((length - self.kernel) / self.stride + 1).to(torch.int64) - 1
+        extra = frames * self.stride + self.kernel - length
+        if extra >= length:
+            raise ValueError("too short")
+        return nn.functional.pad(x, (self.left, extra))[..., self.left :].unfold(-1, 5, 3)
+
+
+def test_numbers_in_the_model_s_tensors_give_sizes():
+    model = PaddedToFrames()
+    gm = fxopt.trace(model, (torch.randn(2, 16),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    for size in range(8, 30):
+        x = torch.randn(3, size)
+        torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+    changed = copy.deepcopy(gm)
+    changed.stride.fill_(7)
+    with pytest.raises(fxopt.GuardError, match=r"test_decisions.py:\d+: `return nn.functional.pad"):
+        changed(torch.randn(2, 16))
+
+
+def test_a_rounded_number_is_no_size():
+    class Halves(nn.Module):
+        def forward(self, x):
+            # 2 ** 24 + 1 is no float32: the quotient is rounded.
+            return x[: torch.ceil((x.shape[0] + torch.tensor(2**24)) / 1).to(torch.int64) - 2**24]
+
+    model, x = Halves(), torch.randn(4, 2)
+    gm = fxopt.trace(model, (x,), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, x, torch.randn(6, 2), torch.randn(7, 2)) == [False, False, True]
+
+
+def test_a_number_that_the_forward_writes_is_no_constant():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.tensor(1))
+
+        def forward(self, x):
+            first = x[: self.seen + 0]
+            self.seen.add_(1)
+            return first.sum(0)
+
+    model = Growing()
+    gm = fxopt.trace(model, (X,))
+    mine = copy.deepcopy(gm)
+    for _ in range(3):
+        torch.testing.assert_close(mine(X), model(X), rtol=0, atol=0)
+
+
+def test_a_number_that_is_written_after_it_was_made_is_read_again():
+    class Written(nn.Module):
+        def forward(self, x):
+            n = x.shape[0] // torch.tensor(2)
+            n += 1
+            return nn.functional.pad(x, (0, n))
+
+    model = Written()
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, X, torch.randn(8, 4)) == [False, False]
+
+
+def test_rounding_of_sizes_becomes_nodes():
+    def forward(self, x):
+        return x + math.ceil(0.3 * x.shape[0]) + math.floor(x.shape[0] / 2) + math.trunc(0.7 * x.shape[0])
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    gm = pickle.loads(pickle.dumps(gm))
+    assert not any(right_or_refused(gm, model, *(torch.randn(rows, 4) for rows in range(2, 12))))
