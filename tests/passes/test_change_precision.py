@@ -132,7 +132,8 @@ def test_dtypes_meet(name, dtype):
 def test_metadata_tells_the_new_dtypes():
     traced = fxopt_trace(Use(USES["residual of the input"]), [X])
     after = ChangePrecision()(traced)
-    dtypes = {node.name: node.meta["val"].dtype for node in after.graph.nodes if "val" in node.meta}
+    values = {node.name: node.meta["val"] for node in after.graph.nodes}
+    dtypes = {name: value.dtype for name, value in values.items() if value is not None}
     assert dtypes["linear"] == dtypes["add"] == dtypes["saturate"] == torch.bfloat16
     assert dtypes["x"] == torch.float32
     restored = ChangePrecision()(after, reverse=True)
