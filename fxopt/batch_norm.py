@@ -41,7 +41,6 @@ class Unfolded:
     layer: nn.Module
     norm_path: str
     norm: _BatchNorm
-    siblings: tuple[str, ...]
     dimension: int
     bias: Tensor  # of the folded layer: a sum, which another machine may round differently
     name: str
@@ -100,7 +99,6 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
         graph.set_module(graph_module, data.path, layer)
         if present is None:
             graph.set_module(graph_module, data.norm_path, norm)
-            graph.order_children(graph_module, graph.split_path(data.norm_path)[0], data.siblings)
         _insert_norm(node, data)
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
@@ -204,7 +202,6 @@ def _unfolded(graph_module: GraphModule, site: Fold) -> Unfolded:
         layer=_copy(graph_module.get_submodule(path)),
         norm_path=norm_path,
         norm=_copy(normalization),
-        siblings=graph.child_names(graph_module, graph.split_path(norm_path)[0]),
         dimension=site.dimension,
         bias=bias.detach().clone(),
         name=norm.name,

@@ -13,7 +13,7 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -454,9 +454,26 @@ def remove_module(graph_module: GraphModule, path: str) -> None:
     del graph_module.get_submodule(parent)._modules[name]
 
 
-def child_names(graph_module: GraphModule, parent: str) -> tuple[str, ...]:
-    """The names of the children of the module at `parent`, in order."""
-    return tuple(graph_module.get_submodule(parent)._modules)
+def child_names(graph_module: GraphModule) -> dict[str, list[str]]:
+    """For the path of each module that has children, their names, in order."""
+    return {path: list(module._modules) for path, module in graph_module.named_modules() if module._modules}
+
+
+def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
+    """`known` with the new ones of `names`, each behind the one that it follows there.
+
+    Example:
+        >>> merged_order(["a", "b"], ["new", "b", "last"])
+        ['new', 'a', 'b', 'last']
+    """
+    behind: dict[str | None, list[str]] = {}
+    previous, before = None, set(known)
+    for name in names:
+        if name in before:
+            previous = name
+        else:
+            behind.setdefault(previous, []).append(name)
+    return [*behind.get(None, []), *(each for name in known for each in (name, *behind.get(name, [])))]
 
 
 def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:

@@ -82,6 +82,7 @@ class PassRecord(torch.nn.Module):
     Attributes:
         steps: what was applied and not undone, oldest first.
         entries: what each rewritten site needs to be undone (`fxopt.rewrite.Entry`), oldest first.
+        orders: the names of the children that a module had before, where passes added or removed some, by path.
         facts: for each node of the graph, in order, what it is and how it is marked.
         unpickled: the marks in `node.meta` may be gone and have to be read from `facts`.
     """
@@ -90,6 +91,7 @@ class PassRecord(torch.nn.Module):
         super().__init__()
         self.steps: list[Step] = []
         self.entries: list[Any] = []
+        self.orders: dict[str, list[str]] = {}
         self.facts: list[_NodeFact] = []
         self.unpickled = False
 
@@ -125,6 +127,7 @@ def carry_record(source: GraphModule, result: GraphModule) -> None:
     if record is not None and find_record(result) is None:
         carried = make_record(result)
         carried.steps, carried.entries = list(record.steps), list(record.entries)
+        carried.orders = record.orders
 
 
 def restore_marks(graph_module: GraphModule) -> None:
@@ -192,7 +195,7 @@ class Snapshot:
         record = find_record(graph_module)
         self.steps = [] if record is None else list(record.steps)
         self.entries = [] if record is None else list(record.entries)
-        self._record = None if record is None else (record, list(record.facts))
+        self._record = None if record is None else (record, list(record.facts), record.orders)
 
     def restore(self) -> None:
         """Bring the graph module back; its nodes are copies of those that it had."""
@@ -204,8 +207,8 @@ class Snapshot:
                 del attributes[name]
             attributes.update(public)
         if self._record is not None:
-            record, facts = self._record
-            record.facts = facts
+            record, facts, orders = self._record
+            record.facts, record.orders = facts, orders
             record.steps, record.entries = self.steps, self.entries
         self.graph_module.graph = self._graph
 

@@ -209,6 +209,20 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             "first, or take a copy from before it"
         )
 
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """As `Rewrite.transform`; the order of children is recorded where it does not stay."""
+        before = graph.child_names(graph_module)
+        graph_module = super().transform(graph_module)
+        record = find_record(graph_module)
+        if record is not None and record.entries:
+            after = graph.child_names(graph_module)
+            changed = {path: names for path, names in before.items() if after.get(path) != names}
+            record.orders = record.orders | {
+                path: graph.merged_order(record.orders.get(path, []), names)
+                for path, names in changed.items()
+            }
+        return graph_module
+
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         """Undo all changes of this pass, the last one first.
 
@@ -249,6 +263,11 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             for node in nodes.values():
                 self._forget(node, entry.site, standing)
         record.entries = list(standing.values())
+        present = graph.child_names(graph_module)
+        for path in record.orders.keys() & present.keys():
+            graph.order_children(graph_module, path, record.orders[path])
+        if not record.entries:
+            record.orders = {}
         return graph_module
 
     def _keep(self, graph_module: GraphModule, change: Change) -> None:

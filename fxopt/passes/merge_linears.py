@@ -132,7 +132,6 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         parent = _common_parent(paths)
         names = [path.removeprefix(f"{parent}.").replace(".", "_") for path in paths]
         path = graph.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))
-        orders = {owner: graph.child_names(graph_module, owner) for owner in map(_parent, paths)}
         merged = _merge(layers)
         leave_trace(merged, self, layers)
         graph.set_module(graph_module, path, merged)
@@ -154,7 +153,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
             call.args = _slice(node, start, start + layer.out_features)
             start += layer.out_features
         nodes = {"merged": node} | {str(number): call for number, call in enumerate(site.calls)}
-        return Change((node,), nodes, (path, *paths), {"path": path, "parts": parts, "orders": orders})
+        return Change((node,), nodes, (path, *paths), {"path": path, "parts": parts})
 
     def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
         """Give each slice its own layer again, with its part of the current weights."""
@@ -173,8 +172,6 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         graph.remove_module(graph_module, data["path"])
         for part, layer in zip(parts, layers, strict=True):
             graph.set_module(graph_module, part.path, layer)
-        for owner, order in data["orders"].items():
-            graph.order_children(graph_module, owner, order)
         value = node.args[0]
         for call, part in zip(calls, parts, strict=True):
             call.op, call.target = "call_module", part.path

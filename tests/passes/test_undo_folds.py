@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import operator
 
 import pytest
@@ -14,6 +15,7 @@ from fxopt import (
     ChangePrecision,
     FuseBatchNorm1dInLinear,
     FuseBatchNorm2dInConv2d,
+    MergeLinears,
     ReversibleTransformation,
     UndoError,
     compose,
@@ -260,3 +262,22 @@ def test_a_layer_is_marked_until_its_last_fold_is_undone():
     assert len(history(graph_module)) == 2
     assert len(fuse.get_transformed_nodes(undo(graph_module))) == 1
     assert not fuse.get_transformed_nodes(undo(graph_module))
+
+
+def test_children_come_back_in_order_whatever_is_undone_first():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.first, self.norm = nn.Conv2d(3, 4, 1), nn.Linear(4, 4), nn.BatchNorm2d(4)
+            self.second = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.norm(self.conv(x)), self.first(y), self.second(y)
+
+    passes = [FuseBatchNorm2dInConv2d(), MergeLinears()]
+    before = torch.fx.symbolic_trace(randomise(Both()).eval())
+    for applied, undone in itertools.product(itertools.permutations(passes), repeat=2):
+        graph_module = compose(*applied)(copy.deepcopy(before))
+        for pass_ in undone:
+            pass_(graph_module, reverse=True)
+        assert_round_trip(before, graph_module)
