@@ -48,6 +48,13 @@ class ValueQuestion(TraceError):
         self.kind, self.where = kind, where
 
 
+class TextQuestion(ValueQuestion):
+    """The forward looks something up by a text that holds a value, as in `experts[f"expert_{number}"]`."""
+
+
+Q = TypeVar("Q", bound=ValueQuestion)
+
+
 @dataclasses.dataclass
 class Settled:
     """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""
@@ -60,7 +67,8 @@ class Settled:
 class Decisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
-    `settled` answers the first questions, and `example`, where there is one, the others.
+    `settled` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
+    messages of errors, which ask nothing: what stands in them is decided only with `reads_texts`.
     """
 
     def __init__(
@@ -70,14 +78,17 @@ class Decisions:
         shape_env: CaptureShapeEnv,
         settled: tuple[Settled, ...] = (),
         example: ExampleRun | None = None,
+        reads_texts: bool = False,
     ) -> None:
         self._writer, self._sizes, self._shape_env = writer, sizes, shape_env
-        self._settled, self._example = settled, example
+        self._settled, self._example, self._reads_texts = settled, example, reads_texts
         self._known: dict[Any, Any] = {}
         # The checks, one line each.
         self.checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
         self.open: ValueQuestion | None = None
+        # The last text that was made of a value which is not known.
+        self.text_question: TextQuestion | None = None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `function`, one of `READS`, gives on tensors."""
@@ -93,11 +104,19 @@ class Decisions:
             self._known[key] = self._decide(node, kind)
         return self._known[key]
 
+    def text(self, tensor: torch.Tensor, specification: str) -> str:
+        """What `format` gives for a tensor without dimensions."""
+        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        if self._reads_texts and not tensor.is_complex():
+            return format(self.read(f"__{kind.__name__}__", None, (tensor,), {}), specification)
+        self.text_question = self._question(self._writer.argument(tensor), str, TextQuestion)
+        return object.__format__(tensor, "")
+
     def array(self, tensor: torch.Tensor) -> Any:
         """A tensor as a numpy array, all of whose values the graph then takes for granted."""
         node = self._writer.argument(tensor)
         if self._example is None:
-            raise self._question(node, torch.Tensor)
+            raise self._opened(node, torch.Tensor)
         value = self._example.read(node, lambda tensor: tensor.detach().clone())
         constant = self._writer.create("get_attr", self._writer.constant(value), (), {}, None)
         self._check(node, constant, "")
@@ -131,7 +150,7 @@ class Decisions:
             self._check(node, settled.answer, settled.otherwise)
             return settled.answer
         if self._example is None:
-            raise self._question(node, kind)
+            raise self._opened(node, kind)
         answer = self._example.read(node, kind)
         self._check(node, answer, "")
         return answer
@@ -141,8 +160,13 @@ class Decisions:
         self.checks.append(f"{decided}: {where}")
         self._writer.create("call_function", check_decision, (node, decided, where, otherwise), {}, None)
 
-    def _question(self, node: torch.fx.Node, kind: type) -> ValueQuestion:
-        question = ValueQuestion(
+    def _opened(self, node: torch.fx.Node, kind: type) -> ValueQuestion:
+        question = self._question(node, kind, ValueQuestion)
+        self.open = self.open or question
+        return question
+
+    def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
+        return question(
             f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
             f"{self._writer.origin(node)}. Capture with specialize=True, which takes the decision that the example "
             "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
@@ -150,8 +174,6 @@ class Decisions:
             kind,
             self._writer.where(),
         )
-        self.open = self.open or question
-        return question
 
 
 def settled_by_errors(capture: Callable[[tuple[Settled, ...]], T]) -> T:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxopt.capture import metadata
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
 from fxopt.capture.comparison import same_calls
-from fxopt.capture.decisions import Decisions, Settled, ValueQuestion, settled_by_errors
+from fxopt.capture.decisions import Decisions, Settled, TextQuestion, ValueQuestion, settled_by_errors
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
 from fxopt.capture.interception import intercepted
@@ -64,10 +64,19 @@ def _recorded(
 ) -> Capture:
     """A capture whose forward has run, with the questions on values settled that can be."""
     free_numbers = set(moving)
+    reads_texts = False
 
     def record(settled: tuple[Settled, ...]) -> Capture:
+        nonlocal reads_texts
         made = Capture(model, inputs, dimensions, layers, at_one, specialize, settled, free_numbers)
-        made.recorder = made.record()
+        made.reads_texts = reads_texts
+        try:
+            made.recorder = made.record()
+        except TextQuestion:
+            if reads_texts or not specialize:
+                raise
+            reads_texts = True
+            return record(settled)
         moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
         if not moved:
             made.check_next_call()
@@ -112,6 +121,8 @@ class Capture:
         self.settled = settled
         self.moving = moving
         self.earlier = earlier
+        # Whether texts that hold a value are decided on the example inputs.
+        self.reads_texts = False
         # The hooks of each module, before and after the forward.
         self.hooks: dict[str, Any] = {}
         # The real value for each fake input.
@@ -146,7 +157,7 @@ class Capture:
         example = None
         if self.specialize:
             example = ExampleRun(self.model, self.layers, self.graph, writer.constants, self.examples)
-        decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example)
+        decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example, self.reads_texts)
         tensor_sizes = TensorSizes(writer, shell.real, self.moving)
         recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes)
         shell.report_to(recorder)
@@ -189,6 +200,8 @@ class Capture:
         except Exception as error:
             if decisions.open:
                 raise decisions.open from None
+            if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
+                raise decisions.text_question from None
             if _is_own(error):
                 raise
             raise _explained(error, recorder) from error
@@ -230,7 +243,7 @@ class Capture:
             self.moving,
             self.changes,
         )
-        again.hooks = self.hooks
+        again.hooks, again.reads_texts = self.hooks, self.reads_texts
         try:
             again.recorder = again.record()
         except TraceError:

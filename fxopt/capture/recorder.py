@@ -135,6 +135,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
             return self._read_values(name, function, args, kwargs)
+        if name == "__format__" and not args[0].dim() and not _is_known(args):
+            return self.decisions.text(*args)
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
             return None

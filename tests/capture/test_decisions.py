@@ -486,3 +486,39 @@ def test_rounding_of_sizes_becomes_nodes():
     gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
     gm = pickle.loads(pickle.dumps(gm))
     assert not any(right_or_refused(gm, model, *(torch.randn(rows, 4) for rows in range(2, 12))))
+
+
+class NamedExperts(nn.Module):
+    """Finds a layer by a name that holds a number of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(4, 4) for i in range(3)})
+
+    def forward(self, x):
+        chosen = x[0].argmax()
+        if x.sum() > 1000:
+            raise ValueError(f"the sum is {x.sum()}")
+        return self.experts[f"expert_{chosen}"](x)
+
+
+def test_a_name_that_holds_a_value_is_a_decision():
+    model = NamedExperts()
+    first, same, other = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2, 4)
+    first[0, 1] = same[0, 1] = other[0, 2] = 1.0
+    with pytest.raises(fxopt.TraceError, match=r"test_decisions.py:\d+: `return self.experts\[.*'argmax'"):
+        fxopt.trace(model, (first,))
+    gm = fxopt.trace(model, (first,), dynamic_shapes=ROWS, specialize=True)
+    assert right_or_refused(gm, model, first, same, other) == [False, False, True]
+
+
+def test_a_value_in_the_message_of_an_error_is_no_decision():
+    def forward(self, x):
+        count = (x > 0).sum()
+        torch._assert(count >= 0, f"{count} elements")
+        return x * 2
+
+    model = module(forward)
+    for options in ({}, {"specialize": True}):
+        gm = fxopt.trace(model, (X,), **options)
+        assert not any(right_or_refused(gm, model, X, -X, X * 0))
