@@ -98,8 +98,10 @@ class Decisions:
         else:
             op, target, args, kwargs = canonical(function, args, kwargs)
             node = self._writer.create(op, target, *self._writer.arguments(name, args, kwargs), None)
-        versions = tuple(0 if t.is_inference() else t._version for t in tensors_in((args, kwargs)))
-        key = node, versions, kind
+        tensors = list(tensors_in((args, kwargs)))
+        if any(t.is_inference() for t in tensors):
+            return self._decide(node, kind)  # they count no writes
+        key = node, tuple(t._version for t in tensors), kind
         if key not in self._known:
             self._known[key] = self._decide(node, kind)
         return self._known[key]

@@ -190,6 +190,11 @@ class Capture:
                 recorder,
             ):
                 result = _run_forward(shell.model, args, kwargs)
+                for source in recorder.draws.drawn_from():
+                    raise TraceError(
+                        f"the forward draws random numbers from Python's {source!r}, and a graph would hold those that it "
+                        "drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)."
+                    )
                 with recorder.paused():
                     self._check_values()
                     writer.add_output(result)
@@ -206,6 +211,7 @@ class Capture:
                 raise
             raise _explained(error, recorder) from error
         finally:
+            recorder.draws.take_back()
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             self.shape_env.location = str
             self.shape_env.decide = lambda expression: None

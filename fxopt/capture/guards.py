@@ -7,6 +7,7 @@ the graph through deepcopy, pickle, other passes and other tracers, and dead cod
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import math
 import re
@@ -73,10 +74,10 @@ class Formula:
     """An expression over sizes, as torch prints it, made a function once: torch.compile can follow that."""
 
     def __init__(self, text: str) -> None:
-        known: dict[str, Any] = {"math": math, "torch": torch, "max": max, "min": min}
+        known: dict[str, Any] = {"math": math, "torch": torch}
         names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
         self.text = text
-        self.symbols = tuple(sorted(names - known.keys()))
+        self.symbols = tuple(sorted(names - known.keys() - vars(builtins).keys()))
         self._function = eval(f"lambda {', '.join(self.symbols)}: {text}", known)
 
     def value(self, sizes: dict[str, int]) -> Any:
@@ -306,10 +307,12 @@ def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], defe
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in memory: contiguous or not, the order of its strides, at the start of its memory or not."""
+    """How a tensor lies in memory: contiguous or not, the order of its strides, which with the sizes gives them all
+    where its elements fill their memory, and where it starts."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    return tensor.is_contiguous(), tuple(order), tensor.storage_offset() == 0
+    dense = tensor.permute(order).is_contiguous()
+    return tensor.is_contiguous(), tuple(order), None if dense else strides, tensor.storage_offset()
 
 
 def _why_fixed(expected: TensorInput, dim: int) -> str:

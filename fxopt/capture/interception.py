@@ -52,6 +52,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _queries(stack, recorder, active)
         _extremes(stack, active)
         _keys(stack, active)
+        _seeds(stack, recorder, active)
         _refusals(stack, recorder, active)
         yield
 
@@ -102,6 +103,7 @@ def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -
 
 
 def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    thread = threading.get_ident()
     function = torch.autograd.function.Function
     original: Any = function.__dict__["apply"]
     is_setup_context_defined: Any = torch.autograd.function._is_setup_context_defined
@@ -111,6 +113,10 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
             recorder.fail(
                 "the forward calls torch.utils.checkpoint with use_reentrant=True, which a graph cannot hold: "
                 "use_reentrant=False can be captured"
+            )
+        if threading.get_ident() == thread and recorder.below:
+            recorder.fail(
+                f"the autograd.Function {cls.__qualname__} is called under torch.vmap, where a graph cannot keep its backward"
             )
         bound = original.__get__(None, cls)
         return (
@@ -238,6 +244,19 @@ def _has_hint(value: Any) -> bool:
 
 def _hint(value: Any) -> int:
     return int(value.node.hint if isinstance(value, torch.SymInt) else value)
+
+
+def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What Python and numpy draw after a seed is the same each time, and no random number."""
+    for name in {"random", "numpy.random"} & sys.modules.keys():
+        original: Any = sys.modules[name].__dict__["seed"]
+
+        def seed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            if active() and (args or kwargs):
+                recorder.draws.seed(name)
+            original(*args, **kwargs)
+
+        stack.enter_context(_replaced(sys.modules[name], "seed", seed))
 
 
 def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dynamo.source import TensorProperty
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
@@ -40,6 +41,11 @@ class CaptureShapeEnv(ShapeEnv):
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
         self._verdicts: dict[str, bool] = {}
+
+    def create_symbol(self, val: int, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
+            return sympy.Integer(val)  # where an input starts in its memory is no size
+        return super().create_symbol(val, source, *args, **kwargs)
 
     def conditions(self) -> list[tuple[Any, str]]:
         """What was assumed so far: sympy conditions, each with the line of the model that needs it."""

@@ -62,7 +62,7 @@ class Placeholders:
         self._moving = moving
         self._examples = examples
         # Containers that must stay as they are, with the identities of what was in them.
-        self._fixed: list[tuple[str, Any, list[int]]] = []
+        self._fixed: list[tuple[str, Any, list[tuple[Any, int]]]] = []
         self._constants: list[tuple[str, Any, Any]] = []
         # Numbers in objects that may vary, should the forward change them: where, the object, the key and the number.
         self._numbers: list[tuple[str, Any, Any, int]] = []
@@ -287,8 +287,8 @@ def _hides_tensors(value: Any, depth: int = 3) -> bool:
     return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
 
 
-def _entries(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else container
-    if dataclasses.is_dataclass(container) and not isinstance(container, (dict, tuple, list)):
-        values = vars(container).values()
-    return [id(value) for value in values]
+def _entries(container: Any) -> list[tuple[Any, int]]:
+    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
+    if items is None:
+        items = (container if isinstance(container, dict) else vars(container)).items()
+    return [(key, id(value)) for key, value in items]

@@ -27,6 +27,7 @@ from fxopt.capture.canonical import canonical, is_write, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.randomness import Draws
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
@@ -76,6 +77,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.decisions = decisions
         self.tensor_sizes = tensor_sizes
         self.memo = CallMemo(fake_mode)
+        self.draws = Draws()
+        # Inside torch.vmap: calls are seen as the operators they come down to.
+        self.below = False
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
         # Where it asked for each dtype, and for a global mode, with the answer.
@@ -241,8 +245,11 @@ class Recorder(PreDispatchTorchFunctionMode):
         if call is not None and call.known:
             return call.recall(), {}
         versions = _versions((args, kwargs))
+        draws = Draws() if call is None else None
         with self._shape_env.in_operator() as questions:
             result = module._call_impl(*args, **kwargs)
+        if draws is not None:
+            draws.take_back()  # the layer draws them when the graph runs
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
             result = self._distinct(result, args, kwargs)
         if call is not None:
@@ -286,8 +293,14 @@ class Recorder(PreDispatchTorchFunctionMode):
         Inside `torch.vmap` a call is made on wrapped tensors, which stand for slices that no node has; the operators
         that torch makes of it are calls on whole tensors.
         """
-        with self.paused(), _Operators(self):
-            yield
+        self.below = True
+        operators = _Operators(self)
+        try:
+            with self.paused(), operators:
+                yield
+        finally:
+            self.below = False
+            operators.restore_gradients()
 
     def fail(self, reason: str) -> None:
         """Raise TraceError, also where the forward would catch it."""
@@ -405,6 +418,21 @@ class _Operators(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._grad_before = self._grad = torch.is_grad_enabled()
+        self._switched: torch.fx.Node | None = None
+
+    def restore_gradients(self) -> None:
+        """Switch gradients as they were before the first operator."""
+        self._switch_gradients(self._grad_before)
+
+    def _switch_gradients(self, mode: bool) -> None:
+        if mode != self._grad:
+            self._grad = mode
+            back = mode == self._grad_before  # to what the caller of the graph has set
+            node = self._recorder.writer.create(
+                "call_function", modes.set_grad_enabled, (self._switched if back else mode,), {}, None
+            )
+            self._switched = node
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -416,6 +444,7 @@ class _Operators(TorchDispatchMode):
             has_side_effect(operator)
         elif not writer.makes_something(result):
             return result
+        self._switch_gradients(torch.is_grad_enabled())
         node_args, node_kwargs = writer.arguments(operator.__name__, args, kwargs)
         writer.create("call_function", operator, node_args, node_kwargs, result)
         return result

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxopt.capture.contents import Contents, ContentsOf
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.errors import TraceError
 
 Leaf = str | type[torch.nn.Module] | Callable[[str, torch.nn.Module], bool]
 LeafModules = Leaf | Sequence[Leaf]
 
-# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a list of these.
+# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or other Contents.
 Changes = dict[tuple[str, str], Any]
 # Stands for a tensor that the forward has made.
 MADE = object()
 
 _PLAIN = (bool, int, float, str)
+# Attributes that every module has: parameters, children and hooks among them.
+_OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
 _CONTAINERS = (
     torch.nn.Sequential,
     torch.nn.ModuleList,
@@ -83,7 +86,8 @@ class Shell:
         }
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
-            setattr(self.model.get_submodule(name), key, self._stale() if value is MADE else value)
+            value = value.kept if isinstance(value, Contents) else self._stale() if value is MADE else value
+            setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,30 +120,39 @@ class Shell:
                 )
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """The numbers and tensors that the modules hold; a tensor that is the model's own, by its first name.
+        """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
 
         `aliases` gives, for the identity of a tensor, another one that is the same.
         """
+
+        def named(tensor: torch.Tensor) -> Any:
+            return self._own.get(id(aliases.get(id(tensor), tensor)), MADE)
+
         state: Changes = {}
+        contents = ContentsOf(named)
         for name, module in self._containers:
             for key, value in _attributes(module):
                 if isinstance(value, _PLAIN):
                     state[name, key] = value
                 elif isinstance(value, SymbolicNumber):
                     state[name, key] = [str(value)]
-                elif held := [item for item in _items(value) if _is_tensor(item)]:
-                    own = [self._own.get(id(aliases.get(id(item), item)), MADE) for item in held]
-                    state[name, key] = own[0] if held[0] is value else own
+                elif _is_tensor(value):
+                    state[name, key] = named(value)
+                elif value is not None and key not in _OF_TORCH:
+                    state[name, key] = contents(value)
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """What the forward has changed of that, with what is there now; an empty list for an object of another kind."""
+        """What the forward has changed of that, with what is there now; an empty list for what no later call can be given."""
         after = self.state(aliases)
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
         )
-        missing: Changes = {key: [] for key in changed if self._attribute(*key) is not None}
-        return {key: after.get(key, missing.get(key)) for key in changed}
+        now = {key: after.get(key) for key in changed}
+        return {
+            key: [] if isinstance(value, Contents) and value.kept is None else value
+            for key, value in now.items()
+        }
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
@@ -150,9 +163,6 @@ class Shell:
         for name, kinds in hooks.items():
             module = self.model.get_submodule(name)
             module._forward_hooks, module._forward_pre_hooks = kinds
-
-    def _attribute(self, name: str, key: str) -> Any:
-        return getattr(self.model.get_submodule(name), key, None)
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
@@ -184,12 +194,6 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 class _Call:

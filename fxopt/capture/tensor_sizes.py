@@ -9,6 +9,7 @@ number.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Set
 from typing import Any
@@ -40,7 +41,7 @@ class Number:
     value: Any
     divisor: Any = 1
     exact: bool = False
-    version: int = 0
+    version: float = 0
 
 
 class TensorSizes:
@@ -96,7 +97,8 @@ class TensorSizes:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, item))
         if name == "__getitem__" and isinstance(args[1], torch.Tensor):
             number = self._numbers.get(id(args[1]))
-            return (args[0], number.value) if number and number.exact else args, kwargs
+            known = number is not None and number.exact and number.version == _version(args[1])
+            return (args[0], number.value) if known and number else args, kwargs
         if name in _TAKES_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, lambda unknown: unknown))
         return args, kwargs
@@ -236,8 +238,9 @@ _ARITHMETIC: dict[str, Callable[[list[Number], dict[str, Any], torch.Tensor], Nu
 }
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> float:
+    """How often a tensor has been written to; equal to nothing under inference mode, where torch does not count."""
+    return math.nan if tensor.is_inference() else tensor._version
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -522,3 +522,17 @@ def test_a_value_in_the_message_of_an_error_is_no_decision():
     for options in ({}, {"specialize": True}):
         gm = fxopt.trace(model, (X,), **options)
         assert not any(right_or_refused(gm, model, X, -X, X * 0))
+
+
+def test_a_view_written_under_inference_mode_is_asked_again():
+    def forward(self, x):
+        with torch.inference_mode():
+            flags = (x > 100) * 1.0
+            first = flags[0, 0]
+            before = bool(first)
+            flags.add_(1)
+            after = bool(first)
+        return x * (1 + before * 2 + after * 4)
+
+    model, x = module(forward), torch.ones(3, 4)
+    assert torch.equal(fxopt.trace(model, (x,), specialize=True)(x), model(x))

@@ -4,8 +4,11 @@ import collections
 import copy
 import enum
 import gc
+import itertools
+import random
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -255,6 +258,144 @@ def kept(self, x):
     if self.cache is None:
         self.cache = torch.ones(x.shape)
     return x * 2
+
+
+def counted_in_a_dict(self, x):
+    self.held["calls"] = self.held.get("calls", 0) + 1
+    return x * self.held["calls"]
+
+
+def counted_in_an_object(self, x):
+    self.held.calls = getattr(self.held, "calls", 0) + 1
+    return x * self.held.calls
+
+
+def counted_in_a_set(self, x):
+    self.held.add(len(self.held))
+    return x * len(self.held)
+
+
+def counted_by_python(self, x):
+    return x * next(self.held)
+
+
+class Held:
+    """A plain object."""
+
+
+@pytest.mark.parametrize(
+    "forward, held",
+    [
+        (counted_in_a_dict, {}),
+        (counted_in_an_object, Held()),
+        (counted_in_a_set, set()),
+        (counted_by_python, itertools.count(1)),
+    ],
+)
+def test_state_in_objects_of_a_module_is_refused(forward, held):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'held'"):
+        fxopt.trace(module(forward, held=held), (X,))
+
+
+def test_what_a_forward_sets_anew_in_an_object_is_left_out():
+    def forward(self, x):
+        self.held.factor = 3
+        self.table["rows"] = x.shape[1]
+        return x * self.held.factor + self.table["rows"]
+
+    model = module(forward, held=Held(), table={})
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_random_numbers_of_python_are_refused(draw):
+    state = random.getstate()
+    with pytest.raises(fxopt.TraceError, match="draws random numbers from Python's '(numpy.)?random'"):
+        fxopt.trace(module(lambda self, x: x * draw()), (X,))
+    assert random.getstate() == state
+
+
+def test_random_numbers_of_python_after_a_seed_are_known():
+    def forward(self, x):
+        numpy.random.seed(3)
+        return x * numpy.random.rand()
+
+    model = module(forward)
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+class Shaken(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+
+def test_a_leaf_may_draw_random_numbers_of_python():
+    model = module(lambda self, x: self.shaken(x), shaken=Shaken())
+    gm = fxopt.trace(model, (X,), leaf_modules=[Shaken])
+    random.seed(0)
+    expected = model(X)
+    random.seed(0)
+    assert torch.equal(gm(X), expected)
+
+
+def test_a_size_in_a_tensor_that_is_written_is_read_again():
+    def forward(self, x):
+        half = torch.div(x.shape[0], 2, rounding_mode="floor")
+        half += 1
+        return x[:half]
+
+    gm = fxopt.trace(module(forward), (torch.randn(6, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for rows in (2, 6, 9):
+        assert gm(torch.randn(rows, 4)).shape == (rows // 2 + 1, 4)
+
+
+def test_an_index_in_a_tensor_that_is_written_is_read_again():
+    def forward(self, x):
+        last = torch.div(x.shape[0], 2, rounding_mode="floor")
+        last.sub_(1)
+        return x[last] * 2
+
+    model = module(forward)
+    gm = fxopt.trace(model, (torch.randn(6, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for rows in (6, 9):
+        x = torch.randn(rows, 4)
+        assert torch.equal(gm(x), model(x))
+
+
+def test_guards_with_functions_of_python():
+    def forward(self, x):
+        return x * 2 if abs(x.shape[0] - 5) > 2 else x * 3
+
+    gm = fxopt.trace(module(forward), (torch.randn(9, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(torch.ones(8, 4)), torch.full((8, 4), 2.0))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 6"):
+        gm(torch.ones(6, 4))
+
+
+def test_a_complex_view_of_an_input_with_free_sizes():
+    model = module(lambda self, x: torch.view_as_complex(x.reshape(-1, 2, 2)) * 2j)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for x in (X, X[:2], torch.randn(5, 4)):
+        assert torch.equal(gm(x), model(x))
+
+
+def test_strides_that_the_forward_reads_are_those_of_the_example():
+    model = module(lambda self, x: x * x.stride(1) + x.storage_offset())
+    gm = fxopt.trace(model, (torch.randn(3, 8)[:, ::2],))
+    other = torch.randn(3, 8)[:, ::2]
+    assert torch.equal(gm(other), model(other))
+    for other in (torch.randn(3, 12)[:, ::3], torch.randn(3, 8)[:, 1::2]):
+        with pytest.raises(fxopt.GuardError, match="reads strides"):
+            gm(other)
+
+
+def test_a_dict_among_the_inputs_whose_keys_are_changed_is_refused():
+    def forward(self, given):
+        given["b"] = given.pop("a")
+        return given["b"] + 1
+
+    with pytest.raises(fxopt.TraceError, match="changes its input given"):
+        fxopt.trace(module(forward), ({"a": X},))
 
 
 @pytest.mark.parametrize("forward", [counted_without_use, kept_by_size, kept])

@@ -89,3 +89,36 @@ class Writes(nn.Module):
 
 def module_that_writes():
     return Writes().eval()
+
+
+def test_gradients_that_are_off_under_vmap_are_off_in_the_graph():
+    def forward(self, x):
+        still = torch.vmap(torch.no_grad()(lambda row: row * self.dense.weight[0]))(x)
+        return still, torch.vmap(lambda row: row * self.dense.weight[0])(x), x * self.dense.weight[0]
+
+    model = module(forward, dense=nn.Linear(4, 4))
+    gm = fxopt.trace(model, (X,))
+    assert [out.requires_grad for out in gm(X)] == [False, True, True]
+    with torch.no_grad():
+        assert [out.requires_grad for out in gm(X)] == [False, False, False]
+
+
+class Tripled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def test_a_backward_of_its_own_is_refused_under_vmap():
+    with pytest.raises(fxopt.TraceError, match="Tripled is called under torch.vmap"):
+        fxopt.trace(module(lambda self, x: torch.vmap(Tripled.apply)(x)), (X,))

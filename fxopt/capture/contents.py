@@ -1,0 +1,68 @@
+"""What is in an object that a module holds, in a form in which it can be compared before and after a forward."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxopt.capture.sizes import SymbolicNumber
+from fxopt.objects import is_open
+
+_COLLECTIONS = (list, tuple, set, frozenset, collections.deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """All that is in an object; `kept` is the object itself, if there is no tensor in it, and None otherwise."""
+
+    parts: Any
+    kept: Any = dataclasses.field(compare=False)
+
+
+class ContentsOf:
+    """Describes objects; `named` gives the name of a tensor. One object is described once."""
+
+    def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
+        self._named = named
+        self._known: dict[int, Contents] = {}
+        self._inside: list[int] = []
+        self._has_tensors = False
+
+    def __call__(self, value: Any) -> Contents:
+        if id(value) not in self._known:
+            self._has_tensors = False
+            parts = self._parts(value)
+            self._known[id(value)] = Contents(parts, None if self._has_tensors else value)
+        return self._known[id(value)]
+
+    def _parts(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, repr(value)
+        if isinstance(value, torch.Tensor):
+            self._has_tensors = True
+            return self._named(value)
+        if isinstance(value, SymbolicNumber):
+            self._has_tensors = True
+            return str(value)
+        kind = type(value).__qualname__
+        if id(value) in self._inside:
+            return kind, self._inside.index(id(value))
+        self._inside.append(id(value))
+        try:
+            if isinstance(value, (set, frozenset)):
+                return kind, frozenset(map(self._parts, value))
+            if isinstance(value, _COLLECTIONS):
+                return kind, tuple(map(self._parts, value))
+            if isinstance(value, dict):
+                return kind, tuple((self._parts(key), self._parts(item)) for key, item in value.items())
+            if is_open(value):
+                return kind, self._parts(vars(value))
+            return kind  # nothing more is known about it
+        finally:
+            self._inside.pop()
