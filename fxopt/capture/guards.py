@@ -30,7 +30,7 @@ class TensorInput:
 
     `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
     dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
-    is set when the forward read this dtype, `layout` when it read strides.
+    is set when the forward read this dtype, `layout` when it read strides, `requires_grad` when it asked for gradients.
     """
 
     name: str
@@ -40,6 +40,7 @@ class TensorInput:
     fixed_by: tuple[tuple[int, str], ...] = ()
     strict_dtype: bool = False
     layout: tuple[Any, ...] | None = None
+    requires_grad: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +285,11 @@ def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], defe
         raise GuardError(
             f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
             "than the example; the forward reads strides. Call `.contiguous()`, or capture with such an input."
+        )
+    if expected.requires_grad is not None and value.requires_grad != expected.requires_grad:
+        raise GuardError(
+            f"input {describe(expected)!r} has requires_grad={value.requires_grad}, and the forward reads that: it was "
+            f"{expected.requires_grad} when the graph was captured. Capture again with an input such as this."
         )
     shape = value.shape
     if len(shape) != len(expected.shape):

@@ -106,6 +106,8 @@ def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:
     if expected.layout is not None:
         contiguous = "contiguous" if expected.layout[0] else "laid out as the example, not contiguous"
         yield Guard(name, None, contiguous, "the forward reads strides")
+    if expected.requires_grad is not None:
+        yield Guard(name, None, f"requires_grad is {expected.requires_grad}", "the forward reads that")
     for dim, size in enumerate(expected.shape):
         place = f"{name}.shape[{dim}]"
         if module.words.get(str(size)) != place:

@@ -169,7 +169,7 @@ class Placeholders:
             )
         self._examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
-        self.expected.append(TensorInput(name, path, value.dtype, shape, layout=layout(example)))
+        self.expected.append(TensorInput(name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad))
         if not inside:
             self._writer.add_input(fake, node, path)
         return fake
@@ -223,6 +223,7 @@ class Placeholders:
             fixed_by=fixed,
             strict_dtype=expected.dtype in recorder.dtypes_read_at,
             layout=expected.layout if recorder.layout_read_at is not None else None,
+            requires_grad=expected.requires_grad if recorder.gradients_read_at is not None else None,
         )
 
     def _resolved(self, size: Any) -> int | str:

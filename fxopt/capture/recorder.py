@@ -36,6 +36,7 @@ from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
 
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
+_GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 _RESHAPES_IN_PLACE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
@@ -82,6 +83,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.below = False
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
+        # Where it first asked whether a tensor takes gradients.
+        self.gradients_read_at: str | None = None
+        self._grad_enabled = torch.is_grad_enabled()
         # Where it asked for each dtype, and for a global mode, with the answer.
         self.dtypes_read_at: dict[torch.dtype, str] = {}
         self.modes_read: dict[str, tuple[bool, str]] = {}
@@ -213,6 +217,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Keep where the forward asked something whose answer the graph takes for granted."""
         if name in _LAYOUT_QUERIES and self.layout_read_at is None:
             self.layout_read_at = self.writer.location()
+        if name in _GRAD_QUERIES and self.gradients_read_at is None:
+            self.gradients_read_at = self.writer.location()
+            self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
         if isinstance(result, torch.dtype):
             self.dtypes_read_at.setdefault(result, self.writer.location())
         elif name in _DTYPE_QUERIES:

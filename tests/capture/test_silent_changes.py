@@ -435,6 +435,15 @@ def test_a_global_mode_that_the_forward_reads_is_guarded():
         gm(X)
 
 
+def test_whether_a_tensor_takes_gradients_is_guarded_where_the_forward_reads_it():
+    gm = fxopt.trace(module(lambda self, x: x * 2 if (x + 1).requires_grad else x * 3), (X,))
+    assert torch.equal(gm(X), X * 3)
+    with pytest.raises(fxopt.GuardError, match="'x' has requires_grad=True"):
+        gm(X.clone().requires_grad_())
+    with torch.no_grad(), pytest.raises(fxopt.GuardError, match="captured with grad on"):
+        gm(X)
+
+
 def test_an_integer_dtype_that_the_forward_reads_is_guarded():
     gm = fxopt.trace(
         module(lambda self, x: torch.arange(3, dtype=x.dtype) + x), (torch.ones(3, dtype=torch.long),)
