@@ -42,7 +42,7 @@ class CaptureShapeEnv(ShapeEnv):
         self._questions: dict[Any, bool] | None = None
         self._verdicts: dict[str, bool] = {}
 
-    def create_symbol(self, val: int, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
             return sympy.Integer(val)  # where an input starts in its memory is no size
         return super().create_symbol(val, source, *args, **kwargs)

@@ -169,7 +169,11 @@ class Placeholders:
             )
         self._examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
-        self.expected.append(TensorInput(name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad))
+        self.expected.append(
+            TensorInput(
+                name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
+            )
+        )
         if not inside:
             self._writer.add_input(fake, node, path)
         return fake
