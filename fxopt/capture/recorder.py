@@ -275,13 +275,33 @@ class Recorder(PreDispatchTorchFunctionMode):
             return module._call_impl(*args, **kwargs)
 
     def call_autograd_function(self, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward."""
+        """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward.
+
+        No node can hold modules, which some functions take; where no gradients are wanted, the calls that such a
+        function makes are recorded in its stead.
+        """
+        if _contains([*args, *kwargs.values()], torch.nn.Module):
+            return self._call_forward(cls, args, kwargs)
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
         with self.paused():
             result = apply(*args, **kwargs)
         node_args, node_kwargs = self.writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
         self.writer.create("call_function", modes.ApplyFunction(cls), node_args, node_kwargs, result)
         return result
+
+    def _call_forward(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        """Run the forward of a `torch.autograd.Function` without its backward."""
+        if torch.is_grad_enabled():
+            self.fail(
+                f"the autograd.Function {cls.__qualname__} takes a module, and a graph cannot hold the gradients that it "
+                "computes with it. Capture and run under torch.no_grad(), or make the module that calls it a leaf"
+            )
+        self.modes_read.setdefault("grad", (False, self.writer.location()))
+        if cls.setup_context is not torch.autograd.Function.setup_context:
+            return cls.forward(*args, **kwargs)
+        context: Any = torch.autograd.function.FunctionCtx()
+        context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
+        return cls.forward(context, *args, **kwargs)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

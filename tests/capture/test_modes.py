@@ -207,3 +207,52 @@ def test_two_threads_capture_at_once():
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+class ThroughModule(torch.autograd.Function):
+    """The forward of a module, with a backward of its own that runs it again."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x.detach())
+        return module(x) if ctx.needs_input_grad[0] else module(x) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class ThroughModuleWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x, module):
+        return module(x) * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.module = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("function", [ThroughModule, ThroughModuleWithSetup])
+def test_an_autograd_function_that_takes_a_module_is_captured_without_gradients(function):
+    class Reversible(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return function.apply(x, self.layer)
+
+    model, x = Reversible(), torch.randn(2, 3)
+    with pytest.raises(fxopt.TraceError, match=rf"{function.__name__} takes a module.*torch.no_grad"):
+        fxopt.trace(model, (x,))
+    with torch.no_grad():
+        gm = fxopt.trace(model, (x,))
+        assert torch.equal(gm(x), model(x))
+    assert [node.target for node in gm.graph.nodes if node.op == "call_module"][-1] == "layer"
+    with pytest.raises(fxopt.GuardError, match="captured with grad off"):
+        gm(x)
