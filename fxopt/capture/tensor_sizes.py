@@ -27,7 +27,7 @@ _TAKES_SIZES = {
     *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
 }
 # What reads sizes that are tensors without a word, so that no node would make their numbers.
-_READS_SIZES = {"pad"}
+_READS_SIZES = {"pad", "interpolate", "repeat"}
 _INTEGERS = (int, torch.SymInt)
 
 

@@ -536,3 +536,19 @@ def test_a_view_written_under_inference_mode_is_asked_again():
 
     model, x = module(forward), torch.ones(3, 4)
     assert torch.equal(fxopt.trace(model, (x,), specialize=True)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, size: nn.functional.interpolate(x[None, None], size=(size[0], size[1])),
+        lambda self, x, size: x.repeat(size[0], 1),
+        lambda self, x, size: nn.functional.pad(x, (size[0], size[1])),
+    ],
+    ids=["interpolate", "repeat", "pad"],
+)
+def test_sizes_that_an_input_holds_are_read_in_the_graph(forward):
+    model = module(forward)
+    gm = fxopt.trace(model, (X, torch.tensor([2, 3])))
+    for size in ((2, 3), (4, 2), (5, 7)):
+        torch.testing.assert_close(gm(X, torch.tensor(size)), model(X, torch.tensor(size)), rtol=0, atol=0)
