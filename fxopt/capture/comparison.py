@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from fxopt.capture.guards import same_value
 from fxopt.capture.sizes import SymbolicNumber
 
+_RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
-def same_calls(
-    graph: torch.fx.Graph,
-    other: torch.fx.Graph,
-    assumed: Callable[[Any], Any],
-    translated: Callable[[Any], Any],
-) -> bool:
-    """Whether both graphs call the same things with the same arguments, in the same order.
 
-    Sizes are compared by what they are, not by the nodes that compute them: `assumed` rewrites a sympy
-    expression of `graph` under what is assumed of its sizes, `translated` one of `other` in the same symbols.
+def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable[[Any, Any], bool]) -> bool:
+    """Whether both graphs call the same things with the same arguments, in the same order, with alike results.
+
+    Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
+    expression of `graph` and one of `other` are the same.
     """
-    calls, others = list(filter(_is_call, graph.nodes)), list(filter(_is_call, other.nodes))
+    calls, others = _calls(graph), _calls(other)
     if len(calls) != len(others):
         return False
     counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def same(mine: Any, its: Any) -> bool:
-        mine_size, its_size = _size(mine), _size(its)
-        if mine_size is not None or its_size is not None:
-            return (
-                mine_size is not None and its_size is not None and assumed(mine_size) == translated(its_size)
-            )
+        if _is_size(mine) or _is_size(its):
+            return _is_number(mine) and _is_number(its) and same_size(_expression(mine), _expression(its))
         if isinstance(mine, torch.fx.Node):
             return isinstance(its, torch.fx.Node) and (counterpart.get(mine) is its or _is_device(mine, its))
         if isinstance(mine, dict):
             return (
                 isinstance(its, dict)
-                and mine.keys() == its.keys()
-                and all(same(mine[k], its[k]) for k in mine)
+                and list(mine) == list(its)
+                and all(same(mine[key], its[key]) for key in mine)
             )
         if isinstance(mine, (tuple, list)):
-            return isinstance(its, (tuple, list)) and len(mine) == len(its) and all(map(same, mine, its))
+            return type(mine) is type(its) and len(mine) == len(its) and all(map(same, mine, its))
         if isinstance(mine, slice):
             return isinstance(its, slice) and same(_parts(mine), _parts(its))
-        return type(mine) is type(its) and bool(mine == its)
+        return same_value(mine, its)
 
     for mine, its in zip(calls, others, strict=True):
         if mine.op != its.op or mine.target != its.target:
@@ -54,6 +51,60 @@ def same_calls(
             return False
         counterpart[mine] = its
     return True
+
+
+def same_results(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable[[Any, Any], bool]) -> bool:
+    """Whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
+    for mine, its in zip(_calls(graph), _calls(other), strict=True):
+        facts, others = list(_facts(mine.meta.get("val"))), list(_facts(its.meta.get("val")))
+        if len(facts) != len(others):
+            return False
+        for fact, fact_of_other in zip(facts, others, strict=True):
+            if isinstance(fact, sympy.Basic) and isinstance(fact_of_other, sympy.Basic):
+                if not same_size(fact, fact_of_other):
+                    return False
+            elif fact != fact_of_other:
+                return False
+    return True
+
+
+def names_at_run_time(
+    graph: torch.fx.Graph, other: torch.fx.Graph
+) -> dict[sympy.Symbol, sympy.Symbol] | None:
+    """The symbol of `graph` for each of `other` that stands for a number that only a run knows.
+
+    Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
+    """
+    names: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def pair(mine: Any, its: Any) -> bool:
+        if isinstance(its, sympy.Symbol) and symbol_is_type(its, _RUN_TIME):
+            return isinstance(mine, sympy.Symbol) and names.setdefault(its, mine) == mine
+        if isinstance(its, sympy.Basic) and isinstance(mine, sympy.Basic) and mine.func is its.func:
+            return len(mine.args) == len(its.args) and all(map(pair, mine.args, its.args))
+        return True  # for the comparison of sizes
+
+    for mine, its in zip(_calls(graph), _calls(other), strict=False):
+        values = zip(_facts(mine.meta.get("val"), True), _facts(its.meta.get("val"), True), strict=False)
+        if not all(pair(*both) for both in values):
+            return None
+    return names if len(set(names.values())) == len(names) else None
+
+
+def same_constants(constants: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    """Whether both hold the same tensors under the same names, to the last bit."""
+    return list(constants) == list(others) and all(
+        mine.dtype == its.dtype
+        and mine.shape == its.shape
+        and mine.requires_grad == its.requires_grad
+        and torch.equal(mine, its)
+        and same_value(mine.tolist(), its.tolist())  # 0.0 and -0.0 are equal
+        for mine, its in zip(constants.values(), others.values(), strict=True)
+    )
+
+
+def _calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return list(filter(_is_call, graph.nodes))
 
 
 def _is_call(node: torch.fx.Node) -> bool:
@@ -65,14 +116,49 @@ def _is_device(mine: torch.fx.Node, its: torch.fx.Node) -> bool:
     return mine.target is getattr and its.target is getattr and mine.args[1] == its.args[1] == "device"
 
 
-def _size(value: Any) -> Any:
-    """The sympy expression of a size, or None."""
-    if isinstance(value, torch.fx.Node):
-        symbolic = value.meta.get("val")
-        return symbolic.node.expr if isinstance(symbolic, SymbolicNumber) and not _is_call(value) else None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return sympy.Integer(value)
-    return None
+def _is_size(value: Any) -> bool:
+    """Whether a value is a node that computes a size."""
+    return (
+        isinstance(value, torch.fx.Node)
+        and isinstance(value.meta.get("val"), SymbolicNumber)
+        and not _is_call(value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return _is_size(value) or isinstance(value, int)
+
+
+def _expression(value: Any) -> Any:
+    """The sympy expression of a size."""
+    return value.meta["val"].node.expr if isinstance(value, torch.fx.Node) else sympy.sympify(value)
+
+
+def _facts(value: Any, original: bool = False) -> Iterator[Any]:
+    """What is known of a result: sizes as sympy expressions, dtypes, and how many there are.
+
+    `original` sizes are as they were made, before more was learned of them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value.dtype
+        yield value.dim()
+        for size in value.shape:
+            yield from _facts(size, original)
+    elif isinstance(value, SymbolicNumber):
+        yield value.node._expr if original else value.node.expr
+    elif isinstance(value, int):
+        yield sympy.sympify(value)
+    elif isinstance(value, (tuple, list)):
+        yield len(value)
+        for item in value:
+            yield from _facts(item, original)
+    elif isinstance(value, dict):
+        yield list(value)
+        for item in value.values():
+            yield from _facts(item, original)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _facts(getattr(value, field.name), original)
 
 
 def _parts(value: slice) -> tuple[Any, Any, Any]:

@@ -1,16 +1,17 @@
 """Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer.
 
-`if mask.all():` asks. There are three ways on. Where one side raises, the other is taken, and a check in the place of
-the question raises in its stead. `specialize=True` takes the side that the example inputs decide for, with a check as
-well. Otherwise the capture ends, with the line that asks.
+`if mask.all():` asks. There are four ways on. Where one side raises, the other is taken, and a check in the place of
+the question raises in its stead. Where both sides give the same graph, it is taken. `specialize=True` takes the side
+that the example inputs decide for, with a check as well. Otherwise the capture ends, with the line that asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import dis
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import sympy
@@ -18,7 +19,7 @@ import torch
 
 from fxopt.capture.canonical import canonical
 from fxopt.capture.example_run import ExampleRun
-from fxopt.capture.guards import check_decision
+from fxopt.capture.guards import check_alike, check_decision, check_value
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.places import is_model_code
 from fxopt.capture.sizes import Sizes
@@ -38,14 +39,21 @@ ARRAYS = {"numpy", "__array__"}
 
 # Each question that is settled by looking at both sides costs two captures up to the next one.
 _MOST_QUESTIONS = 50
+# Lines whose answers make no difference cost a capture for each combination of answers.
+_MOST_LINES = 3
+# A loop that goes on while the answer is the same would not end.
+_MOST_QUESTIONS_BY_LINE = 1000
 
 
 class ValueQuestion(TraceError):
-    """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer."""
+    """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
 
-    def __init__(self, message: str, kind: type, where: str) -> None:
+    `line` is where the question stands in the source, in whichever module.
+    """
+
+    def __init__(self, message: str, kind: type, where: str, line: str) -> None:
         super().__init__(message)
-        self.kind, self.where = kind, where
+        self.kind, self.where, self.line = kind, where, line
 
 
 class TextQuestion(ValueQuestion):
@@ -64,10 +72,21 @@ class Settled:
     asked: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking."""
+
+    at_lines: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    settled: tuple[Settled, ...] = ()
+
+    def and_then(self, settled: Settled) -> Answers:
+        return Answers(self.at_lines, (*self.settled, settled))
+
+
 class Decisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
-    `settled` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
+    `answers` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
     messages of errors, which ask nothing: what stands in them is decided only with `reads_texts`.
     """
 
@@ -76,13 +95,19 @@ class Decisions:
         writer: GraphWriter,
         sizes: Sizes,
         shape_env: CaptureShapeEnv,
-        settled: tuple[Settled, ...] = (),
+        answers: Answers,
         example: ExampleRun | None = None,
         reads_texts: bool = False,
     ) -> None:
         self._writer, self._sizes, self._shape_env = writer, sizes, shape_env
-        self._settled, self._example, self._reads_texts = settled, example, reads_texts
+        self._answers, self._example, self._reads_texts = answers, example, reads_texts
+        self._answered = 0
         self._known: dict[Any, Any] = {}
+        # What was answered by line about sizes.
+        self.supposed: dict[Any, bool] = {}
+        # The last question at each of those lines.
+        self._asked_at: dict[str, torch.fx.Node] = {}
+        self._asked_by_line = 0
         # The checks, one line each.
         self.checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
@@ -128,11 +153,19 @@ class Decisions:
         """The value of a sympy expression of numbers that only a run knows; None if it cannot be told."""
         if not all(map(self._sizes.has_source, expression.free_symbols)):
             return None
+        if expression in self.supposed:
+            return sympy.sympify(self.supposed[expression])
         yes_or_no = not isinstance(expression, sympy.Expr)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
         node = self._sizes.node(self._shape_env.symbolic(expression, kind))
-        answer = self._decide(node, kind) if isinstance(node, torch.fx.Node) else node
+        if not isinstance(node, torch.fx.Node):
+            return sympy.sympify(node)
+        by_line = self._by_line(node, kind)
+        if by_line is not None:
+            self._suppose(expression, by_line)
+            return sympy.sympify(by_line)
+        answer = self._decide(node, kind)
         if integers:
             fact = (
                 sympy.Eq(expression, answer)
@@ -145,9 +178,51 @@ class Decisions:
                 self._shape_env.learn(fact)
         return sympy.sympify(answer)
 
+    def erase_unused(self) -> None:
+        """Erase the node of a question by line that no other one follows."""
+        for node in self._asked_at.values():
+            if node.args[1] is None:
+                node.graph.erase_node(node)
+
+    def _suppose(self, expression: Any, answer: bool) -> None:
+        """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
+
+        But a size that is 0 would lead to further questions, in most operators: where the answer sets sizes of 0 and 1
+        apart from all others, 0 is excluded, with a check.
+        """
+        self.supposed |= {expression: answer, sympy.Not(expression): not answer}
+        symbol = _sets_small_sizes_apart(expression)
+        if symbol is not None:
+            not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(symbol, 1), bool))
+            if isinstance(not_empty, torch.fx.Node):
+                message = f"the graph assumes that a size is not 0. {self._writer.where()}"
+                self._writer.create("call_function", check_value, (not_empty, message), {}, None)
+                self._shape_env.learn(sympy.Ge(symbol, 1))
+
+    def _by_line(self, node: torch.fx.Node, kind: type) -> bool | None:
+        """The answer that the line gives which asks, if it does, with a check that all its questions have one answer."""
+        line = self._writer.location()
+        answer = self._answers.at_lines.get(line)
+        if answer is None or kind is not bool:
+            return None
+        self._asked_by_line += 1
+        if self._asked_by_line > _MOST_QUESTIONS_BY_LINE:
+            raise self._opened(node, kind)
+        where, before = self._writer.where(), self._asked_at.get(line)
+        if before is not None:
+            self.checks.append(f"one answer to all questions: {where}")
+        self._asked_at[line] = self._writer.create(
+            "call_function", check_alike, (node, before, where), {}, None
+        )
+        return answer
+
     def _decide(self, node: torch.fx.Node, kind: type) -> Any:
-        if len(self.checks) < len(self._settled) and kind is bool:
-            settled = self._settled[len(self.checks)]
+        by_line = self._by_line(node, kind)
+        if by_line is not None:
+            return by_line
+        if self._answered < len(self._answers.settled) and kind is bool:
+            settled = self._answers.settled[self._answered]
+            self._answered += 1
             settled.asked = True
             self._check(node, settled.answer, settled.otherwise)
             return settled.answer
@@ -175,44 +250,91 @@ class Decisions:
             "or make the module a leaf (leaf_modules=...).",
             kind,
             self._writer.where(),
+            self._writer.location(),
         )
 
 
-def settled_by_errors(capture: Callable[[tuple[Settled, ...]], T]) -> T:
-    """What `capture` returns, with each question settled of which one side raises an error of the model's own.
+def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool]) -> T:
+    """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
-    `capture(settled)` captures with answers to the first questions and raises ValueQuestion at the next one. Both
-    sides are tried; a side counts as raising if the forward ends there with an error and asks nothing before.
+    `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
+    whether the graph of one capture holds where another capture was made with other answers.
     """
-    settled: tuple[Settled, ...] = ()
+    answers, pending = Answers(), None
     raising: dict[str, bool] = {}
     while True:
         try:
-            return capture(settled)
+            made = capture(answers)
+            break
         except ValueQuestion as question:
-            if question.kind is not bool or len(settled) == _MOST_QUESTIONS:
+            known = question.line in answers.at_lines
+            if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
                 raise
-            # What raised at this line before (in an earlier layer) is tried first.
-            first = raising.get(question.where, False)
-            errors = {
-                answer: _error_of(capture, (*settled, Settled(answer))) for answer in (first, not first)
-            }
-            if (errors[True] is None) == (errors[False] is None):
+            sure = _settled_by_error(capture, answers, question, raising)
+            if sure is not None:
+                answers = answers.and_then(sure)
+            elif len(answers.at_lines) < _MOST_LINES:
+                pending = pending or question
+                answers = Answers({**answers.at_lines, question.line: True}, answers.settled)
+            else:
                 raise
-            answer = errors[True] is None
-            raising[question.where] = not answer
-            settled = (*settled, Settled(answer, errors[not answer] or ""))
+        except TraceError:
+            if pending is None:
+                raise
+            raise pending from None
+    return made if pending is None else _of_any_answers(capture, agree, made, answers, pending)
 
 
-def _error_of(capture: Callable[[tuple[Settled, ...]], Any], settled: tuple[Settled, ...]) -> str | None:
+def _of_any_answers(
+    capture: Callable[[Answers], T],
+    agree: Callable[[T, T], bool],
+    made: T,
+    answers: Answers,
+    question: ValueQuestion,
+) -> T:
+    """One of the captures with all combinations of answers at the lines, whose graph holds for all of them.
+
+    Raises `question` where there is none. `made` is the capture with `answers`, which all are True.
+    """
+    variants = [made]
+    try:
+        for combination in list(itertools.product((True, False), repeat=len(answers.at_lines)))[1:]:
+            at_lines = dict(zip(answers.at_lines, combination, strict=True))
+            variants.append(capture(Answers(at_lines, answers.settled)))
+    except TraceError:
+        raise question from None
+    for candidate in variants:
+        if all(candidate is other or agree(candidate, other) for other in variants):
+            return candidate
+    raise question
+
+
+def _settled_by_error(
+    capture: Callable[[Answers], Any], answers: Answers, question: ValueQuestion, raising: dict[str, bool]
+) -> Settled | None:
+    """The answer to the question after `answers` if the other one leads to an error of the model's own.
+
+    Both are tried; a side counts as raising if the forward ends there with an error and asks nothing before. What
+    raised at this line before (in an earlier layer) is tried first.
+    """
+    first = raising.get(question.where, False)
+    errors = {answer: _error_of(capture, answers, Settled(answer)) for answer in (first, not first)}
+    if (errors[True] is None) == (errors[False] is None):
+        return None
+    answer = errors[True] is None
+    raising[question.where] = not answer
+    return Settled(answer, errors[not answer] or "")
+
+
+def _error_of(capture: Callable[[Answers], Any], answers: Answers, last: Settled) -> str | None:
     """The error of the model's own to which the last of these answers leads."""
     try:
-        capture(settled)
+        capture(answers.and_then(last))
     except ValueQuestion:
         return None
     except TraceError as failure:
         error = failure.__cause__
-        if error is not None and settled[-1].asked and _is_raised(error):
+        if error is not None and last.asked and _is_raised(error):
             return f"{type(error).__name__}: {error}"
     return None
 
@@ -231,3 +353,15 @@ def _is_raised(error: BaseException) -> bool:
     )
     raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return raises and (checks or is_model_code(code.co_filename))
+
+
+def _sets_small_sizes_apart(expression: Any) -> sympy.Symbol | None:
+    """The size of which a linear relation has one answer at 0 and 1, and the other one at all others."""
+    if not isinstance(expression, sympy.Rel) or len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    linear = sympy.diff(expression.lhs - expression.rhs, symbol).is_number
+    answers = [bool(expression.xreplace({symbol: sympy.Integer(size)})) for size in range(4)]
+    small, large = answers[:2], answers[2:]
+    apart = small[0] == small[1] != large[0] == large[1]
+    return symbol if symbol.is_integer and linear and apart else None

@@ -12,14 +12,14 @@ import torch
 
 from fxopt import effects
 from fxopt.capture import modes
-from fxopt.capture.guards import check_decision, check_value
+from fxopt.capture.guards import check_alike, check_decision, check_value
 from fxopt.capture.writer import tensors_in
 from fxopt.errors import TraceError
 
 T = TypeVar("T")
 
 # Not run: checks, which hold for the example; the choice of attention backends, which torch keeps for the process.
-_SKIPPED = {check_decision, check_value, modes.enter_sdpa_kernel}
+_SKIPPED = {check_alike, check_decision, check_value, modes.enter_sdpa_kernel}
 
 
 class ExampleRun:

@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture import metadata
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
-from fxopt.capture.comparison import same_calls
-from fxopt.capture.decisions import Decisions, Settled, TextQuestion, ValueQuestion, settled_by_errors
+from fxopt.capture.comparison import names_at_run_time, same_calls, same_constants, same_results
+from fxopt.capture.decisions import Answers, Decisions, TextQuestion, ValueQuestion, settled
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
 from fxopt.capture.interception import intercepted
@@ -66,9 +66,9 @@ def _recorded(
     free_numbers = set(moving)
     reads_texts = False
 
-    def record(settled: tuple[Settled, ...]) -> Capture:
+    def record(answers: Answers) -> Capture:
         nonlocal reads_texts
-        made = Capture(model, inputs, dimensions, layers, at_one, specialize, settled, free_numbers)
+        made = Capture(model, inputs, dimensions, layers, at_one, specialize, answers, free_numbers)
         made.reads_texts = reads_texts
         try:
             made.recorder = made.record()
@@ -76,23 +76,23 @@ def _recorded(
             if reads_texts or not specialize:
                 raise
             reads_texts = True
-            return record(settled)
+            return record(answers)
         moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
         if not moved:
             made.check_next_call()
             return made
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         free_numbers.update(moved)
-        return record(settled)
+        return record(answers)
 
-    return record(()) if specialize else settled_by_errors(record)
+    return record(Answers()) if specialize else settled(record, Capture.holds_for)
 
 
 class Capture:
     """One run of a model's forward, recorded.
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
-    modules that are one node; `at_one` says which of these sizes are 1 this time. `settled` answers questions on
+    modules that are one node; `at_one` says which of these sizes are 1 this time. `answers` answers questions on
     values, and so do the example inputs if `specialize` is set. `moving`
     names ints inside objects that are free, because the forward changes them. `earlier` is the state of the model that
     an earlier call left.
@@ -108,7 +108,7 @@ class Capture:
         layers: Set[int],
         at_one: Set[tuple[str, int | None]] = frozenset(),
         specialize: bool = False,
-        settled: tuple[Settled, ...] = (),
+        answers: Answers = Answers(),  # noqa: B008 (frozen)
         moving: Set[str] = frozenset(),
         earlier: Changes | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class Capture:
         self.layers = layers
         self.at_one = at_one
         self.specialize = specialize
-        self.settled = settled
+        self.answers = answers
         self.moving = moving
         self.earlier = earlier
         # Whether texts that hold a value are decided on the example inputs.
@@ -157,7 +157,7 @@ class Capture:
         example = None
         if self.specialize:
             example = ExampleRun(self.model, self.layers, self.graph, writer.constants, self.examples)
-        decisions = Decisions(writer, self.sizes, self.shape_env, self.settled, example, self.reads_texts)
+        decisions = Decisions(writer, self.sizes, self.shape_env, self.answers, example, self.reads_texts)
         tensor_sizes = TensorSizes(writer, shell.real, self.moving)
         recorder = Recorder(writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes)
         shell.report_to(recorder)
@@ -198,6 +198,7 @@ class Capture:
                 with recorder.paused():
                     self._check_values()
                     writer.add_output(result)
+                    decisions.erase_unused()
         except TraceError:
             if decisions.open:
                 raise decisions.open from None
@@ -245,7 +246,7 @@ class Capture:
             self.layers,
             self.at_one,
             self.specialize,
-            self.settled,
+            self.answers,
             self.moving,
             self.changes,
         )
@@ -254,26 +255,68 @@ class Capture:
             again.recorder = again.record()
         except TraceError:
             raise refused from None
-        mine, translated = self.shape_env.replace, self._translation(again)
-        same_guards = guards_of(self._relied_on(self.recorder), mine) == guards_of(
-            again._relied_on(again.recorder), translated
-        )
-        if again.state != self.state or not same_guards or not self._same_graph(again, mine, translated):
+        translated = self._translation(again, {})
+
+        def same_size(mine: Any, its: Any) -> bool:
+            return bool(self.shape_env.replace(mine) == translated(its))
+
+        same = self._same_guards(again, translated) and self._same_graph(again, same_size)
+        if again.state != self.state or not same:
             raise refused
 
-    def _translation(self, other: Capture) -> Callable[[Any], Any]:
-        """What rewrites a size of another capture of this forward in the symbols of this one."""
-        mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
-        names = {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
-        return lambda expression: self.shape_env.replace(other.shape_env.replace(expression).xreplace(names))
+    def holds_for(self, other: Capture) -> bool:
+        """Whether the graph of this capture computes what that of `other` does, which was made with other answers."""
+        names = names_at_run_time(self.graph, other.graph)
+        if names is None or self._assumed_of_numbers({}) != other._assumed_of_numbers(names):
+            return False
+        translated, supposed = self._translation(other, names), other.recorder.decisions.supposed
 
-    def _same_graph(
-        self, other: Capture, assumed: Callable[[Any], Any], translated: Callable[[Any], Any]
-    ) -> bool:
-        constants, others = self.recorder.writer.constants, other.recorder.writer.constants
-        return same_calls(self.graph, other.graph, assumed, translated) and all(
-            map(torch.equal, constants.values(), others.values())
+        def same_size(mine: Any, its: Any) -> bool:
+            mine = self.shape_env.replace(mine)
+            return any(mine == translated(form) for form in (its, its.xreplace(supposed)))
+
+        return (
+            self.changes == other.changes
+            and self.state == other.state
+            and self.recorder.was_asked() == other.recorder.was_asked()
+            and self._same_guards(other, translated)
+            and self._same_graph(other, same_size)
+            and same_results(self.graph, other.graph, same_size)
         )
+
+    def _assumed_of_numbers(self, names: dict[Any, Any]) -> set[Any]:
+        """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
+        asserts = (a for listed in self.shape_env.deferred_runtime_asserts.values() for a in listed)
+        inputs = {free.symbol for free in self.free.dimensions}
+        limits = {
+            (names.get(symbol, symbol), limit)
+            for symbol, limit in self.shape_env.var_to_range.items()
+            if symbol not in inputs
+        }
+        return limits | {(a.expr.xreplace(names), None) for a in asserts}
+
+    def _translation(self, other: Capture, names: dict[Any, Any]) -> Callable[[Any], Any]:
+        """What rewrites a size of another capture of this forward in the symbols of this one.
+
+        `names` has the symbols of this one for numbers that only a run knows, where they are called otherwise.
+        """
+        mine = {(free.where, free.dim): free.symbol for free in self.free.dimensions}
+        all_names = names | {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+        return lambda expression: self.shape_env.replace(
+            other.shape_env.replace(expression).xreplace(all_names)
+        )
+
+    def _same_guards(self, other: Capture, translated: Callable[[Any], Any]) -> bool:
+        """Whether both captures assume the same of the inputs' sizes."""
+        mine = {(f.where, f.dim): self.shape_env.replace(f.symbol) for f in self.free.dimensions}
+        its = {(f.where, f.dim): translated(f.symbol) for f in other.free.dimensions}
+        return mine == its and guards_of(self._relied_on(self.recorder), self.shape_env.replace) == guards_of(
+            other._relied_on(other.recorder), translated
+        )
+
+    def _same_graph(self, other: Capture, same_size: Callable[[Any, Any], bool]) -> bool:
+        constants, others = self.recorder.writer.constants, other.recorder.writer.constants
+        return same_calls(self.graph, other.graph, same_size) and same_constants(constants, others)
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
@@ -330,7 +373,7 @@ class Capture:
             )
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
-        its, translation = other.recorder, self._translation(other)
+        its, translation = other.recorder, self._translation(other, {})
 
         def at_one(expression: Any) -> Any:
             return self.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
@@ -338,7 +381,7 @@ class Capture:
         def translated(expression: Any) -> Any:
             return at_one(translation(expression))
 
-        if not self._same_graph(other, at_one, translated):
+        if not self._same_graph(other, lambda mine, size: bool(at_one(mine) == translated(size))):
             return None
         sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
         return sizes + guards_of(other._relied_on(its), translated) + guards_of(self.free.asked(), at_one)

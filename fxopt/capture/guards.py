@@ -236,6 +236,20 @@ def check_decision(value: Any, decided: Any, where: str, otherwise: str) -> None
         )
 
 
+@has_side_effect
+def check_alike(value: Any, earlier: bool | None, where: str) -> bool | None:
+    """Return `value` as a bool; raise GuardError if the question before it at this line had another answer."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return None  # nothing is computed
+    if earlier is not None and bool(value) != earlier:
+        raise GuardError(
+            f"the forward decides on values, and does not decide alike each time. {where} The graph was captured for "
+            "inputs with which all these decisions fall the same way: call the model itself, or capture with "
+            "specialize=True and inputs such as these."
+        )
+    return bool(value)
+
+
 def describe(expected: Input) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
     return expected.name + "".join(

@@ -23,6 +23,7 @@ import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
 import torch.utils.checkpoint as checkpointing
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture import modes
 from fxopt.capture.places import is_model_code
@@ -53,6 +54,8 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _extremes(stack, active)
         _keys(stack, active)
         _seeds(stack, recorder, active)
+        _lists(stack, recorder, active)
+        _attention(stack, active)
         _refusals(stack, recorder, active)
         yield
 
@@ -236,6 +239,30 @@ def _keys(stack: contextlib.ExitStack, active: Any) -> None:
         return int(original(self))
 
     stack.enter_context(_replaced(torch.SymInt, "__hash__", __hash__))
+
+
+def _lists(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """The numbers in a tensor are the same each time that they are listed."""
+    original: Any = FakeTensor.tolist
+
+    def tolist(self: Any) -> Any:
+        return recorder.list_of(self, original) if active() else original(self)
+
+    stack.enter_context(_replaced(FakeTensor, "tolist", tolist))
+
+
+def _attention(stack: contextlib.ExitStack, active: Any) -> None:
+    """`length > 1 and causal` gives its first operand where that is false, and attention takes a bool alone."""
+    original: Any = torch.nn.functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if active() and isinstance(kwargs.get("is_causal"), torch.SymBool):
+            kwargs["is_causal"] = bool(kwargs["is_causal"])
+        return original(*args, **kwargs)
+
+    stack.enter_context(
+        _replaced(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+    )
 
 
 def _has_hint(value: Any) -> bool:

@@ -6,6 +6,7 @@ The forward runs on fake tensors, so Python sees ordinary tensors and nothing is
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -97,6 +98,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         # For what came out of a call unchanged, what went in.
         self.aliases: dict[int, torch.Tensor] = {}
         self._opaque = 0
+        # Tensors, kept alive, and what `tolist` gave, by identity and version.
+        self._lists: dict[tuple[int, int], Any] = {}
 
     # --- calls
 
@@ -224,6 +227,20 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.dtypes_read_at.setdefault(result, self.writer.location())
         elif name in _DTYPE_QUERIES:
             self.dtypes_read_at.setdefault(args[0].dtype, self.writer.location())
+
+    def was_asked(self) -> Any:
+        """What the forward asked whose answer the graph takes for granted."""
+        answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
+        return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
+
+    def list_of(self, tensor: torch.Tensor, tolist: Callable[[torch.Tensor], Any]) -> Any:
+        """`tolist(tensor)`: numbers that only a run knows, the same ones until the tensor is written."""
+        if tensor.is_inference():
+            return tolist(tensor)
+        key = id(tensor), tensor._version
+        if key not in self._lists:
+            self._lists[key] = tensor, tolist(tensor)
+        return copy.copy(self._lists[key][1])
 
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""

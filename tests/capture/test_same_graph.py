@@ -1,0 +1,249 @@
+"""Questions whose answers make no difference: the graph is kept, and nothing else is taken to make none."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from fxopt.capture.guards import check_alike
+from tests.capture.test_decisions import checks, right_or_refused
+from tests.capture.test_silent_changes import module
+
+X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
+ROWS = ({0: Dim.AUTO},)
+
+
+def unused(self, x):
+    if x.sum() > 10:
+        return x + 1
+    return x.add(1)
+
+
+def named(self, x):
+    name = "large" if x.sum() > 10 else "small"
+    return x * len(name)
+
+
+def causal(self, x):
+    """As attention does: a size, and something that is known to be False."""
+    found = x[x > 0]
+    flag = found.shape[0] > 1 and False
+    return nn.functional.scaled_dot_product_attention(
+        found[None, :, None], found[None, :, None], found[None, :, None], is_causal=flag
+    )
+
+
+def chunks(self, x, lengths):
+    parts = torch.split(x, lengths.tolist())
+    return torch.cat([p * 2 if p.shape[0] > 1 else p.mul(2) for p in parts])
+
+
+def over_layers(self, x):
+    for _ in range(3):
+        x = x + 1 if x.sum() > 10 else x.add(1)
+    return x
+
+
+def two_lines(self, x):
+    y = x * 2 if x.sum() > 0 else x.mul(2)
+    return y + 1 if y.max() > 5 else y.add(1)
+
+
+@pytest.mark.parametrize("forward", [unused, named, causal])
+@pytest.mark.parametrize("free", [None, ROWS])
+def test_answers_without_a_difference_need_no_check(forward, free):
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free)
+    assert not checks(gm)
+    assert not [node for node in gm.graph.nodes if node.target is check_alike]
+    one = -torch.ones(3, 4)
+    one[1, 2] = 7
+    assert not any(right_or_refused(gm, model, X, X.abs() * 10, one))
+    if free:
+        assert not any(right_or_refused(gm, model, X[:2], torch.cat([X, X])))
+
+
+def test_a_size_of_zero_is_refused_where_a_question_sets_it_apart():
+    gm = fxopt.trace(module(causal), (X,))
+    assert right_or_refused(gm, module(causal), -X.abs()) == [True]
+
+
+def test_all_answers_at_a_line_must_be_the_same():
+    model = module(over_layers)
+    gm = fxopt.trace(model, (X,))
+    mixed = X * 0 + 0.5  # 6, 18, 30
+    for again in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        again.graph.eliminate_dead_code()
+        again.recompile()
+        assert right_or_refused(again, model, X.abs() * 10, -X.abs() * 10, mixed) == [False, False, True]
+    with pytest.raises(
+        fxopt.GuardError, match=r"does not decide alike.*test_same_graph\.py:\d+: `x = x \+ 1 if"
+    ):
+        gm(mixed)
+    assert gm(mixed.to("meta")).shape == mixed.shape
+
+
+def test_chunks_of_any_length():
+    model = module(chunks)
+    x = torch.arange(12.0).view(6, 2)
+    gm = fxopt.trace(model, (x, torch.tensor([2, 4])), dynamic_shapes=({0: Dim.AUTO}, None))
+    for rows, lengths in ((6, [3, 3]), (6, [4, 2]), (2, [1, 1])):
+        given = x[:rows], torch.tensor(lengths)
+        assert torch.equal(gm(*given), model(*given))
+    for lengths in ([1, 5], [0, 6]):
+        with pytest.raises(fxopt.GuardError):
+            gm(x, torch.tensor(lengths))
+
+
+def test_all_combinations_of_two_lines_are_tried():
+    model = module(two_lines)
+    gm = fxopt.trace(model, (X,))
+    inputs = [X, -X, X * 100, X * 0.01, -X * 0.01]
+    assert len({(bool(x.sum() > 0), bool((x * 2).max() > 5)) for x in inputs}) == 4
+    assert not any(right_or_refused(gm, model, *inputs))
+
+    def both(self, x):
+        calm = True
+        if x.sum() > 10:
+            calm = False
+        if x.max() > 5:
+            calm = False
+        return x * 2 if calm else x
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(both), (X,))
+
+
+class Kept:
+    """What a graph does not show by itself."""
+
+    @staticmethod
+    def constant(self, x):
+        return x + torch.tensor([1.0] if x.sum() > 10 else [2.0])
+
+    @staticmethod
+    def zero(self, x):
+        return x / torch.tensor([0.0] if x.sum() > 10 else [-0.0])
+
+    @staticmethod
+    def argument(self, x):
+        return x * (0.0 if x.sum() > 10 else -0.0)
+
+    @staticmethod
+    def flag(self, x):
+        return x.sum(0, keepdim=bool(x.sum() > 10))
+
+    @staticmethod
+    def call(self, x):
+        return x.exp() if x.sum() > 10 else x.exp2()
+
+    @staticmethod
+    def order(self, x):
+        y, z = x + 1, x + 2
+        return (y, z) if x.sum() > 10 else (z, y)
+
+    @staticmethod
+    def structure(self, x):
+        return (x + 1,) if x.sum() > 10 else [x + 1]
+
+    @staticmethod
+    def keys(self, x):
+        y, z = x + 1, x + 2
+        return {"a": y, "b": z} if x.sum() > 10 else {"b": z, "a": y}
+
+    @staticmethod
+    def answer(self, x):
+        return x, bool(x.sum() > 10)
+
+    @staticmethod
+    def state(self, x):
+        self.last = "large" if x.sum() > 10 else "small"
+        return x
+
+    @staticmethod
+    def buffer(self, x):
+        if x.sum() > 10:
+            self.count.add_(1)
+        return x
+
+    @staticmethod
+    def draw(self, x):
+        if x.sum() > 10:
+            torch.rand(2)
+        return x + torch.rand(1)
+
+    @staticmethod
+    def mode(self, x):
+        with torch.set_grad_enabled(bool(x.sum() > 10)):
+            return self.dense(x)
+
+    @staticmethod
+    def dtype(self, x):
+        return x + 1 if x.sum() > 10 and x.dtype == torch.float32 else x.add(1)
+
+    @staticmethod
+    def guard(self, x):
+        if x.sum() > 10:
+            assert x.shape[0] < 5
+        return x + 1
+
+    @staticmethod
+    def size(self, x):
+        n = x.shape[0] if x.sum() > 10 else 3
+        return x.new_ones(n)
+
+    @staticmethod
+    def size_of_found(self, x):
+        found = x[x > 0]
+        other = x[x > 1]
+        return x.new_ones(found.shape[0] if x.sum() > 10 else other.shape[0])
+
+    @staticmethod
+    def assumption(self, x):
+        n, m = x[0].argmax().item(), x[1].argmax().item()
+        if x.sum() > 10:
+            torch._check(n == m)
+        return x.new_ones(n + m + 1)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Kept) if not name.startswith("_")])
+def test_any_difference_leaves_the_decision_open(name):
+    model = module(getattr(Kept, name), dense=nn.Linear(4, 4))
+    model.register_buffer("count", torch.zeros(()))
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loop_that_never_ends_with_one_answer_is_refused(sign):
+    def forward(self, x):
+        while (x * sign > 0).any():
+            x = x - sign
+        return x
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(forward), (X,))
+
+
+def test_a_tensor_is_listed_anew_when_it_was_written():
+    def forward(self, x, lengths):
+        first = torch.split(x, lengths.tolist())
+        again = torch.split(x, lengths.tolist())
+        lengths = lengths.flip(0)
+        flipped = torch.split(x, lengths.tolist())
+        kept = lengths.clone()
+        kept.tolist()
+        kept.view(-1).add_(torch.tensor([1, -1]))
+        written = torch.split(x, kept.tolist())
+        return [a + b for a, b in zip(first, again, strict=True)], flipped, written
+
+    x, model = torch.arange(6.0), module(forward)
+    gm = fxopt.trace(model, (x, torch.tensor([2, 4])))
+    for lengths in ([2, 4], [3, 3], [5, 1]):
+        torch.testing.assert_close(
+            gm(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), rtol=0, atol=0
+        )
