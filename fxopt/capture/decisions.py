@@ -11,7 +11,7 @@ import dataclasses
 import dis
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import sympy
@@ -254,13 +254,14 @@ class Decisions:
         )
 
 
-def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool]) -> T:
+def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool], lines: Collection[str] = ()) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
-    whether the graph of one capture holds where another capture was made with other answers.
+    whether the graph of one capture holds where another capture was made with other answers. It is tried at `lines`
+    without asking.
     """
-    answers, pending = Answers(), None
+    answers, pending = Answers(dict.fromkeys(lines, True)), None
     raising: dict[str, bool] = {}
     while True:
         try:
@@ -282,7 +283,7 @@ def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool]) -> T
             if pending is None:
                 raise
             raise pending from None
-    return made if pending is None else _of_any_answers(capture, agree, made, answers, pending)
+    return _of_any_answers(capture, agree, made, answers, pending) if answers.at_lines else made
 
 
 def _of_any_answers(
@@ -290,23 +291,24 @@ def _of_any_answers(
     agree: Callable[[T, T], bool],
     made: T,
     answers: Answers,
-    question: ValueQuestion,
+    question: ValueQuestion | None,
 ) -> T:
     """One of the captures with all combinations of answers at the lines, whose graph holds for all of them.
 
-    Raises `question` where there is none. `made` is the capture with `answers`, which all are True.
+    Raises TraceError, `question` if given, where there is none. `made` is the capture with `answers`, which all are True.
     """
+    refusal = question or TraceError(f"answers make a difference at {', '.join(answers.at_lines)}.")
     variants = [made]
     try:
         for combination in list(itertools.product((True, False), repeat=len(answers.at_lines)))[1:]:
             at_lines = dict(zip(answers.at_lines, combination, strict=True))
             variants.append(capture(Answers(at_lines, answers.settled)))
     except TraceError:
-        raise question from None
+        raise refusal from None
     for candidate in variants:
         if all(candidate is other or agree(candidate, other) for other in variants):
             return candidate
-    raise question
+    raise refusal
 
 
 def _settled_by_error(

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -61,8 +61,12 @@ def _recorded(
     at_one: Set[tuple[str, int | None]],
     specialize: bool,
     moving: Set[str] = frozenset(),
+    lines: Collection[str] = (),
 ) -> Capture:
-    """A capture whose forward has run, with the questions on values settled that can be."""
+    """A capture whose forward has run, with the questions on values settled that can be.
+
+    Those at `lines` made no difference in another capture of this forward.
+    """
     free_numbers = set(moving)
     reads_texts = False
 
@@ -85,7 +89,7 @@ def _recorded(
         free_numbers.update(moved)
         return record(answers)
 
-    return record(Answers()) if specialize else settled(record, Capture.holds_for)
+    return record(Answers()) if specialize else settled(record, Capture.holds_for, lines)
 
 
 class Capture:
@@ -370,6 +374,7 @@ class Capture:
                 narrowed,
                 self.specialize,
                 self.moving,
+                self.answers.at_lines,
             )
         except TraceError:
             return None  # sizes of 1 stay excluded, and the guard says so
