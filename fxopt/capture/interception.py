@@ -32,6 +32,12 @@ from fxopt.errors import TraceError
 
 lock = threading.RLock()
 
+_MODES = {
+    "is_grad_enabled": "grad",
+    "is_autocast_enabled": "autocast",
+    "is_inference_mode_enabled": "inference_mode",
+}
+
 
 @contextlib.contextmanager
 def intercepted(recorder: Recorder) -> Iterator[None]:
@@ -53,6 +59,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _queries(stack, recorder, active)
         _extremes(stack, active)
         _keys(stack, active)
+        _types(stack, active)
         _seeds(stack, recorder, active)
         _lists(stack, recorder, active)
         _attention(stack, active)
@@ -196,7 +203,7 @@ def _conversions(stack: contextlib.ExitStack, active: Any) -> None:
 
 def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """The model's own questions after global modes, whose answers the graph takes for granted."""
-    for name, mode in (("is_grad_enabled", "grad"), ("is_autocast_enabled", "autocast")):
+    for name, mode in _MODES.items():
         original: Any = getattr(torch, name)
 
         def ask(*args: Any, original: Any = original, mode: str = mode) -> bool:
@@ -263,6 +270,25 @@ def _attention(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(
         _replaced(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
     )
+
+
+def _types(stack: contextlib.ExitStack, active: Any) -> None:
+    """A free size is an int to the model: to `isinstance`, and as text, for which it must be known."""
+    original: Any = builtins.isinstance
+    text: Any = torch.SymInt.__repr__
+
+    def is_instance(value: Any, kinds: Any) -> bool:
+        if type(value) is not torch.SymInt or original(value, kinds):
+            return bool(original(value, kinds))
+        return active() and is_model_code(sys._getframe(1).f_code.co_filename) and bool(original(0, kinds))
+
+    def __repr__(self: Any) -> str:
+        if active() and self.node.has_hint() and is_model_code(sys._getframe(1).f_code.co_filename):
+            return str(int(self))
+        return str(text(self))
+
+    stack.enter_context(_replaced(builtins, "isinstance", is_instance))
+    stack.enter_context(_replaced(torch.SymInt, "__repr__", __repr__))
 
 
 def _has_hint(value: Any) -> bool:

@@ -90,7 +90,7 @@ class Sizes:
             if symbol not in self._origins:
                 raise TraceError(
                     f"The size {symbol} comes from a tensor that was made out of sight of the capture "
-                    "(in a custom C++ function, or under torch.vmap). Make the module that makes it a leaf."
+                    "(in a custom C++ function, or by a transform of torch.func). Make the module that makes it a leaf."
                 )
             self._nodes[symbol] = self._origins[symbol]()
         return self._nodes[symbol]

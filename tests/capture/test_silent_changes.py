@@ -432,6 +432,28 @@ def test_a_global_mode_that_the_forward_reads_is_guarded():
         gm(X)
 
 
+def test_inference_mode_that_the_forward_reads_is_guarded():
+    gm = fxopt.trace(module(lambda self, x: x * 2 if torch.is_inference_mode_enabled() else x), (X,))
+    assert torch.equal(gm(X), X)
+    with torch.inference_mode(), pytest.raises(fxopt.GuardError, match="captured with inference_mode off"):
+        gm(X)
+
+
+def test_a_free_size_is_an_int_to_the_model():
+    model = module(lambda self, x: x * 2 if isinstance(x.shape[0], int) else x)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(X[:2]), X[:2] * 2)
+
+
+@pytest.mark.parametrize("text", [str, "{}".format, lambda size: f"{size}"])
+def test_a_size_as_text_is_guarded(text):
+    model = module(lambda self, x: x * {"3": 3}.get(text(x.shape[0]), 7))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.AUTO},))
+    assert torch.equal(gm(X), X * 3)
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 2"):
+        gm(X[:2])
+
+
 def test_whether_a_tensor_takes_gradients_is_guarded_where_the_forward_reads_it():
     gm = fxopt.trace(module(lambda self, x: x * 2 if (x + 1).requires_grad else x * 3), (X,))
     assert torch.equal(gm(X), X * 3)
