@@ -104,7 +104,7 @@ class Decisions:
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered by line about sizes.
-        self.supposed: dict[Any, bool] = {}
+        self._supposed: dict[Any, bool] = {}
         # The last question at each of those lines.
         self._asked_at: dict[str, torch.fx.Node] = {}
         self._asked_by_line = 0
@@ -153,8 +153,8 @@ class Decisions:
         """The value of a sympy expression of numbers that only a run knows; None if it cannot be told."""
         if not all(map(self._sizes.has_source, expression.free_symbols)):
             return None
-        if expression in self.supposed:
-            return sympy.sympify(self.supposed[expression])
+        if expression in self._supposed:
+            return sympy.sympify(self._supposed[expression])
         yes_or_no = not isinstance(expression, sympy.Expr)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
@@ -190,7 +190,7 @@ class Decisions:
         But a size that is 0 would lead to further questions, in most operators: where the answer sets sizes of 0 and 1
         apart from all others, 0 is excluded, with a check.
         """
-        self.supposed |= {expression: answer, sympy.Not(expression): not answer}
+        self._supposed |= {expression: answer, sympy.Not(expression): not answer}
         symbol = _sets_small_sizes_apart(expression)
         if symbol is not None:
             not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(symbol, 1), bool))

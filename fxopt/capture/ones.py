@@ -82,7 +82,7 @@ class CaptureShapeEnv(ShapeEnv):
         ):
             with self.suppress_guards():
                 answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-            at_one = orig_expr.xreplace(dict.fromkeys(orig_expr.free_symbols, sympy.Integer(1)))
+            at_one = _at_one(orig_expr)
             if at_one in (sympy.true, sympy.false) and bool(answer) != bool(at_one):
                 self._questions[orig_expr] = bool(answer)
                 return answer
@@ -185,6 +185,14 @@ class CaptureShapeEnv(ShapeEnv):
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             return object()  # equal to nothing
         return value
+
+
+def _at_one(relation: Any) -> Any:
+    """A relation about one size where that is 1; None where it means nothing, as `(128*s) % (s//4) == 0`."""
+    try:
+        return relation.xreplace(dict.fromkeys(relation.free_symbols, sympy.Integer(1)))
+    except ZeroDivisionError:
+        return None
 
 
 def _excludes_one_size(guard: Any, symbol: sympy.Symbol) -> bool:

@@ -247,3 +247,14 @@ def test_a_tensor_is_listed_anew_when_it_was_written():
         torch.testing.assert_close(
             gm(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), rtol=0, atol=0
         )
+
+
+def test_a_guard_that_divides_by_a_size_need_mean_nothing_at_one():
+    model = module(lambda self, x: x.reshape(x.shape[0] // 4, 4, -1) * 2)
+    gm = fxopt.trace(model, (torch.randn(16, 3),), dynamic_shapes=ROWS)
+    for rows in (4, 64):
+        x = torch.randn(rows, 3)
+        assert torch.equal(gm(x), model(x))
+    for rows in (1, 2):
+        with pytest.raises(fxopt.GuardError, match=f"dimension 0 is {rows}"):
+            gm(torch.randn(rows, 3))
