@@ -71,11 +71,17 @@ ON_WEIGHTS = set(list(HAZARDS)[9:])
 VECTORS = {"spectral norm", "old spectral norm", "weight norm"}  # which take no vector as weight
 
 
-@pytest.mark.parametrize(("hazard", "name", "layer", "tracer"), crossed(HAZARDS))
+def exists(hazard, name, layer):
+    """Whether the layer has a weight of the kind that the hazard changes."""
+    return not (layer == "norm" and hazard in VECTORS) and not (name == "activation" and hazard in ON_WEIGHTS)
+
+
+CASES = [case for case in crossed(HAZARDS) if exists(*case[:3])]
+
+
+@pytest.mark.parametrize(("hazard", "name", "layer", "tracer"), CASES)
 def test_is_refused(hazard, name, layer, tracer):
     site = SITES[name]
-    if (layer == "norm" and hazard in VECTORS) or (name == "activation" and hazard in ON_WEIGHTS):
-        pytest.skip("the layer has no such weight")
     model = site.model().eval()
     change, reason = HAZARDS[hazard]
     change(getattr(model, layer))
