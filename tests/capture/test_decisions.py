@@ -470,7 +470,7 @@ def test_a_number_that_the_forward_writes_is_no_constant():
 def test_a_number_that_is_written_after_it_was_made_is_read_again():
     class Written(nn.Module):
         def forward(self, x):
-            n = x.shape[0] // torch.tensor(2)
+            n = torch.div(x.shape[0], 2, rounding_mode="floor")
             n += 1
             return nn.functional.pad(x, (0, n))
 
