@@ -41,7 +41,6 @@ PASSES = (
     Fault("merge: ties are lost in undo", _MERGE, "            if name in part.ties:", "            if False:"),
     Fault("merge: undo shares memory among the layers", _MERGE, "parameter.detach()[rows].clone()", "parameter.detach()[rows]"),
     Fault("merge: undo forgets the keyword", _MERGE, "{part.keyword: value} if part.keyword else {}", "{}"),
-    Fault("merge: undo forgets the order of children", _MERGE, "            graph.order_children(graph_module, owner, order)", "            pass"),
     Fault("merge: undo does not look whether the slices changed", _MERGE, "not _as_left(node, merged, calls, parts)", "False"),
     Fault("merge: the width in the metadata is that of one layer", _MERGE, "_describe(node, site.calls[0], merged.out_features)", "_describe(node, site.calls[0], layers[0].out_features)"),
     Fault("merge: contiguity is not asked for", _MERGE, "            if name in _NEEDS_CONTIGUOUS and", "            if False and"),

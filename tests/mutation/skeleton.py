@@ -21,6 +21,7 @@ SKELETON = (
     Fault("effects: a foreign function writes nothing", "effects.py", "        return None if node.is_impure() else tuple(node.all_input_nodes)", "        return ()"),
     Fault("effects: inplace modules write nothing", "effects.py", 'any(getattr(part, "inplace", False) for part in parts)', "False"),
     Fault("effects: max_norm writes nothing", "effects.py", "and part.max_norm is not None", "and False"),
+    Fault("rewrite: undo forgets the order of children", "rewrite.py", "            graph.order_children(graph_module, path, record.orders[path])", "            pass"),
     Fault("rewrite: undo goes in the order of applying", "rewrite.py", "for entry in reversed(own):", "for entry in list(own):"),
     Fault('rewrite: the order of undoing is not checked', "rewrite.py", '        if names:\n            raise UndoError(', '        if False:\n            raise UndoError('),
     Fault("rewrite: a lost record is no error", "rewrite.py", "            self._check_no_trace(graph_module)", "            pass"),

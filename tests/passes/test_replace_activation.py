@@ -180,3 +180,18 @@ def test_a_target_that_is_itself_a_source(source, target, model):
 def test_a_target_that_needs_arguments():
     with pytest.raises(TypeError, match="target is Threshold, which cannot be made without arguments"):
         ReplaceActivation("relu", nn.Threshold)
+
+
+def test_undo_reaches_every_name_and_keeps_the_mode():
+    gelu = nn.GELU()
+    traced = torch.fx.symbolic_trace(nn.Sequential(gelu, nn.Tanh(), gelu).train())
+    traced.add_module("alias", traced.get_submodule("0"))
+    replaced = ReplaceActivation()(traced).eval()
+    restored = ReplaceActivation()(replaced, reverse=True)
+    back = [
+        module for name, module in restored.named_modules(remove_duplicate=False) if name in ("0", "alias")
+    ]
+    assert len(back) == 2
+    assert back[0] is back[1]
+    assert back[0].approximate == "none"
+    assert not back[0].training
