@@ -95,6 +95,10 @@ class CaptureShapeEnv(ShapeEnv):
         """Take a condition as true that the graph checks by itself."""
         self.guard_or_defer_runtime_assert(fact, LEARNED)
 
+    def assume(self, condition: Any, origin: str) -> None:
+        """Take a condition as true on numbers that only a run knows; the graph will check it."""
+        self.guard_or_defer_runtime_assert(condition, origin)
+
     def symbolic(self, expression: Any, kind: type) -> Any:
         """The number that a sympy expression stands for, as Python sees it."""
         if kind is bool:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.fx.node import _side_effectful_functions, has_side_effect
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,6 +167,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             args, kwargs = with_numbers(args, kwargs, self._item)
             return self._call(function, args, kwargs)
         self.tensor_sizes.keep(name, args, kwargs, result)
+        if name == "squeeze":
+            self._assume_kept(*args, **kwargs)
         if self.record(function, args, kwargs, result) and not is_write_name(name):
             self._shape_env.settle_at_one(questions, function, args, kwargs, result)
         else:
@@ -414,6 +417,15 @@ class Recorder(PreDispatchTorchFunctionMode):
         node = self.writer.create("get_attr", self.writer.constant(real), (), {}, fake)
         self.writer.fresh.append((fake, fake._version, node))
         return fake
+
+    def _assume_kept(self, input: torch.Tensor, *dims: Any, dim: Any = None) -> None:
+        """torch takes sizes that only a run knows for such as `squeeze` keeps: the graph checks that."""
+        given = dim if dim is not None else dims[0] if len(dims) == 1 else dims or range(input.dim())
+        for size in [
+            input.shape[d] for d in (given if isinstance(given, (tuple, list, range)) else (given,))
+        ]:
+            if isinstance(size, torch.SymInt) and free_unbacked_symbols(size):
+                self._shape_env.assume(sympy.Ne(size.node.expr, 1), f"`squeeze` at {self.writer.location()}")
 
     def _distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
         """`result`, as an object of its own if it is one of the arguments.

@@ -553,3 +553,12 @@ def test_sizes_that_an_input_holds_are_read_in_the_graph(forward):
     gm = fxopt.trace(model, (X, torch.tensor([2, 3])))
     for size in ((2, 3), (4, 2), (5, 7)):
         torch.testing.assert_close(gm(X, torch.tensor(size)), model(X, torch.tensor(size)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [(), (0,), ((0,),)])
+def test_a_size_of_one_that_squeeze_would_remove_is_refused(dim):
+    model = module(lambda self, x: x * (1 + x[x > 0].squeeze(*dim).dim()))
+    gm = fxopt.trace(model, (X,))
+    one = -torch.ones(3, 4)
+    one[1, 2] = 5
+    assert right_or_refused(gm, model, X, X.abs(), one) == [False, False, True]
