@@ -258,3 +258,16 @@ def test_a_guard_that_divides_by_a_size_need_mean_nothing_at_one():
     for rows in (1, 2):
         with pytest.raises(fxopt.GuardError, match=f"dimension 0 is {rows}"):
             gm(torch.randn(rows, 3))
+
+
+def test_attention_over_chunks_whose_lengths_are_listed_three_times():
+    def forward(self, x, lengths):
+        splits = [torch.split(x, lengths.tolist(), dim=2) for _ in range(3)]
+        attend = nn.functional.scaled_dot_product_attention
+        parts = [attend(q, k, v, is_causal=q.shape[2] > 1 and False) for q, k, v in zip(*splits, strict=True)]
+        return torch.cat([part.reshape(1, -1, part.shape[2], 4) for part in parts], dim=2)
+
+    x, model = torch.randn(1, 2, 6, 4), module(forward)
+    gm = fxopt.trace(model, (x, torch.tensor([2, 4])))
+    for lengths in (torch.tensor([2, 4]), torch.tensor([3, 3])):
+        assert torch.equal(gm(x, lengths), model(x, lengths))
