@@ -87,7 +87,16 @@ def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) ->
         or batch_norm.norm_obstacle(index, node, layer.weight, channels)
         # A linear layer after the normalization will read the value later than the normalization did.
         or index.write_between(first, last, None if linear is value else value)
+        or (None if linear is value else _rounding_obstacle(node, linear))
     )
+
+
+def _rounding_obstacle(norm: Node, linear: Node) -> str | None:
+    """Whether a folded layer would round what is not yet centred: nothing might be left of it."""
+    before, after = graph.dtype_of(norm), graph.dtype_of(linear)
+    if before == after:
+        return None
+    return f"{norm.name} gives {before}, {linear.name} works in {after}, as in an autocast block"
 
 
 def _fuse(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> nn.Module | str:
