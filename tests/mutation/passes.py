@@ -93,7 +93,7 @@ PASSES = (
     # --- precision
     Fault("precision: too large numbers become infinite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.to(dtype)"),
     Fault("precision: infinity becomes finite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.clamp(-largest, largest).to(dtype)"),
-    Fault("precision: undo casts the weights back", _PRECISION, "    if unchanged and before.device == now.device and", "    if False and"),
+    Fault("precision: undo casts the weights back", _PRECISION, "unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)", "unchanged = now.is_meta"),
     Fault("precision: undo drops training", _PRECISION, "moved if unchanged else now.detach().to(torch.float32)", "moved"),
     Fault("precision: keep_float32 is ignored", _PRECISION, "            if matching or isinstance(module, types):", "            if False:"),
     Fault("precision: a write into a copy is lost", "precision_plan.py", "            if self._write_is_lost(user, value):", "            if False:"),

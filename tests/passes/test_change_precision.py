@@ -454,3 +454,20 @@ def test_other_passes_before_and_after():
     after = pickle.loads(pickle.dumps(passes(traced)))
     assert 0 < compare(before(X), after(X)).max_rel < 0.05
     assert_round_trip(before, passes(after, reverse=True))
+
+
+def test_complex_numbers_are_made_of_float32():
+    class Phase(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.real, self.imaginary = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            number = torch.complex(self.real(x), self.imaginary(x))
+            return (number * number).abs()
+
+    model, x = Phase().eval(), torch.randn(3, 8)
+    changed = ChangePrecision(torch.bfloat16)(fxopt_trace(model, [x]))
+    torch.testing.assert_close(changed(x), model(x), rtol=0.1, atol=0.1)
+    (number,) = changed.graph.find_nodes(op="call_function", target=torch.complex)
+    assert [value.meta["val"].dtype for value in number.all_input_nodes] == [torch.float32] * 2
