@@ -31,7 +31,7 @@ class GraphIndex:
         >>> import torch
         >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
         >>> index = GraphIndex(traced)
-        >>> [(node.target, index.module(node)) for node in index.calls_of(torch.nn.ReLU)]
+        >>> [(node.target, index.module(node)) for node in index.calls_like(torch.nn.ReLU)]
         [('1', ReLU())]
     """
 
@@ -53,10 +53,6 @@ class GraphIndex:
         """The module that a `call_module` node calls."""
         module: nn.Module = self.modules[str(node.target)]
         return module
-
-    def calls_of(self, *types: type[nn.Module]) -> list[Node]:
-        """The nodes that call a module of exactly one of these types, in graph order."""
-        return [n for n in self.nodes if n.op == "call_module" and type(self.module(n)) in types]
 
     def calls_like(self, kind: type[nn.Module]) -> list[Node]:
         """The nodes that call a module of this type or of a subclass, in graph order."""

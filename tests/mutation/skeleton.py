@@ -13,7 +13,7 @@ SKELETON = (
     Fault("graph: views are no aliases", "graph.py", "                for value in effects.written_by(node, module) or node.all_input_nodes:", "                for value in effects.written_by(node, module) or ():"),
     Fault("graph: the inputs of a graph share no memory", "graph.py", '        if node.op == "placeholder":\n            return 0', '        if node.op == "placeholder":\n            return id(node)'),
     Fault("graph: a keyword call is taken for none", "graph.py", "    values = [*node.args, *node.kwargs.values()]\n    if (\n", "    values = [*node.args]\n    if (\n"),
-    Fault("graph: subclasses match", "graph.py", "type(self.module(n)) in types]", "isinstance(self.module(n), types)]"),
+    Fault("graph: subclasses match", "graph.py", "return None if own is kind else", "return None if issubclass(own, kind) else"),
     Fault("graph: copies share the registry of hooks", "graph.py", "value.copy() if isinstance(value, dict | set) else value", "value"),
     Fault("effects: method names with _ write nothing", "effects.py", '    return name.endswith("_")', "    return False"),
     Fault("effects: out= is not seen", "effects.py", '    torch.fx.node.map_arg(node.kwargs.get("out"), written.append)', "    pass"),
