@@ -288,3 +288,27 @@ def test_roles_of_a_lost_record_are_not_taken_for_new_ones():
     assert undo(graph_module).code == code
     with pytest.raises(UndoError, match="the record of how is gone"):
         MergeLinears()(graph_module, reverse=True)
+
+
+def test_marks_do_not_move_to_other_nodes_when_a_graph_is_edited_before_a_pickle():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.a(torch.relu(x)) + self.b(x))
+
+    fuse = FuseBiasInLinear()
+    fused = fuse(torch.fx.symbolic_trace(Model()))
+    (tanh,) = fused.graph.find_nodes(op="call_function", target=torch.tanh)
+    tanh.replace_all_uses_with(tanh.args[0])
+    fused.graph.erase_node(tanh)
+    (relu,) = fused.graph.find_nodes(op="call_function", target=torch.relu)
+    with fused.graph.inserting_before(relu):
+        relu.replace_input_with(relu.args[0], fused.graph.call_function(torch.sigmoid, relu.args))
+    fused.recompile()
+    loaded = pickle.loads(pickle.dumps(fused))
+    assert fuse.get_transformed_nodes(loaded) == []
+    with pytest.raises(UndoError):
+        fuse(loaded, reverse=True)
