@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import operator
 import os
 import pickle
@@ -457,3 +458,12 @@ def test_a_composition_takes_the_marks_of_its_parts_off():
     assert not passes.transformed(node)
     with pytest.raises(ValueError, match="was not transformed"):
         passes.mark_as_restored(node)
+
+
+def test_a_signature_holds_no_address():
+    class Slots:
+        __slots__ = ()
+
+    for option in (Slots(), functools.partial(test_a_signature_holds_no_address)):
+        assert " at 0x" in repr(option)
+        assert " at 0x" not in PlainOptions(1, option).signature
