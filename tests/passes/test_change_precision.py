@@ -471,3 +471,16 @@ def test_complex_numbers_are_made_of_float32():
     torch.testing.assert_close(changed(x), model(x), rtol=0.1, atol=0.1)
     (number,) = changed.graph.find_nodes(op="call_function", target=torch.complex)
     assert [value.meta["val"].dtype for value in number.all_input_nodes] == [torch.float32] * 2
+
+
+def test_several_tensors_in_one_value_are_not_cast():
+    class Largest(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.layer(x).max(dim=-1)
+
+    reason = "would have to be cast, holds several tensors"
+    refused(ChangePrecision(torch.bfloat16), Largest(), torch.randn(3, 8), reason=reason, trace=fxopt_trace)
