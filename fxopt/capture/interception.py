@@ -26,6 +26,7 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture import modes
+from fxopt.capture.masks import watch_masks
 from fxopt.capture.places import is_model_code
 from fxopt.capture.recorder import Recorder
 from fxopt.errors import TraceError
@@ -63,6 +64,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _seeds(stack, recorder, active)
         _lists(stack, recorder, active)
         _attention(stack, active)
+        watch_masks(stack, recorder, active)
         _refusals(stack, recorder, active)
         yield
 

@@ -1,0 +1,83 @@
+"""Masks that transformers leaves out for values that it does not read while it is traced.
+
+Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
+not as its module declares. A graph always has the mask. Both are the same where the module declares what
+the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxopt.capture.recorder import Recorder
+
+_IMPLEMENTATION = "sdpa"  # the one of transformers' implementations that leaves masks out
+
+
+def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """Refuse a mask that is not what the attention would do without it, if transformers is there."""
+    masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
+    if masking is None or modeling is None:
+        return
+    make_mask: Any = masking.ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
+    attend: Any = modeling.ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
+    # For each mask that may be left out, whether it is causal.
+    causal: dict[torch.fx.Node, bool] = {}
+
+    @functools.cache
+    def kinds(mask: torch.fx.Node) -> set[bool]:
+        return {causal[node] for node in _sources(mask) if node in causal}
+
+    def mask(*args: Any, **options: Any) -> Any:
+        made = make_mask(*args, **options)
+        if active() and isinstance(made, torch.Tensor) and options.get("attention_mask") is not None:
+            is_causal = options.get("allow_is_causal_skip", True)
+            if is_causal or options.get("allow_is_bidirectional_skip", False):
+                causal[recorder.writer.argument(made)] = is_causal
+        return made
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
+    ) -> Any:
+        one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
+        if active() and causal and isinstance(attention_mask, torch.Tensor) and not one_query:
+            given = options.get("is_causal")
+            declared = bool(getattr(module, "is_causal", True) if given is None else given)
+            if (not declared) in kinds(recorder.writer.argument(attention_mask)):
+                recorder.fail(_reason(type(module).__name__, declared))
+        return attend(module, query, key, value, attention_mask, *args, **options)
+
+    for interface, original, watched in (
+        (masking.AttentionMaskInterface, make_mask, mask),
+        (modeling.AttentionInterface, attend, attention),
+    ):
+        interface.register(_IMPLEMENTATION, watched)
+        stack.callback(interface.register, _IMPLEMENTATION, original)
+
+
+def _reason(attention: str, declared: bool) -> str:
+    with_mask, without = (
+        ("in both directions", "causally") if declared else ("causally", "in both directions")
+    )
+    return (
+        f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
+        "transformers then leaves the mask out, and the module declares "
+        f"is_causal={declared}. A graph cannot be both; with attn_implementation='eager' the model always "
+        f"attends {with_mask}"
+    )
+
+
+def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """A node and all that it is computed from."""
+    seen, left = {node}, [node]
+    while left:
+        yield (taken := left.pop())
+        new = [source for source in taken.all_input_nodes if source not in seen]
+        seen.update(new)
+        left.extend(new)

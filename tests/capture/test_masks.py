@@ -1,0 +1,63 @@
+"""Masks that transformers' eager code leaves out where they hide nothing, and a graph cannot."""
+
+import pytest
+import torch
+from transformers import Aimv2TextConfig, Aimv2TextModel
+
+import fxopt
+from fxopt.errors import TraceError
+from fxopt.testing import assert_equivalent
+
+
+def text_model(attention: str, is_causal: bool) -> Aimv2TextModel:
+    """A model whose mask is causal, and whose attention declares to be so or not."""
+    torch.manual_seed(0)
+    config = Aimv2TextConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=20,
+        eos_token_id=39,
+        attn_implementation=attention,
+    )
+    model = Aimv2TextModel(config).double().eval()
+    for layer in model.encoder.layers:
+        layer.attention.is_causal = is_causal
+    return model
+
+
+def inputs(hidden: int, length: int = 6) -> dict[str, torch.Tensor]:
+    """Token ids of two rows, of which the second has its last `hidden` tokens hidden."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length - hidden :] = 0
+    return {"input_ids": torch.arange(2 * length).reshape(2, length), "attention_mask": mask}
+
+
+def test_the_eager_model_attends_otherwise_where_no_token_is_hidden() -> None:
+    """Why the next test asks for a refusal: what is shown here is transformers' own doing."""
+    declared, other = text_model("sdpa", True), text_model("sdpa", False)
+    for hidden, same in ((1, True), (0, False)):
+        outputs = [model(**inputs(hidden)).last_hidden_state for model in (declared, other)]
+        assert torch.allclose(*outputs, rtol=0, atol=1e-12) is same
+
+
+def test_a_mask_that_is_not_what_attention_does_without_it_is_refused() -> None:
+    model = text_model("sdpa", False)
+    with pytest.raises(TraceError, match=r"declares is_causal=False.*attn_implementation='eager'.*layers\.0"):
+        fxopt.trace(model, kwargs=inputs(1))
+
+
+@pytest.mark.parametrize(("attention", "is_causal"), [("sdpa", True), ("eager", False)])
+def test_a_mask_that_changes_nothing_is_captured(attention: str, is_causal: bool) -> None:
+    model = text_model(attention, is_causal)
+    traced = fxopt.trace(model, kwargs=inputs(1))
+    for hidden in (0, 1, 3):
+        assert_equivalent(model, traced, kwargs=inputs(hidden))
+
+
+def test_one_query_sees_every_token_either_way() -> None:
+    model = text_model("sdpa", False)
+    traced = fxopt.trace(model, kwargs=inputs(0, length=1))
+    assert_equivalent(model, traced, kwargs=inputs(0, length=1))
