@@ -27,6 +27,11 @@ _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wra
 _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 # What these give depends on more than the sizes and strides of their arguments.
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
+# The output is like the input, in its dtype too.
+_GIVE_SIZES_OF_INPUT = {
+    torch.ops.aten.relu.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+}
 
 
 class CaptureFakeMode(FakeTensorMode):
@@ -64,6 +69,15 @@ class CaptureFakeMode(FakeTensorMode):
             # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, func(*args), args[0].fake_device)
+        if func in _GIVE_SIZES_OF_INPUT and _are_contiguous(args[:1]):
+            # torch would compute these as a dozen operators, for each of which it compares all sizes.
+            with in_kernel_invocation_manager(self):
+                made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+                output = FakeTensor(self, made, args[0].fake_device)
+                if func is torch.ops.aten.relu.default:
+                    return output
+                rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
+                return output, *rest
         return super().dispatch(func, types, args, kwargs)
 
 

@@ -113,6 +113,49 @@ def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypat
         assert kept == made
 
 
+class Norms(nn.Module):
+    """What is computed in a short way where its input is contiguous, on such and other inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
+        self.unaffine = nn.BatchNorm2d(3, affine=False)
+
+    def forward(self, x, y):
+        found = []
+        for image in (
+            x,
+            y,
+            x.to(memory_format=torch.channels_last),
+            x.transpose(2, 3),
+            x[:1],
+            x[:, :, :3],
+            x.detach(),
+        ):
+            found += [
+                image.relu(),
+                self.norm(image),
+                self.unaffine(image),
+                self.conv(self.norm(image).relu()),
+            ]
+        half = x.bfloat16()
+        norm = nn.functional.batch_norm(half, self.norm.running_mean, self.norm.running_var)
+        return found, half.relu(), norm, x.long().relu()
+
+
+@pytest.mark.parametrize("dimensions", [(), (0,), (0, 2, 3)])
+def test_short_ways_give_what_torch_does(dimensions, monkeypatch):
+    model, inputs = (
+        Norms().eval(),
+        {"x": torch.randn(2, 3, 8, 8), "y": torch.randn(2, 3, 8, 8).requires_grad_()},
+    )
+    free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
+    short = captured(model, inputs, free)
+    monkeypatch.setattr("fxopt.capture.memo._are_contiguous", lambda tensors: False)
+    monkeypatch.setattr("fxopt.capture.memo._GIVE_SIZES_OF_INPUT", ())
+    assert short[:2] == captured(model, inputs, free)[:2]  # of the guards, torch's own way needs more
+
+
 def test_calls_are_remembered(monkeypatch):
     made = []
     original = nn.Linear.forward
