@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import graph, submodules
 from fxopt.errors import UndoError
+from fxopt.graph_index import GraphIndex
 from fxopt.record import MARKS, ROLES
 from fxopt.rewrite import Change, ReversibleRewrite, leave_trace, traces
 
@@ -65,7 +66,7 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
         if self.reversible:
             layer.meta[_ERASED] = (*layer.meta.get(_ERASED, ()), _description(norm))
             leave_trace(site.fused, self, [graph_module.get_submodule(path)])
-        graph.set_module(graph_module, path, site.fused)
+        submodules.set_module(graph_module, path, site.fused)
         (value,) = norm.all_input_nodes
         norm.replace_all_uses_with(value)
         drop_norm(graph_module, norm, site.removable)
@@ -91,14 +92,14 @@ class FuseBatchNorm(ReversibleRewrite[Fold]):
         layer, norm = _restored(fused, data)
         present = (
             graph_module.get_submodule(data.norm_path)
-            if graph.has_module(graph_module, data.norm_path)
+            if submodules.has_module(graph_module, data.norm_path)
             else None
         )
         if present is not None and not _same_values(present, norm):
             raise self.changed(node, f"{data.norm_path}, which was folded into {data.path},")
-        graph.set_module(graph_module, data.path, layer)
+        submodules.set_module(graph_module, data.path, layer)
         if present is None:
-            graph.set_module(graph_module, data.norm_path, norm)
+            submodules.set_module(graph_module, data.norm_path, norm)
         _insert_norm(node, data)
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
@@ -139,7 +140,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def norm_obstacle(index: graph.GraphIndex, node: Node, weight: Tensor, channels: int) -> str | None:
+def norm_obstacle(index: GraphIndex, node: Node, weight: Tensor, channels: int) -> str | None:
     """Why the normalization that `node` calls cannot be folded into `weight`; `None` if it can."""
     norm = index.module(node)
     assert isinstance(norm, _BatchNorm)
@@ -155,7 +156,7 @@ def norm_obstacle(index: graph.GraphIndex, node: Node, weight: Tensor, channels:
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
             return f"the {kind} is {facts}"
     reason = index.reading_obstacle(node)
-    writer = index.writer_of(norm)
+    writer = index.memory.writer_of(norm)
     if reason is None and writer is not None:
         return f"{writer.name} may write into the statistics or parameters of the {kind}"
     return reason
@@ -168,7 +169,7 @@ def layer_with(layer: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module | st
     new_weight, new_bias = weight.to(old_weight.dtype), bias.to(old_weight.dtype)
     if not weight.is_meta and not (new_weight.isfinite().all() and new_bias.isfinite().all()):
         return f"the folded weights are not finite in {old_weight.dtype}"
-    fused = graph.without_tensors(layer)
+    fused = submodules.without_tensors(layer)
     bias_gradient = (old_weight if old_bias is None else old_bias).requires_grad
     fused._parameters["weight"] = nn.Parameter(new_weight, old_weight.requires_grad)
     fused._parameters["bias"] = nn.Parameter(new_bias, bias_gradient)
@@ -186,7 +187,7 @@ def drop_norm(graph_module: GraphModule, node: Node, removable: bool) -> None:
     path = str(node.target)
     graph.erase(node)
     if removable and not graph_module.graph.find_nodes(op="call_module", target=path):
-        graph.remove_module(graph_module, path)
+        submodules.remove_module(graph_module, path)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

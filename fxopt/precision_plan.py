@@ -12,10 +12,12 @@ from torch.fx import Node
 from torch.utils._pytree import tree_any
 
 from fxopt import effects, graph
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Refusal
+from fxopt.submodules import attribute, is_inside, split_path
 
 
-def make_plan(index: graph.GraphIndex, dtype: torch.dtype, kept: Mapping[Node, str]) -> Plan | Refusal | None:
+def make_plan(index: GraphIndex, dtype: torch.dtype, kept: Mapping[Node, str]) -> Plan | Refusal | None:
     """The plan for a graph, or why there is none; `None` if nothing has to change.
 
     Args:
@@ -68,7 +70,7 @@ class Cast:
 class _Planner:
     """Follows the lower precision from the layers through the graph."""
 
-    def __init__(self, index: graph.GraphIndex, dtype: torch.dtype, kept: Mapping[Node, str]) -> None:
+    def __init__(self, index: GraphIndex, dtype: torch.dtype, kept: Mapping[Node, str]) -> None:
         self.index = index
         self.dtype = dtype
         self.kept = kept
@@ -95,14 +97,14 @@ class _Planner:
             parameters |= unused
             inside.update(unused)
         for node in self.kept:
-            if graph.is_inside(str(node.target), inside):
+            if is_inside(str(node.target), inside):
                 return Refusal(node, f"{node.target} stays in float32, but a layer that uses it does not")
-        owners = {graph.split_path(path)[0]: None for path in parameters}
+        owners = {split_path(path)[0]: None for path in parameters}
         return Plan(
             tuple(self.changed),
             tuple(layers),
             tuple(parameters),
-            tuple(o for o in owners if not graph.is_inside(o, layers) and not self.index.is_container(o)),
+            tuple(o for o in owners if not is_inside(o, layers) and not self.index.is_container(o)),
             tuple(self._shared_casts()),
             tuple(self.saturated),
             tuple(self.low),
@@ -114,8 +116,8 @@ class _Planner:
         last: dict[tuple[Node, bool], Cast] = {}
         for user, value, down in self.casts:
             cast = last.get((value, down))
-            written = self.index.written(value)
-            if cast is None or written or self.index.write_between(cast.users[0], user):
+            written = self.index.memory.written(value)
+            if cast is None or written or self.index.memory.write_between(cast.users[0], user):
                 cast = last[value, down] = Cast(value, down, [])
                 casts.append(cast)
             cast.users.append(user)
@@ -123,11 +125,11 @@ class _Planner:
 
     def _write_is_lost(self, user: Node, value: Node) -> bool:
         """Whether `user` may write into a value of which it would get a copy, and something sees the value."""
-        written = self.index.written_by(user)
+        written = self.index.memory.written_by(user)
         if value not in (user.all_input_nodes if written is None else written):
             return False
         position = self.index.position
-        aliases = (n for n in self.index.nodes[: position[user]] if self.index.may_alias(n, value))
+        aliases = (n for n in self.index.nodes[: position[user]] if self.index.memory.may_alias(n, value))
         return any(
             alias.op in ("placeholder", "get_attr") or any(position[n] > position[user] for n in alias.users)
             for alias in aliases
@@ -142,8 +144,8 @@ class _Planner:
             return
         elif self._needs_float32(node):
             self.casts.extend((node, value, False) for value in operands if value in self.low)
-        elif self.index.writes(node) and operands:
-            targets = self.index.written_by(node) or operands
+        elif self.index.memory.writes(node) and operands:
+            targets = self.index.memory.written_by(node) or operands
             down = all(value in self.low for value in targets if value in operands)
             self.casts.extend((node, value, down) for value in operands if (value in self.low) != down)
             if down:
@@ -165,9 +167,7 @@ class _Planner:
         if node in self.kept:
             return False
         if node.op == "get_attr":
-            return _is_float32(node) and isinstance(
-                graph.attribute(self.index.graph_module, str(node.target)), nn.Parameter
-            )
+            return _is_float32(node) and _is_parameter(self.index, str(node.target))
         if node.op != "call_module":
             return False
         return any(p.dtype == torch.float32 for p in self.index.module(node).parameters())
@@ -187,7 +187,7 @@ class _Planner:
         )
 
 
-def graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
+def graph_obstacle(index: GraphIndex) -> Refusal | None:
     """Why the precision of a graph cannot be changed as a whole; `None` if it can."""
     for node in index.nodes:
         container = node.op == "output" or isinstance(node.target, type)
@@ -199,54 +199,51 @@ def graph_obstacle(index: graph.GraphIndex) -> Refusal | None:
             return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
         if "autocast" in getattr(node.target, "__name__", ""):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
-        if node.op == "get_attr" and isinstance(
-            graph.attribute(index.graph_module, str(node.target)), nn.Parameter
-        ):
-            writer = index.written(node)
+        if node.op == "get_attr" and _is_parameter(index, str(node.target)):
+            writer = index.memory.written(node)
             if writer:
                 return Refusal(writer, f"it may write into the parameter {node.target}")
     return None
 
 
-def layer_obstacle(index: graph.GraphIndex, module: nn.Module) -> str | None:
+def layer_obstacle(index: GraphIndex, module: nn.Module) -> str | None:
     """Why a layer cannot be replaced by a copy in the lower precision; `None` if it can."""
     if not effects.is_torch_module(module):
         return f"{type(module).__name__} is not a layer of torch.nn"
     return index.obstacle_in_place(module)
 
 
-def read_obstacle(index: graph.GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
+def read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
     """Why a parameter that the graph reads directly cannot be changed; `None` if it can."""
-    owner, _ = graph.split_path(path)
+    owner, _ = split_path(path)
     node = index.first_call(path)
     if node is not None:
         return f"{node.name}, which is kept in float32, uses it as well" if node in kept else None
     return None if index.is_container(owner) else index.obstacle_in_place(index.modules[owner])
 
 
-def _unused_names(index: graph.GraphIndex, node: Node, inside: Collection[str]) -> Iterator[str]:
+def _unused_names(index: GraphIndex, node: Node, inside: Collection[str]) -> Iterator[str]:
     """Further names of the parameters that `node` uses, by which nothing in the graph uses them."""
     for name, other in index.sharing(node):
         path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
-        same = graph.attribute(index.graph_module, path) is graph.attribute(index.graph_module, other)
-        parameter = isinstance(graph.attribute(index.graph_module, other), nn.Parameter)
-        free = (
-            not graph.is_inside(other, inside)
-            and not index.uses(other)
-            and not read_obstacle(index, other, {})
-        )
-        if same and parameter and free:
+        same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
+        free = not is_inside(other, inside) and not index.uses(other) and not read_obstacle(index, other, {})
+        if same and free and _is_parameter(index, other):
             yield other
 
 
-def _tie_obstacle(index: graph.GraphIndex, plan: Plan) -> Refusal | None:
+def _tie_obstacle(index: GraphIndex, plan: Plan) -> Refusal | None:
     """A tensor that is shared by what changes and what does not."""
     inside = {*plan.layers, *plan.parameters}
     for node in plan.nodes:
         for path, other in index.sharing(node):
-            if not graph.is_inside(other, inside):
+            if not is_inside(other, inside):
                 return Refusal(node, f"its {path} shares memory with {other}, which stays in float32")
     return None
+
+
+def _is_parameter(index: GraphIndex, path: str) -> bool:
+    return isinstance(attribute(index.graph_module, path), nn.Parameter)
 
 
 def _is_float32(node: Node) -> bool:

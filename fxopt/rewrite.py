@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError
 from fxopt.record import MARKS, ROLES, Step, find_record, make_record
 from fxopt.transformation import ReversibleTransformation, Transformation, check_graph_module, steps_of
@@ -211,14 +211,14 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """As `Rewrite.transform`; the order of children is recorded where it does not stay."""
-        before = graph.child_names(graph_module)
+        before = submodules.child_names(graph_module)
         graph_module = super().transform(graph_module)
         record = find_record(graph_module)
         if record is not None and record.entries:
-            after = graph.child_names(graph_module)
+            after = submodules.child_names(graph_module)
             changed = {path: names for path, names in before.items() if after.get(path) != names}
             record.orders = record.orders | {
-                path: graph.merged_order(record.orders.get(path, []), names)
+                path: submodules.merged_order(record.orders.get(path, []), names)
                 for path, names in changed.items()
             }
         return graph_module
@@ -263,9 +263,9 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             for node in nodes.values():
                 self._forget(node, entry.site, standing)
         record.entries = list(standing.values())
-        present = graph.child_names(graph_module)
+        present = submodules.child_names(graph_module)
         for path in record.orders.keys() & present.keys():
-            graph.order_children(graph_module, path, record.orders[path])
+            submodules.order_children(graph_module, path, record.orders[path])
         if not record.entries:
             record.orders = {}
         return graph_module

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from fxopt import graph
+from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError
+from fxopt.graph_index import GraphIndex
 from fxopt.precision_plan import Plan, graph_obstacle, layer_obstacle, make_plan, read_obstacle, too_large
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace, traces
 
@@ -59,7 +60,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         """Yield one plan for the whole graph, and a refusal for each layer that is kept in float32."""
         if self.get_transformed_nodes(graph_module):
             return
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         refusal = graph_obstacle(index)
         if refusal:
             yield refusal
@@ -85,7 +86,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         }
         for path, copied in _copies(modules, lowered).items():
             leave_trace(copied, self, [modules[path]])
-            graph.set_module(graph_module, path, copied)
+            submodules.set_module(graph_module, path, copied)
         for path, parameter in parameters.items():
             _set_parameter(graph_module, path, lowered[id(parameter)])
 
@@ -112,7 +113,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
                 )
         restored = _restored_tensors(graph_module, data, self.dtype)
         for path, original in _copies(data["modules"], restored).items():
-            graph.set_module(graph_module, path, _with_flags(original, current[path]))
+            submodules.set_module(graph_module, path, _with_flags(original, current[path]))
         for path, parameter in data["parameters"].items():
             _set_parameter(graph_module, path, restored[id(parameter)])
         for role, node in nodes.items():
@@ -125,7 +126,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
             if _FLOAT32_VALUE in node.meta:
                 node.meta["val"] = node.meta.pop(_FLOAT32_VALUE)
 
-    def _kept(self, index: graph.GraphIndex) -> dict[Node, str]:
+    def _kept(self, index: GraphIndex) -> dict[Node, str]:
         """The calls of layers, and reads of parameters, that stay in float32, with the reason."""
         unused = {name for name in self.keep_float32 if isinstance(name, str)}
         types = tuple(kind for kind in self.keep_float32 if isinstance(kind, type))
@@ -277,5 +278,5 @@ def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float
 
 
 def _set_parameter(graph_module: GraphModule, path: str, parameter: Any) -> None:
-    owner, name = graph.split_path(path)
+    owner, name = submodules.split_path(path)
     graph_module.get_submodule(owner)._parameters[name] = parameter

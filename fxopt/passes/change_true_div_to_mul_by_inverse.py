@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_any
 
 from fxopt import effects, graph
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite
 
 
@@ -53,7 +54,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
 
     def match(self, graph_module: GraphModule) -> Iterator[Division | Refusal]:
         """Yield the divisions by a constant."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         floating: dict[Node, bool] = {}
         for node in index.nodes:
             floating[node] = _is_floating(index, node, floating)
@@ -130,7 +131,7 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
 
 
 def _rounding_obstacle(
-    index: graph.GraphIndex,
+    index: GraphIndex,
     node: Node,
     numerator: Node,
     denominator: int | float,
@@ -148,7 +149,7 @@ def _rounding_obstacle(
 
 
 def _rounding_after(
-    index: graph.GraphIndex, node: Node, denominator: int | float, floating: dict[Node, bool]
+    index: GraphIndex, node: Node, denominator: int | float, floating: dict[Node, bool]
 ) -> str | None:
     """What makes more than a rounding error of the error of `node`; `None` if nothing does."""
     pending, seen = [node], {node}
@@ -164,12 +165,13 @@ def _rounding_after(
             if _is_mixer(index, user):
                 continue
             pending.append(user)
-            for target in index.written_by(user) or ():  # what reads the written tensor has no edge from here
-                pending.extend(value for value in index.nodes if index.may_alias(value, target))
+            # What reads a tensor that was written into has no edge from here.
+            for target in index.memory.written_by(user) or ():
+                pending.extend(value for value in index.nodes if index.memory.may_alias(value, target))
     return None
 
 
-def _is_step(index: graph.GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
+def _is_step(index: GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
     """Whether a function jumps, so that the least error of its input may change its output by one."""
     if node.op == "call_module":
         return any(_is_step_module(part) for part in index.module(node).modules())
@@ -206,7 +208,7 @@ def _may_name_integers(cast: str, item: object, floating: dict[Node, bool]) -> b
     return False
 
 
-def _is_unknown(index: graph.GraphIndex, node: Node) -> bool:
+def _is_unknown(index: GraphIndex, node: Node) -> bool:
     """Whether a call is of code that is not torch's, which may round."""
     if node.op == "call_module":
         return not effects.is_torch_module(index.module(node))
@@ -216,7 +218,7 @@ def _is_unknown(index: graph.GraphIndex, node: Node) -> bool:
     return not own and not effects.is_torch_function(node.target)
 
 
-def _is_mixer(index: graph.GraphIndex, node: Node) -> bool:
+def _is_mixer(index: GraphIndex, node: Node) -> bool:
     """Whether a function makes each output of many inputs, with rounding errors of its own."""
     if node.op == "call_module":
         return type(index.module(node)) in _MIXER_MODULES
@@ -271,7 +273,7 @@ _DESCRIPTION = {
 }
 
 
-def _is_floating(index: graph.GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
+def _is_floating(index: GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
     """Whether the value of `node` is surely a floating tensor; by its metadata, else by what made it."""
     dtype = graph.dtype_of(node)
     if dtype is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import batch_norm, graph
+from fxopt import batch_norm, graph, submodules
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Refusal
 
 
@@ -43,7 +44,7 @@ class FuseBatchNorm1dInLinear(batch_norm.FuseBatchNorm):
 
     def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the pairs of a linear layer and a batch normalization, each layer at most once."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         linears = set(index.calls_like(nn.Linear))
         taken: set[Node] = set()
         for node in index.calls_like(nn.BatchNorm1d):
@@ -63,7 +64,7 @@ class FuseBatchNorm1dInLinear(batch_norm.FuseBatchNorm):
                     yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
 
 
-def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> str | None:
+def _obstacle(index: GraphIndex, linear: Node, node: Node, value: Node) -> str | None:
     layer = index.module(linear)
     assert isinstance(layer, nn.Linear)
     inexact = index.inexact(linear, nn.Linear) or index.inexact(node, nn.BatchNorm1d)
@@ -79,14 +80,14 @@ def _obstacle(index: graph.GraphIndex, linear: Node, node: Node, value: Node) ->
         return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"
     if rank != 2:
         return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the last"
-    if not graph.is_plain_linear(layer):
+    if not submodules.is_plain_linear(layer):
         return "it does not have the weight and bias of a plain Linear"
     channels = layer.out_features if linear is value else layer.in_features
     return (
         index.obstacle(linear)
         or batch_norm.norm_obstacle(index, node, layer.weight, channels)
         # A linear layer after the normalization will read the value later than the normalization did.
-        or index.write_between(first, last, None if linear is value else value)
+        or index.memory.write_between(first, last, None if linear is value else value)
         or (None if linear is value else _rounding_obstacle(node, linear))
     )
 
@@ -99,7 +100,7 @@ def _rounding_obstacle(norm: Node, linear: Node) -> str | None:
     return f"{norm.name} gives {before}, {linear.name} works in {after}, as in an autocast block"
 
 
-def _fuse(index: graph.GraphIndex, linear: Node, node: Node, value: Node) -> nn.Module | str:
+def _fuse(index: GraphIndex, linear: Node, node: Node, value: Node) -> nn.Module | str:
     layer, norm = index.module(linear), index.module(node)
     assert isinstance(layer, nn.Linear)
     assert isinstance(norm, nn.BatchNorm1d)

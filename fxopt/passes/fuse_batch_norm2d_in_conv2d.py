@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import batch_norm, graph
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Refusal
 
 
@@ -41,7 +42,7 @@ class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
 
     def match(self, graph_module: GraphModule) -> Iterator[batch_norm.Fold | Refusal]:
         """Yield the convolutions that are followed by a batch normalization."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         convs = set(index.calls_like(nn.Conv2d))
         for node in index.calls_like(nn.BatchNorm2d):
             conv = graph.input_of(node, index.module(node))
@@ -54,7 +55,7 @@ class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
                 yield batch_norm.Fold(conv, node, fused, index.removable(node))
 
 
-def _obstacle(index: graph.GraphIndex, conv: Node, node: Node) -> str | None:
+def _obstacle(index: GraphIndex, conv: Node, node: Node) -> str | None:
     layer = index.module(conv)
     assert isinstance(layer, nn.Conv2d)
     inexact = index.inexact(conv, nn.Conv2d) or index.inexact(node, nn.BatchNorm2d)
@@ -67,7 +68,7 @@ def _obstacle(index: graph.GraphIndex, conv: Node, node: Node) -> str | None:
     return (
         index.obstacle(conv)
         or batch_norm.norm_obstacle(index, node, layer.weight, layer.out_channels)
-        or index.write_between(conv, node)
+        or index.memory.write_between(conv, node)
     )
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import graph, submodules
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
 
 
@@ -44,11 +45,11 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
 
     def match(self, graph_module: GraphModule) -> Iterator[LinearCall | Refusal]:
         """Yield the calls of linear layers with a bias."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Linear):
             layer = index.module(node)
             assert isinstance(layer, nn.Linear)
-            if layer._parameters.get("bias") is None and graph.is_plain_linear(layer):
+            if layer._parameters.get("bias") is None and submodules.is_plain_linear(layer):
                 continue
             value = graph.input_of(node, layer)
             reason = index.inexact(node, nn.Linear) or index.obstacle(node) or _obstacle(layer)
@@ -66,13 +67,13 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
         weight = torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], dim=1)
         fused.weight = nn.Parameter(weight, layer.weight.requires_grad)
         leave_trace(fused.train(layer.training), self, [layer])
-        graph.set_module(graph_module, path, fused)
+        submodules.set_module(graph_module, path, fused)
 
         with graph_module.graph.inserting_before(node):
             pad = graph_module.graph.call_function(F.pad, (site.value, (0, 1)), _ONES)
         _describe(pad, site)
         node.replace_input_with(site.value, pad)
-        data = {"path": path, "shell": graph.without_tensors(layer)}
+        data = {"path": path, "shell": submodules.without_tensors(layer)}
         return Change((node,), {"linear": node, "pad": pad}, (path,), data)
 
     def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
@@ -93,13 +94,13 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
         if not as_left:
             raise self.changed(node, "the fused layer or its pad")
         assert isinstance(fused, nn.Linear)
-        layer = graph.without_tensors(shell)
+        layer = submodules.without_tensors(shell)
         weight, gradients = fused.weight.detach(), fused.weight.requires_grad
         # A plain clone of a single row keeps the strides of the larger weight.
         for name, part in (("weight", weight[:, :-1]), ("bias", weight[:, -1])):
             copied = part.clone(memory_format=torch.contiguous_format)
             layer._parameters[name] = nn.Parameter(copied, gradients)
-        graph.set_module(graph_module, data["path"], layer.train(fused.training))
+        submodules.set_module(graph_module, data["path"], layer.train(fused.training))
         node.replace_input_with(pad, pad.all_input_nodes[0])
         graph_module.graph.erase_node(pad)
 
@@ -108,7 +109,7 @@ _ONES: dict[str, Any] = {"mode": "constant", "value": 1.0}
 
 
 def _obstacle(layer: nn.Linear) -> str | None:
-    if not graph.is_plain_linear(layer):
+    if not submodules.is_plain_linear(layer):
         return "it does not have the weight and bias of a plain Linear"
     weight, bias = layer.weight, layer.bias
     if weight.dtype != bias.dtype or weight.device != bias.device:

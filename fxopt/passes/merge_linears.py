@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import effects, graph
+from fxopt import effects, graph, submodules
 from fxopt.errors import UndoError
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
 
 
@@ -72,7 +73,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
 
     def match(self, graph_module: GraphModule) -> Iterator[LinearGroup | Refusal]:
         """Yield the groups of layers that can be merged."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         by_value: dict[Node, list[Node]] = {}
         for call in index.calls_like(nn.Linear):
             value = graph.input_of(call, index.module(call))
@@ -82,9 +83,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
             if len(calls) > 1:
                 yield from self._groups(index, value, calls)
 
-    def _groups(
-        self, index: graph.GraphIndex, value: Node, calls: list[Node]
-    ) -> Iterator[LinearGroup | Refusal]:
+    def _groups(self, index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LinearGroup | Refusal]:
         runs: dict[tuple[object, ...], list[list[Node]]] = {}
         between: dict[Node, str] = {}
         for call in calls:
@@ -98,7 +97,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
                 continue
             same_kind = runs.setdefault(_kind(index.module(call)), [])
             first = same_kind[-1][0] if same_kind else None
-            obstacle = index.write_between(first, call, value) if first else None
+            obstacle = index.memory.write_between(first, call, value) if first else None
             if first and obstacle is None:
                 same_kind[-1].append(call)
                 continue
@@ -131,12 +130,12 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         layers = [_linear(graph_module, path) for path in paths]
         parent = _common_parent(paths)
         names = [path.removeprefix(f"{parent}.").replace(".", "_") for path in paths]
-        path = graph.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))
+        path = submodules.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))
         merged = _merge(layers)
         leave_trace(merged, self, layers)
-        graph.set_module(graph_module, path, merged)
+        submodules.set_module(graph_module, path, merged)
         for old in paths:
-            graph.remove_module(graph_module, old)
+            submodules.remove_module(graph_module, old)
 
         with graph_module.graph.inserting_before(site.calls[0]):
             node = graph_module.graph.call_module(path, (site.value,))
@@ -144,7 +143,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         parts, start = [], 0
         for call, layer in zip(site.calls, layers, strict=True):
             keyword = next(iter(call.kwargs), None)
-            shell = graph.without_tensors(layer)
+            shell = submodules.without_tensors(layer)
             assert isinstance(shell, nn.Linear)
             parts.append(
                 MergedLinear(str(call.target), shell, layer.bias is not None, keyword, _ties(layers, layer))
@@ -162,16 +161,16 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         merged = graph_module.get_submodule(data["path"])
         if not isinstance(merged, nn.Linear) or not _as_left(node, merged, calls, parts):
             raise self.changed(node, "the merged layer or a slice of it")
-        taken = [part.path for part in parts if graph.has_module(graph_module, part.path)]
+        taken = [part.path for part in parts if submodules.has_module(graph_module, part.path)]
         if taken:
             raise UndoError(
                 f"{self!r} cannot be undone: other modules stand at {', '.join(taken)} now, the names of layers "
                 f"that it merged at {graph.place(node)}. Give them other names first"
             )
         layers = _split(merged, parts)
-        graph.remove_module(graph_module, data["path"])
+        submodules.remove_module(graph_module, data["path"])
         for part, layer in zip(parts, layers, strict=True):
-            graph.set_module(graph_module, part.path, layer)
+            submodules.set_module(graph_module, part.path, layer)
         value = node.args[0]
         for call, part in zip(calls, parts, strict=True):
             call.op, call.target = "call_module", part.path
@@ -206,7 +205,7 @@ def _split(merged: nn.Linear, parts: list[MergedLinear]) -> list[nn.Linear]:
     sizes = [part.shell.out_features for part in parts]
     for part, stop in zip(parts, itertools.accumulate(sizes), strict=True):
         rows = slice(stop - part.shell.out_features, stop)
-        layer = graph.without_tensors(part.shell)
+        layer = submodules.without_tensors(part.shell)
         assert isinstance(layer, nn.Linear)
         layers.append(layer.train(merged.training))
         for name, parameter in merged._parameters.items():
@@ -245,19 +244,19 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     return layer.in_features, layer.training, *facts
 
 
-def _obstacle(index: graph.GraphIndex, call: Node) -> str | None:
+def _obstacle(index: GraphIndex, call: Node) -> str | None:
     """What keeps a layer from becoming a slice; `GraphIndex.obstacle` has said that it can be replaced."""
     layer = index.module(call)
     assert isinstance(layer, nn.Linear)
-    if not graph.is_plain_linear(layer):
+    if not submodules.is_plain_linear(layer):
         return "it does not have the weight and bias of a plain Linear"
-    writer = index.written(call)
+    writer = index.memory.written(call)
     if writer is not None:
         return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
     return _contiguity_obstacle(index, call, layer.out_features)
 
 
-def _contiguity_obstacle(index: graph.GraphIndex, call: Node, width: int) -> str | None:
+def _contiguity_obstacle(index: GraphIndex, call: Node, width: int) -> str | None:
     """A use of the output that may depend on its memory being contiguous, which a slice is not."""
     pending, seen = [call], {call}
     while pending:
@@ -271,7 +270,7 @@ def _contiguity_obstacle(index: graph.GraphIndex, call: Node, width: int) -> str
             known = effects.is_torch_function(user.target) or effects.is_container(user.target)
             if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
-            if user not in seen and name != "contiguous" and not index.gives_new_memory(user):
+            if user not in seen and name != "contiguous" and not index.memory.gives_new_memory(user):
                 seen.add(user)
                 pending.append(user)
     return None
@@ -325,7 +324,7 @@ def _name(node: Node) -> str:
     return str(node.target)
 
 
-def _tied_among_themselves(index: graph.GraphIndex, run: list[Node]) -> list[Node]:
+def _tied_among_themselves(index: GraphIndex, run: list[Node]) -> list[Node]:
     """The largest part of `run` whose layers are tied to each other only."""
     while True:
         kept = [call for call in run if not index.obstacle(call, own=_paths(run))]
@@ -366,7 +365,7 @@ def _paths(calls: Iterable[Node]) -> list[str]:
 
 
 def _parent(path: str) -> str:
-    return graph.split_path(path)[0]
+    return submodules.split_path(path)[0]
 
 
 def _common_parent(paths: list[str]) -> str:

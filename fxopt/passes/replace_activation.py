@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import graph, submodules
+from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import TRACE, Change, Refusal, ReversibleRewrite, leave_trace, traces
 
 
@@ -78,7 +79,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
-        index = graph.GraphIndex(graph_module)
+        index = GraphIndex(graph_module)
         kind = ACTIVATIONS[self.source].module if isinstance(self.source, str) else self.source
         for node in index.calls_like(kind):
             inexact = index.inexact(node, kind)
@@ -94,7 +95,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
                 reason = "it writes into its input" if writes else _module_obstacle(index, calls, module)
                 site = ActivationCalls(tuple(calls), tuple(index.names(module)))
             elif isinstance(self.source, str) and _calls(node, ACTIVATIONS[self.source]):
-                reason = "it writes into its input" if index.writes(node) else None
+                reason = "it writes into its input" if index.memory.writes(node) else None
                 site = ActivationCalls((node,))
             else:
                 continue
@@ -107,10 +108,10 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         old = graph_module.get_submodule(site.paths[0])
         new = self._new_module(old)
         for path in site.paths:
-            graph.set_module(graph_module, path, new)
+            submodules.set_module(graph_module, path, new)
         nodes = {str(number): call for number, call in enumerate(site.calls)}
         keywords = tuple(next(iter(call.kwargs), None) for call in site.calls)
-        data = ModuleCalls(graph.without_tensors(old), site.paths, keywords)
+        data = ModuleCalls(submodules.without_tensors(old), site.paths, keywords)
         for call in site.calls:  # the new module may have another name for its input
             call.args, call.kwargs = tuple(call.all_input_nodes), {}
         return Change(site.calls, nodes, site.paths, data)
@@ -126,9 +127,9 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             raise self.changed(nodes["0"], ", ".join(paths))
         if any(len(node.args) != 1 or node.kwargs for node in nodes.values()):
             raise self.changed(nodes["0"], f"a call of {', '.join(paths)}")
-        old = graph.without_tensors(data.shell).train(modules[0].training)
+        old = submodules.without_tensors(data.shell).train(modules[0].training)
         for name in data.names:
-            graph.set_module(graph_module, name, old)
+            submodules.set_module(graph_module, name, old)
         for node, keyword in zip(nodes.values(), data.keywords, strict=True):
             if keyword:
                 node.args, node.kwargs = (), {keyword: node.all_input_nodes[0]}
@@ -141,8 +142,8 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             activation = ACTIVATIONS[self.target]
             node.op, node.target, node.kwargs = "call_function", activation.function, dict(activation.options)
         else:
-            path = graph.free_path(graph_module, "", f"fxopt_activation_{node.name}")
-            graph.set_module(graph_module, path, self._new_module(graph_module))
+            path = submodules.free_path(graph_module, "", f"fxopt_activation_{node.name}")
+            submodules.set_module(graph_module, path, self._new_module(graph_module))
             node.op, node.target, node.kwargs = "call_module", path, {}
         node.args = (value,)
         data = FunctionCall(before, path)
@@ -159,7 +160,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         node.op, node.target, args, kwargs = data.before
         node.args, node.kwargs = _mapped(args, kwargs, INPUT, value)
         if data.path:
-            graph.remove_module(graph_module, data.path)
+            submodules.remove_module(graph_module, data.path)
 
     def _is_source(self, module: nn.Module) -> bool:
         if isinstance(self.source, str):
@@ -231,7 +232,7 @@ class FunctionCall:
     path: str | None
 
 
-def _module_obstacle(index: graph.GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
+def _module_obstacle(index: GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
     """Why a module cannot be replaced by another at all its calls; `None` if it can."""
     unclear = [call.name for call in calls if graph.input_of(call, module) is None]
     if unclear:

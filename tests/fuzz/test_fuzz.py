@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fxopt import batch_norm, graph
+from fxopt import batch_norm
+from fxopt.graph_index import GraphIndex
+from fxopt.memory import Memory
 from fxopt.passes import merge_linears
 from tests.fuzz import motifs, oracles, reduction
 from tests.fuzz.__main__ import example
@@ -66,10 +68,10 @@ SCALE_AND_SHIFT = batch_norm.scale_and_shift
 @pytest.mark.parametrize(
     ("target", "name", "planted"),
     [
-        (graph.GraphIndex, "write_between", blind_to_writes),
+        (Memory, "write_between", blind_to_writes),
         (merge_linears, "_slice", misplaced),
         (batch_norm, "scale_and_shift", unscaled),
-        (graph.GraphIndex, "call_sites", lambda self, module: [None]),
+        (GraphIndex, "call_sites", lambda self, module: [None]),
     ],
     ids=["writes", "slices", "shift", "shared"],
 )

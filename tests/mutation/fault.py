@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-GUARDED = ("passes/*.py", "graph.py", "batch_norm.py", "precision_plan.py")
+GUARDED = ("passes/*.py", "graph_index.py", "memory.py", "batch_norm.py", "precision_plan.py")
 """Where every guard must be needed by a test."""
 
 

@@ -34,7 +34,7 @@ PASSES = (
     Fault(
         "merge: an in-place write between the layers is not seen",
         _MERGE,
-        "index.write_between(first, call, value) if first else None",
+        "index.memory.write_between(first, call, value) if first else None",
         "None",
     ),
     Fault("merge: writes into an output are not seen", _MERGE, "    if writer is not None:\n        return f\"{writer.name} may write", "    if False:\n        return f\"{writer.name} may write"),
@@ -44,7 +44,7 @@ PASSES = (
     Fault("merge: undo does not look whether the slices changed", _MERGE, "not _as_left(node, merged, calls, parts)", "False"),
     Fault("merge: the width in the metadata is that of one layer", _MERGE, "_describe(node, site.calls[0], merged.out_features)", "_describe(node, site.calls[0], layers[0].out_features)"),
     Fault("merge: contiguity is not asked for", _MERGE, "            if name in _NEEDS_CONTIGUOUS and", "            if False and"),
-    Fault("merge: the name may be taken", _MERGE, 'path = graph.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))', 'path = (parent + "." if parent else "") + "fxopt_merged_" + "_".join(names)'),
+    Fault("merge: the name may be taken", _MERGE, 'path = submodules.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))', 'path = (parent + "." if parent else "") + "fxopt_merged_" + "_".join(names)'),
     Fault("merge: a tie with a layer of another group is ignored", _MERGE, "if not index.obstacle(call, own=_paths(run))]", "]"),
     # --- the bias of a linear layer
     Fault("fuse bias: the pad is zeros", _BIAS, '"value": 1.0}', '"value": 0.0}'),
@@ -88,8 +88,8 @@ PASSES = (
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATION, "    return options == activation.options", "    return True"),
     Fault("activation: an in-place one is replaced", _ACTIVATION, 'reason = "it writes into its input" if writes else', "reason ="),
-    Fault("activation: only the first call changes back", _ACTIVATION, "            graph.set_module(graph_module, name, old)", "            graph.set_module(graph_module, name, old)\n            break"),
-    Fault('activation: undo forgets the training flag', _ACTIVATION, 'graph.without_tensors(data.shell).train(modules[0].training)', 'graph.without_tensors(data.shell)'),
+    Fault("activation: only the first call changes back", _ACTIVATION, "            submodules.set_module(graph_module, name, old)", "            submodules.set_module(graph_module, name, old)\n            break"),
+    Fault('activation: undo forgets the training flag', _ACTIVATION, 'submodules.without_tensors(data.shell).train(modules[0].training)', 'submodules.without_tensors(data.shell)'),
     # --- precision
     Fault("precision: too large numbers become infinite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.to(dtype)"),
     Fault("precision: infinity becomes finite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.clamp(-largest, largest).to(dtype)"),

@@ -1,0 +1,218 @@
+"""Which modules a graph calls and shares, and why one may not be replaced there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.modules import module as torch_module
+
+from fxopt import effects
+from fxopt.memory import Memory, storage_of
+from fxopt.submodules import attribute, is_inside, prefixes, split_path
+
+
+class GraphIndex:
+    """Where modules are called and which tensors are shared, in one graph module.
+
+    It answers for the graph as it was when the index was made: make a new one after a change. Answers are
+    conservative: what cannot be shown to be harmless is reported as an obstacle, in words.
+
+    Attributes:
+        graph_module: the module that was asked about.
+        nodes: its nodes, in order.
+        position: the number of each node in this order.
+        modules: its modules by qualified name, under each of their names.
+        memory: what its values share, and what is written when.
+
+    Example:
+        >>> import torch
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+        >>> index = GraphIndex(traced)
+        >>> [(node.target, index.module(node)) for node in index.calls_like(torch.nn.ReLU)]
+        [('1', ReLU())]
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module = graph_module
+        self.nodes = list(graph_module.graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.modules = dict(graph_module.named_modules(remove_duplicate=False))
+        self.memory = Memory(graph_module, self.nodes, self.modules)
+        self._calls: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            if node.op == "call_module":
+                self._calls.setdefault(id(self.module(node)), []).append(node)
+        self._names: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            self._names.setdefault(id(module), []).append(name)
+
+    def module(self, node: Node) -> nn.Module:
+        """The module that a `call_module` node calls."""
+        module: nn.Module = self.modules[str(node.target)]
+        return module
+
+    def calls_like(self, kind: type[nn.Module]) -> list[Node]:
+        """The nodes that call a module of this type or of a subclass, in graph order."""
+        return [n for n in self.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
+
+    def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
+        """Why the module that `node` calls may compute something else than one of exactly this type."""
+        own = type(self.module(node))
+        return None if own is kind else f"{node.target} is a {own.__name__}, not exactly a {kind.__name__}"
+
+    def call_sites(self, module: nn.Module) -> list[Node]:
+        """The nodes that call `module`, under whatever name."""
+        return self._calls.get(id(module), [])
+
+    def names(self, module: nn.Module) -> list[str]:
+        """All qualified names of `module`."""
+        return self._names[id(module)]
+
+    def obstacle(self, node: Node, own: Iterable[str] = ()) -> str | None:
+        """Why the module that `node` calls cannot be replaced by another one at this one call; else `None`.
+
+        Args:
+            node: a `call_module` node.
+            own: qualified names of modules that are replaced together with it, so that ties among them
+                are no obstacle.
+        """
+        module, path = self.module(node), str(node.target)
+        names = self._names[id(module)]
+        if len(names) > 1:
+            return f"the module has several names: {', '.join(names)}"
+        if len(self.call_sites(module)) > 1:
+            others = [other.name for other in self.call_sites(module) if other is not node]
+            return f"the module is also called by {', '.join(others)}"
+        return self._unusual(module) or self._foreign_parent(path) or self._shared(path, {path, *own})
+
+    def obstacle_everywhere(self, module: nn.Module) -> str | None:
+        """Why a module without tensors cannot be replaced at all its names and calls; `None` if it can."""
+        if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
+            return "the module has parameters, buffers or children"
+        places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
+        return self._unusual(module) or next((reason for reason in places if reason), None)
+
+    def obstacle_in_place(self, module: nn.Module) -> str | None:
+        """Why a module cannot be replaced under all its names by a copy with other weights; else `None`."""
+        places = (self._foreign_parent(name) for name in self.names(module))
+        parts = (self._unusual(part) for part in module.modules())
+        return next((reason for reason in (*parts, *places) if reason), None)
+
+    def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
+        """The tensors of what a `call_module` or `get_attr` node names, with all names of their memory."""
+        target = str(node.target)
+        if node.op == "call_module":
+            module = self.module(node)
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+        else:
+            tensors = [(split_path(target)[1], attribute(self.graph_module, target))]
+        for name, tensor in tensors:
+            for path, other, _ in self._holders.get(storage_of(tensor), ()):
+                yield name, f"{path}.{other}" if path else other
+
+    def is_container(self, path: str) -> bool:
+        """Whether the module at `path` only holds others, and belongs to the graph module."""
+        return not path or not self._foreign_parent(f"{path}.x")
+
+    def uses(self, path: str) -> bool:
+        """Whether a node calls or reads what is at `path`, or something that holds it."""
+        return is_inside(path, self._used)
+
+    def first_call(self, path: str) -> Node | None:
+        """The first node that calls a module which is at `path`, or holds what is there."""
+        calls = (self._first_calls[prefix] for prefix in prefixes(path) if prefix in self._first_calls)
+        return min(calls, key=self.position.__getitem__, default=None)
+
+    def reading_obstacle(self, node: Node) -> str | None:
+        """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
+        return self._unusual(self.module(node)) or self._read_directly(str(node.target))
+
+    def removable(self, node: Node) -> bool:
+        """Whether the module that `node` calls may be taken away once nothing calls it any more."""
+        module, path = self.module(node), str(node.target)
+        return self._names[id(module)] == [path] and not (
+            self._foreign_parent(path) or self._shared(path, {path})
+        )
+
+    @functools.cached_property
+    def _used(self) -> set[str]:
+        """The paths that nodes call or read."""
+        return {str(node.target) for node in self.nodes if node.op in ("call_module", "get_attr")}
+
+    @functools.cached_property
+    def _first_calls(self) -> dict[str, Node]:
+        """For each path of a module that is called, the first node that calls it."""
+        return {str(node.target): node for node in reversed(self.nodes) if node.op == "call_module"}
+
+    def _unusual(self, module: nn.Module) -> str | None:
+        hooks = effects.hooks_of(module)
+        if any(vars(torch_module)[name] for name in _GLOBAL_HOOKS):
+            return "torch has hooks for all modules (register_module_forward_hook and the like)"
+        if hooks:
+            return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
+        if "forward" in vars(module) or module._compiled_call_impl is not None:
+            return "the forward of the module was replaced on the instance"
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+                return f"its {name} is a {type(tensor).__name__}, not a plain parameter"
+            if tensor is not None and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                return f"its {name} has hooks"
+        return None
+
+    def _foreign_parent(self, path: str) -> str | None:
+        for prefix in prefixes(path)[:-1]:
+            if type(self.modules[prefix]) is not nn.Module or self.call_sites(self.modules[prefix]):
+                return (
+                    f"it is a part of {prefix} ({type(self.modules[prefix]).__name__}), a module that the "
+                    "graph module may share with the model it was traced from"
+                )
+        return None
+
+    def _read_directly(self, path: str) -> str | None:
+        node = self._readers.get(path)
+        return f"{node.name} reads {node.target}" if node else None
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, Node]:
+        """For each path that a node reads, or reads something below of, the first such node."""
+        found: dict[str, Node] = {}
+        for node in (node for node in self.nodes if node.op == "get_attr"):
+            for prefix in prefixes(str(node.target)):
+                found.setdefault(prefix, node)
+        return found
+
+    def _shared(self, path: str, own: set[str]) -> str | None:
+        direct = self._read_directly(path)
+        if direct:
+            return direct
+        for name, tensor in _tensors(self.modules[path]).items():
+            for other_path, other_name, other in self._holders.get(storage_of(tensor), ()):
+                if other_path not in own or other is not tensor:
+                    where = f"{other_path}.{other_name}" if other_path else other_name
+                    return f"its {name} shares memory with {where}"
+        return None
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
+        """For each storage, the tensors in it, with the module and the name under which it holds them."""
+        holders: dict[int, list[tuple[str, str, Tensor]]] = {}
+        for path, module in self.modules.items():
+            for name, tensor in _tensors(module).items():
+                holders.setdefault(storage_of(tensor), []).append((path, name, tensor))
+        return holders
+
+
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module itself holds."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}

@@ -1,0 +1,178 @@
+"""Which values of a graph may share memory, and which nodes write into it.
+
+Answers are conservative: what cannot be shown to be apart may share memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxopt import effects
+from fxopt.submodules import attribute
+
+
+class Memory:
+    """What the values of one graph share, and what is written when; a part of `GraphIndex`.
+
+    Args:
+        graph_module: the module to ask about.
+        nodes: its nodes, in order.
+        modules: its modules by qualified name, under each of their names.
+    """
+
+    def __init__(
+        self, graph_module: GraphModule, nodes: Sequence[Node], modules: Mapping[str, nn.Module]
+    ) -> None:
+        self._graph_module = graph_module
+        self._nodes = nodes
+        self._modules = modules
+        self._position = {node: index for index, node in enumerate(nodes)}
+        self._reads = [node for node in nodes if node.op == "get_attr"]
+
+    def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
+        """What stands between two nodes that keeps them apart; `None` if nothing does.
+
+        Args:
+            first: the earlier node.
+            last: the later node.
+            value: a node whose tensor must not be written in between; without it only mode switches and
+                other unknown side effects count.
+        """
+        start = bisect.bisect(self._effects, self._position[first], key=lambda effect: effect[0])
+        for position, node, written in itertools.islice(self._effects, start, None):
+            if position >= self._position[last]:
+                break
+            if written is None:
+                return f"{node.name} has a side effect between {first.name} and {last.name}"
+            if value is not None and any(self.may_alias(value, target) for target in written):
+                return f"{node.name} may write into {value.name} between {first.name} and {last.name}"
+        return None
+
+    def writes(self, node: Node) -> bool:
+        """Whether `node` may write into a tensor or have another side effect."""
+        return self.written_by(node) != ()
+
+    def written_by(self, node: Node) -> tuple[Node, ...] | None:
+        """The values that `node` may write into; `None` for an effect of an unknown kind."""
+        module = self._called(node)
+        values = effects.written_by(node, module)
+        if module is None:
+            return values
+        memory = {storage_of(tensor) for tensor in effects.written_parameters(module)}
+        own = tuple(read for read in self._reads if memory and self._memory(read) in memory)
+        return None if values is None else (*values, *own)
+
+    def written(self, value: Node) -> Node | None:
+        """A node that may write into the tensor of `value`, anywhere in the graph."""
+        return self._writers.get(self._alias_sets[value])
+
+    def writer_of(self, module: nn.Module) -> Node | None:
+        """A node that may write into a parameter or buffer of `module`, under whatever name."""
+        tensors = (*module.parameters(), *module.buffers())
+        return next(
+            (self._memory_writers[s] for s in map(storage_of, tensors) if s in self._memory_writers), None
+        )
+
+    def may_alias(self, left: Node, right: Node) -> bool:
+        """Whether two values may share memory."""
+        return self._alias_sets[left] == self._alias_sets[right]
+
+    def gives_new_memory(self, node: Node) -> bool:
+        """Whether the value of `node` surely shares no memory with its inputs."""
+        if node.target in effects.JOINING and node not in self._tensor_nodes:
+            return False
+        return effects.gives_new_memory(node, self._called(node))
+
+    @functools.cached_property
+    def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:
+        found = ((index, node, self.written_by(node)) for index, node in enumerate(self._nodes))
+        return [effect for effect in found if effect[2] != ()]
+
+    @functools.cached_property
+    def _writers(self) -> dict[int, Node]:
+        """For each set of values that may share memory, the first node that may write into it."""
+        found: dict[int, Node] = {}
+        for _, node, targets in self._effects:
+            if targets is None:  # a function with an effect of an unknown kind
+                targets = tuple(node.all_input_nodes) if node.op == "call_function" else ()
+            for target in targets:
+                found.setdefault(self._alias_sets[target], node)
+        return found
+
+    @functools.cached_property
+    def _memory_writers(self) -> dict[int, Node]:
+        """For the memory of parameters and buffers, the first node that may write into it."""
+        found: dict[int, Node] = {}
+        for node in self._nodes:
+            module = self._called(node)
+            if module is not None:
+                for tensor in effects.written_parameters(module):
+                    found.setdefault(storage_of(tensor), node)
+            elif node.op == "get_attr":
+                writer = self.written(node)
+                if writer is not None:
+                    found.setdefault(self._memory(node), writer)
+        return found
+
+    @functools.cached_property
+    def _alias_sets(self) -> dict[Node, int]:
+        """For each node the number of its set; nodes of different sets share no memory."""
+        parent = list(range(len(self._nodes)))
+
+        def root(index: int) -> int:
+            while parent[index] != index:
+                parent[index] = parent[parent[index]]
+                index = parent[index]
+            return index
+
+        outside: dict[int, int] = {}  # the caller may pass one tensor twice; two names may share a storage
+        for index, node in enumerate(self._nodes):
+            if node.op in ("placeholder", "get_attr"):
+                parent[root(index)] = root(outside.setdefault(self._memory(node), index))
+            elif node.op != "output" and not self.gives_new_memory(node):
+                # What writes into a tensor returns that tensor; anything else may return a view of any input.
+                for value in effects.written_by(node, self._called(node)) or node.all_input_nodes:
+                    parent[root(index)] = root(self._position[value])
+        return {node: root(index) for index, node in enumerate(self._nodes)}
+
+    @functools.cached_property
+    def _tensor_nodes(self) -> set[Node]:
+        found: set[Node] = set()
+        for node in self._nodes:
+            if effects.makes_tensor(node, self._called(node), found) or any(
+                self._takes_tensor(user, node) for user in node.users
+            ):
+                found.add(node)
+        return found
+
+    def _takes_tensor(self, user: Node, value: Node) -> bool:
+        """Whether `user` could not be called if `value` were a tuple or a list."""
+        if not user.args or user.args[0] is not value:
+            return False
+        if user.op == "call_method":
+            return not hasattr(list, str(user.target))
+        return user.op == "call_module" and effects.gives_new_memory(user, self._called(user))
+
+    def _called(self, node: Node) -> nn.Module | None:
+        return self._modules[str(node.target)] if node.op == "call_module" else None
+
+    def _memory(self, node: Node) -> int:
+        """What memory an input of the graph may share: one number for all placeholders."""
+        if node.op == "placeholder":
+            return 0
+        value = attribute(self._graph_module, str(node.target))
+        return storage_of(value) if isinstance(value, Tensor) else id(value)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells whether tensors share memory: the same number for all that do, as long as they live."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a subclass without storage
+        return id(tensor)

@@ -1,0 +1,172 @@
+"""What is written when, and what shares memory."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt.graph_index import GraphIndex
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(2, 2)
+        self.act = nn.ReLU(inplace=True)
+        self.register_buffer("state", torch.zeros(2))
+        self.sequence = nn.Sequential(nn.ReLU(inplace=True))
+        self.hooked, self.hooked_part = nn.Tanh(), nn.Sequential(nn.Tanh())
+        self.hooked.register_forward_pre_hook(lambda module, args: None)
+        self.hooked_part[0].register_forward_hook(lambda module, args, output: None)
+        self.embedding = nn.Embedding(3, 2, max_norm=0.1)
+        self.bag = nn.EmbeddingBag(3, 2, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x, y):
+        return self.function(self, x, y)
+
+
+@torch.fx.wrap
+def mix_(a, b):
+    b.add_(1)
+    return a
+
+
+class LayersAreLeaves(torch.fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return not isinstance(m, Function)
+
+
+def index_of(function):
+    model = Function(function)
+    return GraphIndex(torch.fx.GraphModule(model, LayersAreLeaves().trace(model)))
+
+
+def node(index, name):
+    return next(n for n in index.nodes if n.name == name)
+
+
+WRITES = {
+    "add_": lambda m, x, y: x.add_(1),
+    "__iadd__": lambda m, x, y: x.__iadd__(1),
+    "out": lambda m, x, y: torch.add(y * 1, 1, out=x),
+    "inplace keyword": lambda m, x, y: F.relu(x, inplace=True),
+    "inplace by position": lambda m, x, y: F.elu(x, 1.0, True),
+    "inplace module": lambda m, x, y: m.act(x),
+    "aten": lambda m, x, y: torch.ops.aten.add_.Tensor(x, 1),
+    "aten out": lambda m, x, y: torch.ops.aten.add.out(y * 1, 1, out=x),
+    "foreach": lambda m, x, y: torch._foreach_add_([x], 1),
+    "batch_norm statistics": lambda m, x, y: F.batch_norm(y * 1, x, x, training=True),
+    "embedding that renormalises": lambda m, x, y: F.embedding(y, x, max_norm=1.0),
+    "batch_norm of torch": lambda m, x, y: torch.batch_norm(y, None, None, x, x, True, 0.1, 1e-5, True),
+    "through a view": lambda m, x, y: x[0].t().zero_(),
+    "through detach": lambda m, x, y: x.detach().zero_(),
+    "resize_": lambda m, x, y: x.resize_(3),
+    "several tensors": lambda m, x, y: torch._foreach_add_([y * 1, x], 1),
+    "in a joined tuple": lambda m, x, y: operator.add((y * 2).split(1), (x,))[1].add_(1),
+    "in a tuple made of a tensor": lambda m, x, y: operator.add(x.split(1), (y,))[0].add_(1),
+    "in a repeated tuple": lambda m, x, y: (x.split(1) * 2)[0].add_(1),
+    "embedding_bag": lambda m, x, y: F.embedding_bag(y, x, max_norm=1.0),
+    "a part of a layer": lambda m, x, y: m.sequence(x),
+    "a hook of a layer": lambda m, x, y: m.hooked(x),
+    "a hook of a part": lambda m, x, y: m.hooked_part(x),
+    "a foreign function with such a name": lambda m, x, y: mix_(y * 1, x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_seen(name):
+    index = index_of(lambda m, x, y: (WRITES[name](m, x, y), x + 1))
+    assert index.memory.written(node(index, "x")) is not None
+    first, last = index.nodes[0], index.nodes[-1]
+    assert "may write into x" in index.memory.write_between(first, last, node(index, "x"))
+
+
+@pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (lambda m: m.embedding.weight, lambda m, x, y: m.embedding(y)),
+        (lambda m: m.bag.weight, lambda m, x, y: m.bag(y)),
+        (lambda m: m.norm.running_mean, lambda m, x, y: m.norm(x)),
+    ],
+)
+def test_writes_of_layers_into_their_own_tensors(read, call):
+    index = index_of(lambda m, x, y: (read(m) + 1, call(m, x, y), read(m) + 2))
+    first, last = index.nodes[0], index.nodes[-1]
+    value = next(n for n in index.nodes if n.op == "get_attr")
+    assert index.memory.written(value)
+    assert "may write into" in index.memory.write_between(first, last, value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x.add(1),
+        lambda m, x, y: (m.linear(x) + y).add_(1),
+        lambda m, x, y: F.embedding_bag(y, x),
+        lambda m, x, y: (x * 2).add_(1),
+        lambda m, x, y: F.relu(x, inplace=False),
+        lambda m, x, y: operator.and_(x, y),
+        lambda m, x, y: x.__index__(),
+        lambda m, x, y: torch.ops.aten.add.Tensor(x, 1),
+        lambda m, x, y: m.linear(x),
+        lambda m, x, y: F.batch_norm(y, x, x),
+        lambda m, x, y: F.instance_norm(y, x, x, use_input_stats=False),
+        lambda m, x, y: F.embedding(y, x),
+    ],
+)
+def test_no_write_is_not_seen(function):
+    index = index_of(function)
+    assert index.memory.written(node(index, "x")) is None
+
+
+def test_setitem_and_modes_in_captured_graphs():
+    def function(m, x, y):
+        z = x * 1
+        with torch.no_grad():
+            z[0] = y[0]
+        return z
+
+    index = GraphIndex(fxopt.trace(Function(function).eval(), (torch.ones(2), torch.ones(2))))
+    mul = node(index, "mul")
+    assert "setitem" in index.memory.written(mul).name
+    assert "has a side effect" in index.memory.write_between(mul, index.nodes[-1])
+
+
+def test_containers_do_not_write_and_unknown_functions_may():
+    index = index_of(lambda m, x, y: x + y)
+    for target, writes in ((dict, False), (print, False), (test_writes_are_seen, True)):
+        with index.graph_module.graph.inserting_before(index.nodes[-1]):
+            call = index.graph_module.graph.call_function(target, (index.nodes[0],))
+        assert GraphIndex(index.graph_module).memory.writes(call) is writes
+        index.graph_module.graph.erase_node(call)
+
+
+def test_aliases():
+    index = index_of(lambda m, x, y: (x.view(-1), x + 1, m.linear(x), x.reshape(2), m.act(y)))
+    x = node(index, "x")
+    aliases = [n.name for n in index.nodes[:-1] if index.memory.may_alias(x, n)]
+    assert aliases == ["x", "y", "view", "reshape", "act"]
+
+
+def test_buffers_share_memory_by_storage():
+    class Buffers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4))
+            self.b = nn.Parameter(self.a.detach()[1:])
+            self.c = nn.Parameter(torch.zeros(4))
+
+        def forward(self):
+            return self.a, self.b, self.c
+
+    index = GraphIndex(torch.fx.symbolic_trace(Buffers()))
+    a, b, c = index.nodes[:3]
+    assert index.memory.may_alias(a, b)
+    assert not index.memory.may_alias(a, c)
