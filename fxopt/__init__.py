@@ -2,6 +2,7 @@
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.capture.listing import Guard, guards
+from fxopt.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.drawing import draw
 from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
 from fxopt.history import applied, history, undo
@@ -12,13 +13,7 @@ from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.replace_activation import ReplaceActivation
-from fxopt.transformation import (
-    DeepCopy,
-    LintAndRecompile,
-    ReversibleTransformation,
-    Transformation,
-    compose,
-)
+from fxopt.transformation import ReversibleTransformation, Transformation
 
 __all__ = [
     "ChangePrecision",

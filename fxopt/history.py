@@ -8,15 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from torch.fx import GraphModule
 
+from fxopt.composition import Composition, LintAndRecompile
 from fxopt.errors import PassError, UndoError
 from fxopt.record import Snapshot, Step, find_record
-from fxopt.transformation import (
-    Composition,
-    LintAndRecompile,
-    ReversibleTransformation,
-    Transformation,
-    undo_steps,
-)
+from fxopt.transformation import ReversibleTransformation, Transformation, undo_steps
 
 
 class History(tuple[Step, ...]):

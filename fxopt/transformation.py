@@ -1,9 +1,8 @@
-"""What a pass is: a callable that rewrites a graph module, marks the nodes it touched, and can be composed."""
+"""What a pass is: a callable that rewrites a graph module, marks the nodes it touched, and is kept in a history."""
 
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import functools
 from collections import Counter
@@ -56,6 +55,9 @@ class Transformation(abc.ABC):
 
     preserves_computation: bool = False
     reversible: bool = False
+
+    _listed = True
+    """Whether the history lists it: not a composition, whose parts are listed, nor what changes nothing."""
 
     @abc.abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -185,150 +187,6 @@ class ReversibleTransformation(Transformation):
             del node.meta[MARKS]
 
 
-def compose(*args: Transformation, inplace: bool = True) -> Composition:
-    """Chain transformations into one; the graph is linted and recompiled once, at the end.
-
-    The composition preserves the computation if all its parts do. It is reversible if all are, and is undone
-    in reverse order.
-
-    Args:
-        args: the transformations, in the order in which they are applied; compositions may be nested.
-        inplace: `False` transforms a deep copy and leaves the given module as it is.
-
-    Returns:
-        The composition; a `ReversibleTransformation` if all parts are.
-
-    Raises:
-        TypeError: an argument is not a `Transformation` instance.
-
-    Example:
-        >>> import torch
-        >>> from fxopt import FuseBiasInLinear, MergeLinears, compose
-        >>> passes = compose(MergeLinears(), FuseBiasInLinear(), inplace=False)
-        >>> passes.preserves_computation
-        True
-        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3)))
-        >>> passes(traced).get_submodule("0")
-        Linear(in_features=3, out_features=3, bias=False)
-        >>> traced.get_submodule("0")
-        Linear(in_features=2, out_features=3, bias=True)
-    """
-    for argument in args:
-        if not isinstance(argument, Transformation):
-            hint = f"; write {argument.__name__}()" if isinstance(argument, type) else ""
-            raise TypeError(f"compose takes Transformation instances, got {argument!r}{hint}")
-    if all(part.reversible for part in args):
-        return ReversibleComposition(args, inplace)
-    return Composition(args, inplace)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Composition(Transformation):
-    """Transformations applied one after the other: what `compose` returns."""
-
-    parts: tuple[Transformation, ...]
-    inplace: bool = True
-
-    def __post_init__(self) -> None:
-        preserves = all(part.preserves_computation for part in self.parts)
-        object.__setattr__(self, "preserves_computation", preserves)
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Apply the parts in order."""
-        if not self.inplace:
-            graph_module = copy.deepcopy(graph_module)
-        for number, part in enumerate(self.parts):
-            try:
-                graph_module = _left_whole(graph_module, part(graph_module, lint_and_recompile=False))
-            except Exception as error:
-                error.add_note(f"applied before it: {', '.join(map(repr, self.parts[:number])) or 'nothing'}")
-                raise
-        return graph_module
-
-    def transformed(self, node: Node) -> bool:
-        """Whether any part transformed `node`."""
-        return super().transformed(node) or any(part.transformed(node) for part in self.parts)
-
-    def __repr__(self) -> str:
-        return f"compose({''.join(f'{part!r}, ' for part in self.parts)}inplace={self.inplace})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class ReversibleComposition(Composition, ReversibleTransformation):
-    """A composition whose parts can all be undone."""
-
-    def mark_as_restored(self, node: Node) -> None:
-        """Take the marks of the composition and of its parts off `node`."""
-        if self.signature in node.meta.get(MARKS, ()) or not self.transformed(node):
-            super().mark_as_restored(node)
-        for part in self.parts:
-            assert isinstance(part, ReversibleTransformation)
-            if part.transformed(node):
-                part.mark_as_restored(node)
-
-    def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undo the parts, the last one first."""
-        if not self.inplace:
-            graph_module = copy.deepcopy(graph_module)
-        for part in reversed(self.parts):
-            assert isinstance(part, ReversibleTransformation)
-            result = part(graph_module, lint_and_recompile=False, reverse=True)
-            graph_module = _left_whole(graph_module, result)
-        return graph_module
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepCopy(ReversibleTransformation):
-    """Copies the graph module, so that what follows leaves the given one as it is.
-
-    Example:
-        >>> import torch
-        >>> traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-        >>> DeepCopy()(traced) is traced
-        False
-    """
-
-    preserves_computation = True
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Return a deep copy of `graph_module`, with its marks and undo data."""
-        return copy.deepcopy(graph_module)
-
-    def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Return a deep copy as well."""
-        return copy.deepcopy(graph_module)
-
-
-@dataclasses.dataclass(frozen=True)
-class LintAndRecompile(ReversibleTransformation):
-    """Checks the graph and generates its code again.
-
-    Example:
-        >>> import torch
-        >>> traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-        >>> LintAndRecompile()(traced, lint_and_recompile=False) is traced
-        True
-    """
-
-    preserves_computation = True
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Lint and recompile `graph_module`."""
-        _lint_and_recompile(self, graph_module)
-        return graph_module
-
-    def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Lint and recompile `graph_module` as well."""
-        return self.transform(graph_module)
-
-
-def _left_whole(graph_module: GraphModule, result: GraphModule) -> GraphModule:
-    """`result`; where it is another module, what was applied to the old one has to show in its code."""
-    if result is not graph_module:
-        graph_module.recompile()
-    return result
-
-
 def steps_of(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
     """The applications of a transformation that were not undone, oldest first."""
     record = find_record(graph_module)
@@ -359,8 +217,6 @@ def _followers(pass_: Transformation, graph_module: GraphModule) -> list[str]:
 
 def _note_applied(pass_: Transformation, before: Snapshot, result: GraphModule) -> None:
     """Add an application to the history, if it changed something."""
-    if isinstance(pass_, Composition | DeepCopy | LintAndRecompile):
-        return  # the parts of a composition are noted; the others change nothing
     carry_record(before.graph_module, result)
     record, known = find_record(result), {entry.site for entry in before.entries}
     sites = {entry.site for entry in record.entries} - known if record else set()
@@ -377,8 +233,6 @@ def _note_undone(
     undone: Sequence[Step], pass_: Transformation, before: Snapshot, result: GraphModule
 ) -> None:
     """Take applications off the history; the reverse of what was never applied is a step of its own."""
-    if isinstance(pass_, Composition | DeepCopy | LintAndRecompile):
-        return
     if any(step not in undone for step in before.steps):
         carry_record(before.graph_module, result)
     record = find_record(result)
@@ -430,10 +284,11 @@ def _run(
                 f"{type(pass_).__name__}.{method} changed its own signature, by which its marks are "
                 "found again; keep results out of its attributes, or write a property `signature`"
             )
-        note(pass_, before, result)
+        if pass_._listed:
+            note(pass_, before, result)
         store_marks(result)
         if lint_and_recompile:
-            _lint_and_recompile(pass_, result)
+            check_and_compile(pass_, result)
     except BaseException as error:
         written = before.written()
         before.restore()
@@ -447,7 +302,8 @@ def _run(
     return result
 
 
-def _lint_and_recompile(pass_: Transformation, graph_module: GraphModule) -> None:
+def check_and_compile(pass_: Transformation, graph_module: GraphModule) -> None:
+    """Lint the graph that a transformation left, and generate its code again; PassError if it is invalid."""
     try:
         graph_module.graph.lint()
     except (RuntimeError, ValueError, AssertionError) as error:

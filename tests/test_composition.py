@@ -1,0 +1,106 @@
+"""Compositions: their order, what follows from their parts, and the two transformations that change nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import (
+    ChangeTrueDivToMulByInverse,
+    DeepCopy,
+    FuseBiasInLinear,
+    LintAndRecompile,
+    MergeLinears,
+    PassError,
+    ReplaceActivation,
+    ReversibleTransformation,
+    compose,
+)
+from fxopt.testing import assert_round_trip
+from tests.example_passes import THREE, TWO, BreaksTheGraph, ChangeMulToAdd, MulToMulTimesTwo, product
+
+
+def test_compose_applies_in_order():
+    assert compose(MulToMulTimesTwo(), ChangeMulToAdd())(product())(TWO, THREE) == 2 + 2 + 3
+    assert compose(ChangeMulToAdd(), MulToMulTimesTwo())(product())(TWO, THREE) == 5
+
+
+def test_what_a_composition_is_follows_from_its_parts():
+    keeps = compose(MergeLinears(), ChangeTrueDivToMulByInverse())
+    assert keeps.preserves_computation
+    assert isinstance(keeps, ReversibleTransformation)
+    changes = compose(MergeLinears(), ReplaceActivation())
+    assert not changes.preserves_computation
+    assert isinstance(changes, ReversibleTransformation)
+    assert not isinstance(compose(MergeLinears(), ChangeMulToAdd()), ReversibleTransformation)
+    assert compose().preserves_computation
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.q(x) / 2, self.k(x)
+
+
+def test_a_nested_composition_is_undone_in_reverse_order():
+    traced = torch.fx.symbolic_trace(Head())
+    before = copy.deepcopy(traced)
+    passes = compose(MergeLinears(), compose(FuseBiasInLinear(), ChangeTrueDivToMulByInverse()))
+    after = passes(traced)
+    assert after is traced
+    assert len(passes.get_transformed_nodes(after)) == 2
+    assert_round_trip(before, passes(after, reverse=True))
+
+
+def test_not_in_place_leaves_the_module_alone():
+    traced = torch.fx.symbolic_trace(Head())
+    before = copy.deepcopy(traced)
+    passes = compose(MergeLinears(), FuseBiasInLinear(), inplace=False)
+    after = passes(traced)
+    assert_round_trip(before, traced)
+    merged = copy.deepcopy(after)
+    restored = passes(after, reverse=True)
+    assert_round_trip(before, restored)
+    assert_round_trip(merged, after)
+
+
+def test_a_composition_lints_and_recompiles_once(monkeypatch):
+    calls = []
+    traced = torch.fx.symbolic_trace(Head())
+    monkeypatch.setattr(type(traced), "recompile", lambda self: calls.append(self))
+    compose(MergeLinears(), compose(FuseBiasInLinear(), ChangeTrueDivToMulByInverse()))(traced)
+    assert len(calls) == 1
+    compose(MergeLinears(), FuseBiasInLinear())(traced, lint_and_recompile=False)
+    assert len(calls) == 1
+
+
+def test_compose_takes_instances():
+    with pytest.raises(TypeError, match=r"write MergeLinears\(\)"):
+        compose(MergeLinears)
+    with pytest.raises(TypeError, match="got 3"):
+        compose(3)
+
+
+def test_deep_copy_and_lint_and_recompile():
+    traced = product()
+    for reverse in (False, True):
+        assert DeepCopy()(traced, reverse=reverse) is not traced
+        assert LintAndRecompile()(traced, reverse=reverse) is traced
+    assert DeepCopy().preserves_computation
+    assert LintAndRecompile().preserves_computation
+    with pytest.raises(PassError, match="left an invalid graph"):
+        LintAndRecompile()(BreaksTheGraph()(product(), lint_and_recompile=False))
+
+
+def test_a_composition_takes_the_marks_of_its_parts_off():
+    traced = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    passes = compose(FuseBiasInLinear(), MergeLinears())
+    node = passes.get_transformed_nodes(traced)[0]
+    passes.mark_as_restored(node)
+    assert not passes.transformed(node)
+    with pytest.raises(ValueError, match="was not transformed"):
+        passes.mark_as_restored(node)
