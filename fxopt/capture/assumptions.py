@@ -10,8 +10,8 @@ import sympy
 from torch.export import Dim
 from torch.utils._sympy.functions import Min
 
-from fxopt.capture.guards import SizeGuard, python_expression
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.size_guards import SizeGuard, python_expression
 from fxopt.capture.sizes import is_hint
 from fxopt.errors import TraceError
 

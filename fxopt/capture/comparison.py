@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from fxopt.capture.guards import same_value
+from fxopt.capture.expected import same_value
 from fxopt.capture.sizes import SymbolicNumber
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)

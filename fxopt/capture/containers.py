@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.guards import same_value
+from fxopt.capture.expected import same_value
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.errors import TraceError
 from fxopt.objects import (

@@ -18,8 +18,8 @@ import sympy
 import torch
 
 from fxopt.capture.canonical import canonical
+from fxopt.capture.checks import check_alike, check_decision, check_value
 from fxopt.capture.example_run import ExampleRun
-from fxopt.capture.guards import check_alike, check_decision, check_value
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.places import is_model_code
 from fxopt.capture.sizes import Sizes

@@ -12,7 +12,7 @@ import torch
 
 from fxopt import effects
 from fxopt.capture import modes
-from fxopt.capture.guards import check_alike, check_decision, check_value
+from fxopt.capture.checks import check_alike, check_decision, check_value
 from fxopt.capture.writer import tensors_in
 from fxopt.errors import TraceError
 

@@ -18,10 +18,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture import metadata
 from fxopt.capture.assumptions import Condition, FreeSizes, guards_of
+from fxopt.capture.checks import check_value
 from fxopt.capture.comparison import names_at_run_time, same_calls, same_constants, same_results
 from fxopt.capture.decisions import Answers, Decisions, TextQuestion, ValueQuestion, settled
 from fxopt.capture.example_run import ExampleRun
-from fxopt.capture.guards import InputGuard, SizeGuard, check_value, same_value
+from fxopt.capture.expected import same_value
+from fxopt.capture.guards import InputGuard
 from fxopt.capture.interception import intercepted
 from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.module import TracedModule
@@ -30,6 +32,7 @@ from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD, is_model_code, place
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.shell import Changes, Shell, copy_tree, refused_change
+from fxopt.capture.size_guards import SizeGuard
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.tensor_sizes import TensorSizes
 from fxopt.capture.writer import GraphWriter

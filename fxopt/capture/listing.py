@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import torch
 
-from fxopt.capture.guards import (
+from fxopt.capture.expected import (
     ConstantInput,
-    InputGuard,
     NumberInput,
     StructureInput,
     TensorInput,
     describe,
-    kind,
+    dtype_kind,
 )
+from fxopt.capture.guards import InputGuard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _listed(module: InputGuard) -> Iterator[Guard]:
 
 def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:
     name, example = describe(expected), "the example input"
-    dtype = str(expected.dtype) if expected.strict_dtype else kind(expected.dtype)
+    dtype = str(expected.dtype) if expected.strict_dtype else dtype_kind(expected.dtype)
     yield Guard(name, None, f"a tensor of {len(expected.shape)} dimensions, {dtype}", example)
     if expected.layout is not None:
         contiguous = "contiguous" if expected.layout[0] else "laid out as the example, not contiguous"

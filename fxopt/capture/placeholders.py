@@ -16,7 +16,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from fxopt.capture.assumptions import FreeDimension, FreeSizes
-from fxopt.capture.guards import (
+from fxopt.capture.expected import (
     ConstantInput,
     Input,
     NumberInput,
@@ -24,12 +24,12 @@ from fxopt.capture.guards import (
     StructureInput,
     TensorInput,
     layout,
-    python_expression,
     same_value,
     structure_keys,
 )
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.recorder import Recorder
+from fxopt.capture.size_guards import python_expression
 from fxopt.capture.sizes import free_dimensions, symbolic_context
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxopt.capture.guards import check_value
+from fxopt.capture.checks import check_value
 from fxopt.capture.writer import GraphWriter
 
 # What takes sizes as arguments, by name.

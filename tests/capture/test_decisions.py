@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.guards import check_decision
+from fxopt.capture.checks import check_decision
 from tests.capture.models import asserted
 from tests.capture.test_silent_changes import module
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.guards import check_alike
+from fxopt.capture.checks import check_alike
 from tests.capture.test_decisions import checks, right_or_refused
 from tests.capture.test_silent_changes import module
 

@@ -38,7 +38,7 @@ CAPTURE = (
     Fault("guards: derived sizes are not checked", "capture/guards.py", "            if wanted != size:\n                raise GuardError(", "            if False:\n                raise GuardError("),
     Fault("guards: one alternative too many", "capture/guards.py", "if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):", "if not any(any(guard.holds(sizes) for guard in guards) for guards in self.alternatives):"),
     Fault("guards: constants are not checked", "capture/guards.py", "            elif not same_value(value, expected.value):", "            elif False:"),
-    Fault("guards: 1 is True", "capture/guards.py", "    if type(value) is not type(expected):\n        return False", "    pass"),
+    Fault("expected: 1 is True", "capture/expected.py", "    if type(value) is not type(expected):\n        return False", "    pass"),
     Fault("guards: keys of containers are not checked", "capture/guards.py", "    if keys != expected.keys and not (is_open", "    if False and not (is_open"),
     Fault("guards: dtypes are not checked", "capture/guards.py", "    if value.dtype != expected.dtype and (", "    if False and ("),
     Fault("sizes: the wrong dimension is read", "capture/sizes.py", 'self._graph.call_method("size", (node(), dim))', 'self._graph.call_method("size", (node(), 0))'),
