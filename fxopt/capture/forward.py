@@ -150,10 +150,10 @@ class Capture:
 
     def _relied_on(self, recorder: Recorder) -> list[Condition]:
         conditions = self.free.assumed()
-        if recorder.layout_read_at is not None:
+        if recorder.queries.layout_read_at is not None:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
             sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
-            conditions += [(sympy.Ne(symbol, 1), recorder.layout_read_at) for symbol in sizes]
+            conditions += [(sympy.Ne(symbol, 1), recorder.queries.layout_read_at) for symbol in sizes]
         return conditions
 
     def record(self) -> Recorder:
@@ -284,7 +284,7 @@ class Capture:
         return (
             self.changes == other.changes
             and self.state == other.state
-            and self.recorder.was_asked() == other.recorder.was_asked()
+            and self.recorder.queries.answers() == other.recorder.queries.answers()
             and self._same_guards(other, translated)
             and self._same_graph(other, same_size)
             and same_results(self.graph, other.graph, same_size)
@@ -406,7 +406,7 @@ class Capture:
             guard_name = f"_{guard_name}"
         root.add_module(
             guard_name,
-            InputGuard(self.placeholders.final(recorder), alternatives, recorder.decisions.checks),
+            InputGuard(self.placeholders.final(recorder.queries), alternatives, recorder.decisions.checks),
         )
         root.get_submodule(guard_name).training = root.training
         if placeholders:
@@ -415,12 +415,16 @@ class Capture:
         metadata.complete(self.graph, f"{type(self.model).__module__}.{type(self.model).__qualname__}")
         traced = TracedModule(root, self.graph, type(self.model).__name__)
         traced.config = getattr(self.model, "config", None)
-        traced.dtypes_read_at = recorder.dtypes_read_at
-        read = [parameter for parameter in traced.parameters() if parameter.dtype in recorder.dtypes_read_at]
+        traced.dtypes_read_at = recorder.queries.dtypes_read_at
+        read = [
+            parameter
+            for parameter in traced.parameters()
+            if parameter.dtype in recorder.queries.dtypes_read_at
+        ]
         if read:
             smallest = min(read, key=torch.numel)  # the graph keeps it alive
             traced.read_parameter = smallest, smallest.dtype
-        traced.modes_read = recorder.modes_read
+        traced.modes_read = recorder.queries.modes_read
         return traced
 
 

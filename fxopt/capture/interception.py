@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import inspect
 import sys
 import threading
@@ -26,6 +27,7 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture import modes
+from fxopt.capture.autograd_functions import call_autograd_function
 from fxopt.capture.masks import watch_masks
 from fxopt.capture.places import is_model_code
 from fxopt.capture.recorder import Recorder
@@ -62,7 +64,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _keys(stack, active)
         _types(stack, active)
         _seeds(stack, recorder, active)
-        _lists(stack, recorder, active)
+        _lists(stack, active)
         _attention(stack, active)
         watch_masks(stack, recorder, active)
         _refusals(stack, recorder, active)
@@ -86,12 +88,12 @@ def _inference_mode(stack: contextlib.ExitStack, recorder: Recorder, active: Any
     def __enter__(self: Any) -> None:
         enter(self)
         if active():
-            recorder.enter(self, modes.enter_inference_mode, self.mode)
+            recorder.switches.enter(self, modes.enter_inference_mode, self.mode)
 
     def __exit__(self: Any, *error: Any) -> None:
         leave(self, *error)
         if active():
-            recorder.leave(self)
+            recorder.switches.leave(self)
 
     stack.enter_context(_replaced(torch.inference_mode, "__enter__", __enter__))
     stack.enter_context(_replaced(torch.inference_mode, "__exit__", __exit__))
@@ -106,10 +108,12 @@ def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -
             recorder.memo.forget()  # which backend is chosen decides on the strides of what attention gives
             # Called twice from the frame of one context manager: to enter and to leave.
             block = sys._getframe(1)
-            if recorder.entered(block):
-                recorder.leave(block)
+            if recorder.switches.entered(block):
+                recorder.switches.leave(block)
             else:
-                recorder.enter(block, modes.enter_sdpa_kernel, [b.name for b in backends], set_priority)
+                recorder.switches.enter(
+                    block, modes.enter_sdpa_kernel, [b.name for b in backends], set_priority
+                )
 
     stack.enter_context(_replaced(torch.nn.attention, "_sdpa_kernel", _sdpa_kernel))
 
@@ -132,7 +136,7 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
             )
         bound = original.__get__(None, cls)
         return (
-            recorder.call_autograd_function(cls, bound, args, kwargs) if active() else bound(*args, **kwargs)
+            call_autograd_function(recorder, cls, bound, args, kwargs) if active() else bound(*args, **kwargs)
         )
 
     def first_call_of_the_original(setup_context: Any) -> bool:
@@ -212,7 +216,7 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
             answer = bool(original(*args))
             caller = sys._getframe(1)
             if active() and is_model_code(caller.f_code.co_filename):
-                recorder.modes_read.setdefault(mode, (answer, recorder.writer.location()))
+                recorder.queries.note_mode(mode, answer)
             return answer
 
         stack.enter_context(_replaced(torch, name, ask))
@@ -250,12 +254,19 @@ def _keys(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(_replaced(torch.SymInt, "__hash__", __hash__))
 
 
-def _lists(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """The numbers in a tensor are the same each time that they are listed."""
+def _lists(stack: contextlib.ExitStack, active: Any) -> None:
+    """The numbers in a tensor, which only a run knows, are the same each time that they are listed until it is written."""
     original: Any = FakeTensor.tolist
+    # Tensors, kept alive, and what `tolist` gave, by identity and version.
+    known: dict[tuple[int, int], Any] = {}
 
     def tolist(self: Any) -> Any:
-        return recorder.list_of(self, original) if active() else original(self)
+        if not active() or self.is_inference():
+            return original(self)
+        key = id(self), self._version
+        if key not in known:
+            known[key] = self, original(self)
+        return copy.copy(known[key][1])
 
     stack.enter_context(_replaced(FakeTensor, "tolist", tolist))
 

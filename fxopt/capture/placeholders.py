@@ -28,7 +28,7 @@ from fxopt.capture.expected import (
     structure_keys,
 )
 from fxopt.capture.ones import CaptureShapeEnv
-from fxopt.capture.recorder import Recorder
+from fxopt.capture.queries import Queries
 from fxopt.capture.size_guards import python_expression
 from fxopt.capture.sizes import free_dimensions, symbolic_context
 from fxopt.capture.writer import GraphWriter
@@ -92,9 +92,9 @@ class Placeholders:
             if where not in self._moving and not same_value(entries(container).get(key), number)
         }
 
-    def final(self, recorder: Recorder) -> list[Input]:
+    def final(self, queries: Queries) -> list[Input]:
         """What is expected, with the sizes that are left free after the whole forward."""
-        return [self._final(expected, recorder) for expected in self.expected]
+        return [self._final(expected, queries) for expected in self.expected]
 
     # --- fakes
 
@@ -210,7 +210,7 @@ class Placeholders:
         self._examples[id(number)] = value
         return number
 
-    def _final(self, expected: Input, recorder: Recorder) -> Input:
+    def _final(self, expected: Input, queries: Queries) -> Input:
         if isinstance(expected, NumberInput):
             return dataclasses.replace(expected, value=self._resolved(expected.value))
         if not isinstance(expected, TensorInput):
@@ -225,9 +225,9 @@ class Placeholders:
             expected,
             shape=shape,
             fixed_by=fixed,
-            strict_dtype=expected.dtype in recorder.dtypes_read_at,
-            layout=expected.layout if recorder.layout_read_at is not None else None,
-            requires_grad=expected.requires_grad if recorder.gradients_read_at is not None else None,
+            strict_dtype=expected.dtype in queries.dtypes_read_at,
+            layout=expected.layout if queries.layout_read_at is not None else None,
+            requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
         )
 
     def _resolved(self, size: Any) -> int | str:

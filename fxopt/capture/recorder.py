@@ -6,12 +6,9 @@ The forward runs on fake tensors, so Python sees ordinary tensors and nothing is
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -20,40 +17,30 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
-from torch.fx.node import _side_effectful_functions, has_side_effect
+from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxopt.capture import modes
-from fxopt.capture.canonical import canonical, is_write, property_name
+from fxopt.capture.canonical import canonical, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.operators import Operators
+from fxopt.capture.queries import Queries
 from fxopt.capture.randomness import Draws
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
+from fxopt.capture.switches import ModeSwitches
 from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
 from fxopt.capture.writer import GraphWriter, tensors_in
 from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
 
-_LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
-_GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
-_DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 _RESHAPES_IN_PLACE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
     *("resize_", "resize_as_", "set_", "as_strided_"),
 }
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
-
-_GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
-_GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
-_GRAD_BLOCKS = (
-    _GRAD_EXITS
-    | {block.__enter__.__code__ for block in _GRAD_CLASSES}
-    | {torch.set_grad_enabled.__init__.__code__}
-)
 
 # What an operator asked of the sizes, with the answers.
 Questions = dict[Any, bool]
@@ -80,27 +67,18 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.decisions = decisions
         self.tensor_sizes = tensor_sizes
         self.memo = CallMemo(fake_mode)
+        self.switches = ModeSwitches(writer)
+        self.queries = Queries(writer)
         self.draws = Draws()
         # Inside torch.vmap: calls are seen as the operators they come down to.
         self.below = False
-        # Where the forward first asked for strides.
-        self.layout_read_at: str | None = None
-        # Where it first asked whether a tensor takes gradients.
-        self.gradients_read_at: str | None = None
-        self._grad_enabled = torch.is_grad_enabled()
-        # Where it asked for each dtype, and for a global mode, with the answer.
-        self.dtypes_read_at: dict[torch.dtype, str] = {}
-        self.modes_read: dict[str, tuple[bool, str]] = {}
         # The first error of ours; a forward may catch it, but a graph must not come of it.
         self.failure: TraceError | None = None
         self._shape_env = shape_env
         self._shell = shell
-        self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
         # For what came out of a call unchanged, what went in.
         self.aliases: dict[int, torch.Tensor] = {}
         self._opaque = 0
-        # Tensors, kept alive, and what `tolist` gave, by identity and version.
-        self._lists: dict[tuple[int, int], Any] = {}
 
     # --- calls
 
@@ -125,10 +103,10 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and write the node for it."""
         if function is _enter_autocast or function is _exit_autocast:
-            return self._autocast(function, args)
+            return self.switches.autocast(function, args)
         if function is torch._C._set_grad_enabled:
-            return self._set_grad_enabled(args[0])
-        if function in _FROM_DATA and not _contains(
+            return self.switches.set_grad_enabled(args[0])
+        if function in _FROM_DATA and not contains(
             args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
             return self._tensor_from_data(function, args, kwargs)
@@ -207,7 +185,7 @@ class Recorder(PreDispatchTorchFunctionMode):
                     f"the forward calls {name!r}, which a graph cannot hold. {self.writer.where()}"
                 )
         elif not self.writer.makes_something(result):
-            self._note_query(property_name(function) if name == "__get__" else name, args, result)
+            self.queries.note(property_name(function) if name == "__get__" else name, args, result)
             return False
         if name in _RESHAPES_IN_PLACE and any(isinstance(size, torch.SymInt) for size in args[0].shape):
             raise TraceError(
@@ -218,32 +196,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         node_args, node_kwargs = self.writer.arguments(name, node_args, node_kwargs)
         self.writer.create(op, target, node_args, node_kwargs, result)
         return True
-
-    def _note_query(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Keep where the forward asked something whose answer the graph takes for granted."""
-        if name in _LAYOUT_QUERIES and self.layout_read_at is None:
-            self.layout_read_at = self.writer.location()
-        if name in _GRAD_QUERIES and self.gradients_read_at is None:
-            self.gradients_read_at = self.writer.location()
-            self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
-        if isinstance(result, torch.dtype):
-            self.dtypes_read_at.setdefault(result, self.writer.location())
-        elif name in _DTYPE_QUERIES:
-            self.dtypes_read_at.setdefault(args[0].dtype, self.writer.location())
-
-    def was_asked(self) -> Any:
-        """What the forward asked whose answer the graph takes for granted."""
-        answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
-        return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
-
-    def list_of(self, tensor: torch.Tensor, tolist: Callable[[torch.Tensor], Any]) -> Any:
-        """`tolist(tensor)`: numbers that only a run knows, the same ones until the tensor is written."""
-        if tensor.is_inference():
-            return tolist(tensor)
-        key = id(tensor), tensor._version
-        if key not in self._lists:
-            self._lists[key] = tensor, tolist(tensor)
-        return copy.copy(self._lists[key][1])
 
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
@@ -294,35 +246,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self.writer.inside(name, module):
             return module._call_impl(*args, **kwargs)
 
-    def call_autograd_function(self, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward.
-
-        No node can hold modules, which some functions take; where no gradients are wanted, the calls that such a
-        function makes are recorded in its stead.
-        """
-        if _contains([*args, *kwargs.values()], torch.nn.Module):
-            return self._call_forward(cls, args, kwargs)
-        args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
-        with self.paused():
-            result = apply(*args, **kwargs)
-        node_args, node_kwargs = self.writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
-        self.writer.create("call_function", modes.ApplyFunction(cls), node_args, node_kwargs, result)
-        return result
-
-    def _call_forward(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a `torch.autograd.Function` without its backward."""
-        if torch.is_grad_enabled():
-            self.fail(
-                f"the autograd.Function {cls.__qualname__} takes a module, and a graph cannot hold the gradients that it "
-                "computes with it. Capture and run under torch.no_grad(), or make the module that calls it a leaf"
-            )
-        self.modes_read.setdefault("grad", (False, self.writer.location()))
-        if cls.setup_context is not torch.autograd.Function.setup_context:
-            return cls.forward(*args, **kwargs)
-        context: Any = torch.autograd.function.FunctionCtx()
-        context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
-        return cls.forward(context, *args, **kwargs)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Run the block without recording it."""
@@ -341,7 +264,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         that torch makes of it are calls on whole tensors.
         """
         self.below = True
-        operators = _Operators(self)
+        operators = Operators(self.writer)
         try:
             with self.paused(), operators:
                 yield
@@ -358,44 +281,6 @@ class Recorder(PreDispatchTorchFunctionMode):
     def recording(self) -> bool:
         """Whether calls are recorded at this moment."""
         return not self._opaque
-
-    # --- modes
-
-    def enter(self, block: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Write the node that enters a mode; `leave(block)` restores what it found."""
-        self._blocks[id(block)] = (block, self.writer.create("call_function", function, args, {}, None))
-
-    def leave(self, block: Any) -> None:
-        """Write the node that leaves the mode that `block` entered."""
-        self.writer.create("call_function", modes.leave, (self._blocks.pop(id(block))[1],), {}, None)
-
-    def entered(self, block: Any) -> bool:
-        """Whether `block` has entered a mode and not left it."""
-        return id(block) in self._blocks
-
-    def _autocast(self, function: Any, args: tuple[Any, ...]) -> None:
-        # torch has switched the mode already; the frame that reports it is autocast's own method.
-        block = _caller(3).f_locals["self"]
-        if function is _enter_autocast:
-            device_type, dtype, enabled, cache_enabled = args
-            self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
-        else:
-            self.leave(block)
-
-    def _set_grad_enabled(self, mode: bool) -> None:
-        """A block restores what it found: which block this call belongs to stands in the frames above it."""
-        torch._C._set_grad_enabled(mode)
-        frame = _caller(3)
-        while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
-            frame = frame.f_back  # no_grad switches through set_grad_enabled
-        block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
-        if frame.f_code in _GRAD_EXITS and self.entered(block):
-            previous = self._blocks.pop(id(block))[1]
-            self.writer.create("call_function", modes.set_grad_enabled, (previous,), {}, None)
-            return
-        node = self.writer.create("call_function", modes.set_grad_enabled, (mode,), {}, None)
-        if block is not None and not self.entered(block):
-            self._blocks[id(block)] = (block, node)
 
     # --- special calls
 
@@ -468,44 +353,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         return out
 
 
-class _Operators(TorchDispatchMode):
-    """Records operators, as `torch.ops` names them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._grad_before = self._grad = torch.is_grad_enabled()
-        self._switched: torch.fx.Node | None = None
-
-    def restore_gradients(self) -> None:
-        """Switch gradients as they were before the first operator."""
-        self._switch_gradients(self._grad_before)
-
-    def _switch_gradients(self, mode: bool) -> None:
-        if mode != self._grad:
-            self._grad = mode
-            back = mode == self._grad_before  # to what the caller of the graph has set
-            node = self._recorder.writer.create(
-                "call_function", modes.set_grad_enabled, (self._switched if back else mode,), {}, None
-            )
-            self._switched = node
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        writer = self._recorder.writer
-        args, kwargs = writer.faked(args), writer.faked(kwargs or {})
-        result = operator(*args, **kwargs)
-        if is_write(operator):
-            has_side_effect(operator)
-        elif not writer.makes_something(result):
-            return result
-        self._switch_gradients(torch.is_grad_enabled())
-        node_args, node_kwargs = writer.arguments(operator.__name__, args, kwargs)
-        writer.create("call_function", operator, node_args, node_kwargs, result)
-        return result
-
-
 def _are_numbers(data: Any) -> bool:
     """Whether data is a list of tensors of one number each, which only a run knows."""
     return (
@@ -513,10 +360,6 @@ def _are_numbers(data: Any) -> bool:
         and bool(data)
         and all(isinstance(item, torch.Tensor) and item.dim() == 0 for item in data)
     )
-
-
-def _caller(depth: int) -> FrameType:
-    return sys._getframe(depth + 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -535,7 +378,8 @@ def _versions(value: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
-def _contains(data: Any, types: Any) -> bool:
+def contains(data: Any, types: Any) -> bool:
+    """Whether there is an instance of these types in nested sequences."""
     if isinstance(data, (list, tuple)):
-        return any(_contains(item, types) for item in data)
+        return any(contains(item, types) for item in data)
     return isinstance(data, types)

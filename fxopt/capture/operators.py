@@ -1,0 +1,50 @@
+"""The operators that calls come down to, recorded in their stead where the calls are made on slices that no node has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxopt.capture import modes
+from fxopt.capture.canonical import is_write
+from fxopt.capture.writer import GraphWriter
+
+
+class Operators(TorchDispatchMode):
+    """Records operators, as `torch.ops` names them."""
+
+    def __init__(self, writer: GraphWriter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writer = writer
+        self._grad_before = self._grad = torch.is_grad_enabled()
+        self._switched: torch.fx.Node | None = None
+
+    def restore_gradients(self) -> None:
+        """Switch gradients as they were before the first operator."""
+        self._switch_gradients(self._grad_before)
+
+    def _switch_gradients(self, mode: bool) -> None:
+        if mode != self._grad:
+            self._grad = mode
+            back = mode == self._grad_before  # to what the caller of the graph has set
+            node = self._writer.create(
+                "call_function", modes.set_grad_enabled, (self._switched if back else mode,), {}, None
+            )
+            self._switched = node
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
+        result = operator(*args, **kwargs)
+        if is_write(operator):
+            has_side_effect(operator)
+        elif not self._writer.makes_something(result):
+            return result
+        self._switch_gradients(torch.is_grad_enabled())
+        node_args, node_kwargs = self._writer.arguments(operator.__name__, args, kwargs)
+        self._writer.create("call_function", operator, node_args, node_kwargs, result)
+        return result
