@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -29,6 +29,7 @@ from fxopt.capture.expected import (
 )
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.queries import Queries
+from fxopt.capture.request import Request
 from fxopt.capture.size_guards import python_expression
 from fxopt.capture.sizes import free_dimensions, symbolic_context
 from fxopt.capture.writer import GraphWriter
@@ -39,8 +40,8 @@ from fxopt.objects import entries, is_mutable, is_open, key_kind, rebuilt
 class Placeholders:
     """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
 
-    `at_one` holds the free dimensions that are 1 this time, `moving` the ints inside objects that the forward is known
-    to change, and which are therefore free. `examples` gets the real value for each fake, by its identity.
+    `request` says which free dimensions are 1 this time, and which ints inside objects are free, because the forward
+    is known to change them. `examples` gets the real value for each fake, by its identity.
     """
 
     def __init__(
@@ -49,8 +50,7 @@ class Placeholders:
         fake_mode: FakeTensorMode,
         shape_env: CaptureShapeEnv,
         free: FreeSizes,
-        at_one: Set[tuple[str, int | None]],
-        moving: Set[str],
+        request: Request,
         examples: dict[int, Any],
     ) -> None:
         self.expected: list[Input] = []
@@ -58,8 +58,7 @@ class Placeholders:
         self._fake_mode = fake_mode
         self._shape_env = shape_env
         self._free = free
-        self._at_one = at_one
-        self._moving = moving
+        self._request = request
         self._examples = examples
         # Containers that must stay as they are, with the identities of what was in them.
         self._fixed: list[tuple[str, Any, list[tuple[Any, int]]]] = []
@@ -89,7 +88,7 @@ class Placeholders:
         return {
             where
             for where, container, key, number in self._numbers
-            if where not in self._moving and not same_value(entries(container).get(key), number)
+            if where not in self._request.moving and not same_value(entries(container).get(key), number)
         }
 
     def final(self, queries: Queries) -> list[Input]:
@@ -156,7 +155,7 @@ class Placeholders:
             # An object of its own: the same tensor given twice is two inputs.
             example = value.detach().requires_grad_(value.requires_grad)
             for dim in list(choices):
-                if (where, dim) in self._at_one:
+                if (where, dim) in self._request.at_one:
                     example = example.narrow(dim, 0, 1).contiguous()
                     del choices[dim]
         fake = self._fake_mode.from_tensor(
@@ -180,7 +179,7 @@ class Placeholders:
 
     def _constant(self, name: str, path: Path, value: Any) -> Any:
         where = _where(name, path)
-        if where in self._moving:
+        if where in self._request.moving:
             return self._number(name, path, value)
         if isinstance(value, torch.nn.Module) or _hides_tensors(value):
             raise TraceError(
@@ -200,7 +199,7 @@ class Placeholders:
 
     def _number(self, name: str, path: Path, value: int) -> Any:
         source = ConstantSource(_where(name, path))
-        if (source.name, None) in self._at_one:
+        if (source.name, None) in self._request.at_one:
             self.expected.append(NumberInput(name, path, 1))
             return 1
         symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)

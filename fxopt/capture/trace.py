@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.forward import capture
+from fxopt.capture.captures import capture
 from fxopt.capture.interception import lock
 from fxopt.capture.module import TracedModule
+from fxopt.capture.request import Request
 from fxopt.capture.shell import LeafModules, leaves
 from fxopt.errors import TraceError
 
@@ -77,7 +78,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture(model, inputs, dimensions, layers, specialize)
+        return capture(Request(model, inputs, dimensions, layers, specialize))
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ CAPTURE = (
     Fault("guards: keys of containers are not checked", "capture/guards.py", "    if keys != expected.keys and not (is_open", "    if False and not (is_open"),
     Fault("guards: dtypes are not checked", "capture/guards.py", "    if value.dtype != expected.dtype and (", "    if False and ("),
     Fault("sizes: the wrong dimension is read", "capture/sizes.py", 'self._graph.call_method("size", (node(), dim))', 'self._graph.call_method("size", (node(), 0))'),
-    Fault("forward: what .item() is assumed to be is not checked", "capture/forward.py", "                    self._check_values()\n", ""),
+    Fault("forward: what .item() is assumed to be is not checked", "capture/forward.py", "                self._check_values()\n", ""),
     Fault("forward: changed containers are not seen", "capture/placeholders.py", "changed = [where for where, container, before in self._fixed if _entries(container) != before]", "changed = []"),
     Fault("forward: a changed default dtype is not seen", "capture/forward.py", "        if torch.get_default_dtype() != dtype:", "        if False:"),
     Fault("module: the training mode is not checked", "capture/module.py", "            if module.training != flag:", "            if False:"),

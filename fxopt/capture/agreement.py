@@ -1,0 +1,102 @@
+"""Whether two captures of one forward agree: the graph of the first one computes what that of the other does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import sympy
+
+from fxopt.capture.assumptions import guards_of
+from fxopt.capture.comparison import names_at_run_time, same_calls, same_constants, same_results
+from fxopt.capture.forward import Capture
+from fxopt.capture.size_guards import SizeGuard
+
+
+def holds_for(capture: Capture, other: Capture) -> bool:
+    """Whether the graph of a capture computes what that of `other` does, which was made with other answers."""
+    names = names_at_run_time(capture.graph, other.graph)
+    if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
+        return False
+    translated = _translation(capture, other, names)
+
+    def same_size(mine: Any, its: Any) -> bool:
+        return bool(capture.shape_env.replace(mine) == translated(its))
+
+    return (
+        capture.changes == other.changes
+        and capture.state == other.state
+        and capture.recorder.queries.answers() == other.recorder.queries.answers()
+        and _same_guards(capture, other, translated)
+        and _same_graph(capture, other, same_size)
+        and same_results(capture.graph, other.graph, same_size)
+    )
+
+
+def repeats(capture: Capture, again: Capture) -> bool:
+    """Whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
+    translated = _translation(capture, again, {})
+
+    def same_size(mine: Any, its: Any) -> bool:
+        return bool(capture.shape_env.replace(mine) == translated(its))
+
+    return (
+        _same_guards(capture, again, translated)
+        and _same_graph(capture, again, same_size)
+        and again.state == capture.state
+    )
+
+
+def guards_at_one(capture: Capture, other: Capture, ones: Set[Any]) -> list[SizeGuard] | None:
+    """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
+    translation = _translation(capture, other, {})
+
+    def at_one(expression: Any) -> Any:
+        return capture.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
+
+    def translated(expression: Any) -> Any:
+        return at_one(translation(expression))
+
+    if not _same_graph(capture, other, lambda mine, size: bool(at_one(mine) == translated(size))):
+        return None
+    sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
+    return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
+
+
+def _assumed_of_numbers(capture: Capture, names: dict[Any, Any]) -> set[Any]:
+    """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
+    shape_env = capture.shape_env
+    asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
+    inputs = {free.symbol for free in capture.free.dimensions}
+    limits = {
+        (names.get(symbol, symbol), limit)
+        for symbol, limit in shape_env.var_to_range.items()
+        if symbol not in inputs
+    }
+    return limits | {(a.expr.xreplace(names), None) for a in asserts}
+
+
+def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Callable[[Any], Any]:
+    """What rewrites a size of `other` in the symbols of `capture`.
+
+    `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
+    """
+    mine = {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
+    all_names = names | {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+    return lambda expression: capture.shape_env.replace(
+        other.shape_env.replace(expression).xreplace(all_names)
+    )
+
+
+def _same_guards(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
+    """Whether both captures assume the same of the inputs' sizes."""
+    mine = {(f.where, f.dim): capture.shape_env.replace(f.symbol) for f in capture.free.dimensions}
+    its = {(f.where, f.dim): translated(f.symbol) for f in other.free.dimensions}
+    return mine == its and guards_of(capture.relied_on(), capture.shape_env.replace) == guards_of(
+        other.relied_on(), translated
+    )
+
+
+def _same_graph(capture: Capture, other: Capture, same_size: Callable[[Any, Any], bool]) -> bool:
+    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+    return same_calls(capture.graph, other.graph, same_size) and same_constants(constants, others)

@@ -1,0 +1,107 @@
+"""The captures that it takes until a graph holds: one for each set of answers, one of a second call, some at sizes of 1."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from fxopt.capture.agreement import guards_at_one, holds_for, repeats
+from fxopt.capture.assumptions import guards_of
+from fxopt.capture.decisions import Answers, TextQuestion, ValueQuestion, settled
+from fxopt.capture.forward import Capture
+from fxopt.capture.module import TracedModule
+from fxopt.capture.request import Request
+from fxopt.capture.shell import refused_change
+from fxopt.capture.size_guards import SizeGuard
+from fxopt.errors import TraceError
+
+
+def capture(request: Request) -> TracedModule:
+    """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
+    try:
+        made = _settled(request)
+        guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
+        alternatives = [guards, *_captured_at_one(made, guards)]
+        made.free.check_asked()
+        return made.module(alternatives)
+    except ValueQuestion as question:
+        raise TraceError(str(question)) from None
+
+
+def _settled(request: Request, lines: Collection[str] = ()) -> Capture:
+    """A capture whose forward has run, with the questions on values settled that can be.
+
+    Those at `lines` made no difference in another capture of this forward.
+    """
+
+    def record(answers: Answers) -> Capture:
+        nonlocal request
+        made = Capture(dataclasses.replace(request, answers=answers))
+        try:
+            made.record()
+        except TextQuestion:
+            if request.reads_texts or not request.specialize:
+                raise
+            request = dataclasses.replace(request, reads_texts=True)
+            return record(answers)
+        moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
+        if not moved:
+            _check_next_call(made)
+            return made
+        # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
+        request = dataclasses.replace(request, moving=request.moving | moved)
+        return record(answers)
+
+    return record(Answers()) if request.specialize else settled(record, holds_for, lines)
+
+
+def _check_next_call(made: Capture) -> None:
+    """Raise TraceError if the forward has changed state that could alter what a later call computes.
+
+    It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
+    same calls under the same guards and leaves the same state: then so does every later one.
+    """
+    if not made.changes:
+        return
+    refused = refused_change(next(iter(made.changes)))
+    if any(isinstance(value, list) for value in made.changes.values()):
+        raise refused
+    again = Capture(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
+    try:
+        again.record()
+    except TraceError:
+        raise refused from None
+    if not repeats(made, again):
+        raise refused
+
+
+def _captured_at_one(made: Capture, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+    """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
+
+    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
+    the answer often changes nothing in the graph. Whether it does is settled by capturing there too.
+    """
+    hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
+    excluded = [
+        symbol
+        for symbol, free in made.free.roots()
+        if free.dim is not None
+        and not all(
+            guard.holds({**hints, str(symbol): 1}) for guard in guards if str(symbol) in guard.symbols
+        )
+    ]
+    subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
+    found = (_captured_with_ones(made, set(subset)) for subset in subsets)
+    return [alternative for alternative in found if alternative is not None]
+
+
+def _captured_with_ones(made: Capture, ones: set[Any]) -> list[SizeGuard] | None:
+    """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
+    narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
+    request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
+    try:
+        other = _settled(request, made.request.answers.at_lines)
+    except TraceError:
+        return None  # sizes of 1 stay excluded, and the guard says so
+    return guards_at_one(made, other, ones)
