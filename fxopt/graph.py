@@ -70,6 +70,11 @@ def source_line(node: Node) -> str:
     return own[-1] if own else ""
 
 
+def origin_of(node: Node) -> dict[str, Any]:
+    """The metadata that says where in the model a node comes from, to give to a node that takes over some of its work."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
 def place(node: Node) -> str:
     """A node with its module and its line in the model, as far as they are known, for a message."""
     path, line = module_path(node), source_line(node)

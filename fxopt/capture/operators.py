@@ -1,4 +1,4 @@
-"""The operators that calls come down to, recorded in their stead where the calls are made on slices that no node has."""
+"""The operators that calls come down to, recorded in their stead where the calls are made on tensors that no node has."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> 
                 if cast.down
                 else graph_module.graph.call_method("to", (value, torch.float32))
             )
-        node.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
+        node.meta = graph.origin_of(user)
         to = dtype if cast.down else torch.float32
         node.meta["val"] = torch.empty_like(graph.value_of(value), dtype=to)
         for other in cast.users:

@@ -120,8 +120,7 @@ def _obstacle(layer: nn.Linear) -> str | None:
 
 
 def _describe(pad: Node, site: LinearCall) -> None:
-    meta = site.node.meta
-    pad.meta = {key: meta[key] for key in ("nn_module_stack", "stack_trace") if key in meta}
+    pad.meta = graph.origin_of(site.node)
     value = site.value.meta.get("val")
     if isinstance(value, Tensor):
         pad.meta["val"] = value.new_empty((*value.shape[:-1], value.shape[-1] + 1))

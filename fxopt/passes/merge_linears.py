@@ -348,7 +348,7 @@ def _as_left(node: Node, merged: nn.Linear, calls: list[Node], parts: list[Merge
 
 def _describe(node: Node, like: Node, width: int) -> None:
     """Give the merged node the metadata of the first layer, with its own width."""
-    node.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta}
+    node.meta = graph.origin_of(like)
     value = like.meta.get("val")
     if isinstance(value, Tensor):
         node.meta["val"] = value.new_empty((*value.shape[:-1], width))
