@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -47,8 +47,10 @@ def repeats(capture: Capture, again: Capture) -> bool:
     )
 
 
-def guards_at_one(capture: Capture, other: Capture, ones: Set[Any]) -> list[SizeGuard] | None:
+def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
+    if not _free(other).keys() <= _free(capture).keys():
+        return None  # at these sizes, the forward changes a number that it leaves alone otherwise
     translation = _translation(capture, other, {})
 
     def at_one(expression: Any) -> Any:
@@ -61,6 +63,11 @@ def guards_at_one(capture: Capture, other: Capture, ones: Set[Any]) -> list[Size
         return None
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
+
+
+def _free(capture: Capture) -> dict[tuple[str, int | None], Any]:
+    """The symbol of each free dimension and number."""
+    return {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
 
 
 def _assumed_of_numbers(capture: Capture, names: dict[Any, Any]) -> set[Any]:
@@ -81,8 +88,8 @@ def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Cal
 
     `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
     """
-    mine = {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
-    all_names = names | {free.symbol: mine[free.where, free.dim] for free in other.free.dimensions}
+    mine = _free(capture)
+    all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}
     return lambda expression: capture.shape_env.replace(
         other.shape_env.replace(expression).xreplace(all_names)
     )
@@ -90,8 +97,8 @@ def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Cal
 
 def _same_guards(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
     """Whether both captures assume the same of the inputs' sizes."""
-    mine = {(f.where, f.dim): capture.shape_env.replace(f.symbol) for f in capture.free.dimensions}
-    its = {(f.where, f.dim): translated(f.symbol) for f in other.free.dimensions}
+    mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
+    its = {where: translated(symbol) for where, symbol in _free(other).items()}
     return mine == its and guards_of(capture.relied_on(), capture.shape_env.replace) == guards_of(
         other.relied_on(), translated
     )

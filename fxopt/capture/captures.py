@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fxopt.capture.agreement import guards_at_one, holds_for, repeats
@@ -92,11 +92,11 @@ def _captured_at_one(made: Capture, guards: list[SizeGuard]) -> list[list[SizeGu
         )
     ]
     subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
-    found = (_captured_with_ones(made, set(subset)) for subset in subsets)
+    found = (_captured_with_ones(made, subset) for subset in subsets)
     return [alternative for alternative in found if alternative is not None]
 
 
-def _captured_with_ones(made: Capture, ones: set[Any]) -> list[SizeGuard] | None:
+def _captured_with_ones(made: Capture, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
     request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)

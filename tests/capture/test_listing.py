@@ -64,6 +64,18 @@ def test_a_graph_that_holds_at_size_one_as_well_says_so():
     assert all(guard.source for guard in fxopt.guards(gm))
 
 
+def test_sizes_of_one_are_listed_in_the_order_of_the_inputs():
+    class Asks(nn.Module):
+        def forward(self, a, b, c, d, e):
+            assert all(x.shape[0] != 1 or x.shape[1] == 3 for x in (a, b, c, d, e))
+            return a.sum() + b.sum() + c.sum() + d.sum() + e.sum()
+
+    inputs = [torch.ones(size, 3) for size in range(2, 7)]
+    gm = fxopt.trace(Asks(), inputs, dynamic_shapes=[{0: Dim.AUTO}] * 5)
+    (all_at_one,) = [guard.limit for guard in fxopt.guards(gm) if guard.limit.count(" == 1)") == 5]
+    assert all_at_one.endswith(" and ".join(f"({name}.shape[0] == 1)" for name in "abcde"))
+
+
 def test_copies_and_passes_keep_them():
     gm = reads()
     expected = fxopt.guards(gm)

@@ -154,3 +154,16 @@ def test_a_leaf_changes_an_object_between_two_reads():
         for actual, expected in zip(gm(X, mine), Around()(X, eager), strict=True):
             assert torch.equal(actual, expected)
     assert_same(mine, eager)
+
+
+def test_a_number_that_changes_at_size_one_alone_makes_another_graph():
+    class Branch(torch.nn.Module):
+        def forward(self, x, memory):
+            if x.shape[0] == 1:
+                memory.seen += 1
+            return x + 1
+
+    gm = fxopt.trace(Branch(), (X, Memory()), dynamic_shapes=({0: Dim.AUTO}, {}))
+    assert torch.equal(gm(torch.ones(5, 3), Memory()), torch.full((5, 3), 2.0))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(torch.ones(1, 3), Memory())
