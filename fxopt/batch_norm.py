@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
-from fxopt.record import MARKS, ROLES
+from fxopt.record import MARKS, ROLES, marks_of
 from fxopt.rewrite import Change, ReversibleRewrite, leave_trace, traces
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -140,6 +140,13 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
+def other_users(first: Node, last: Node) -> str | None:
+    """Why `first` and `last` cannot become one: what else uses the value of `first`; `None` if nothing does."""
+    if set(first.users) != {last}:
+        return f"{first.name} is also used by {', '.join(u.name for u in first.users if u is not last)}"
+    return None
+
+
 def norm_obstacle(index: GraphIndex, node: Node, weight: Tensor, channels: int) -> str | None:
     """Why the normalization that `node` calls cannot be folded into `weight`; `None` if it can."""
     norm = index.module(node)
@@ -176,6 +183,13 @@ def layer_with(layer: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module | st
     return fused
 
 
+def bias_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The bias of a layer in this dtype; zeros, one for each of its outputs, where it has none."""
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    return weight.new_zeros(len(weight), dtype=dtype) if bias is None else bias.detach().to(dtype)
+
+
 def scaled(weight: Tensor, scale: Tensor, dimension: int) -> Tensor:
     """`weight` with one dimension scaled, in the dtype of `scale`."""
     shape = [-1 if axis == dimension else 1 for axis in range(weight.ndim)]
@@ -208,17 +222,14 @@ def _unfolded(graph_module: GraphModule, site: Fold) -> Unfolded:
         name=norm.name,
         previous=norm.prev.name,
         keyword=next(iter(norm.kwargs), None),
-        marks={key: norm.meta[key] for key in (MARKS, ROLES) if key in norm.meta},
+        marks=marks_of(norm),
     )
 
 
 def _copy(module: _Module) -> _Module:
     """A copy with its own tensors, without gradients."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        values = tensor.detach().clone()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    tensors = (*module.parameters(), *module.buffers())
+    memo: dict[int, Any] = {id(t): submodules.with_values(t, t.detach().clone()) for t in tensors}
     return copy.deepcopy(module, memo)
 
 

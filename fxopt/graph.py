@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 
@@ -25,6 +25,13 @@ def input_of(node: Node, module: nn.Module) -> Node | None:
     ):
         return None
     return values[0]
+
+
+def function_name(node: Node) -> str:
+    """The name of the function or method that a node calls, without its overload; empty for other nodes."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 def value_of(node: Node) -> Any:
@@ -84,6 +91,14 @@ def place(node: Node) -> str:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def describe(node: Node, source: Node, value: Node, width: int) -> None:
+    """Give a new node the origin of `source`, and a value like that of `value` with another last dimension."""
+    node.meta = origin_of(source)
+    described = value.meta.get("val")
+    if isinstance(described, Tensor):
+        node.meta["val"] = described.new_empty((*described.shape[:-1], width))
 
 
 def erase(node: Node) -> None:

@@ -181,7 +181,7 @@ class _Planner:
             return True
         if node.op != "call_function":
             return False
-        name = getattr(node.target, "__name__", "")
+        name = graph.function_name(node)
         return not effects.is_torch_function(node.target) or (
             name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm")
         )
@@ -197,7 +197,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
             )
         if _holds(node, lambda t: t.dtype in (torch.float16, torch.bfloat16)):
             return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
-        if "autocast" in getattr(node.target, "__name__", ""):
+        if "autocast" in graph.function_name(node):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
         if node.op == "get_attr" and _is_parameter(index, str(node.target)):
             writer = index.memory.written(node)

@@ -130,6 +130,11 @@ def carry_record(source: GraphModule, result: GraphModule) -> None:
         carried.orders = record.orders
 
 
+def marks_of(node: Node) -> dict[str, Any]:
+    """What `node.meta` keeps of passes: marks and roles."""
+    return {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta}
+
+
 def restore_marks(graph_module: GraphModule) -> None:
     """Put the marks that a pickle dropped back on the nodes, by position.
 
@@ -263,9 +268,7 @@ class _NodeFact:
 
     @classmethod
     def of(cls, node: Node) -> _NodeFact:
-        return cls(
-            node.name, _kind(node), {key: node.meta[key] for key in (MARKS, ROLES) if key in node.meta}
-        )
+        return cls(node.name, _kind(node), marks_of(node))
 
 
 def _kind(node: Node) -> tuple[str, str]:

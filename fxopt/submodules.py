@@ -1,4 +1,4 @@
-"""Modules of a graph module: where they are, in what order, and how one takes the place of another."""
+"""Modules of a graph module: where they are, in what order, what they hold, and how one takes the place of another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 
@@ -97,6 +97,11 @@ def without_tensors(module: nn.Module) -> nn.Module:
         shell.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
     shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
     return shell
+
+
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """`values` as what `tensor` is: a parameter with the same `requires_grad`, or a plain tensor."""
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def is_plain_linear(layer: nn.Linear) -> bool:

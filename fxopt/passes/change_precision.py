@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
-from fxopt import graph, submodules
+from fxopt import graph
 from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.precision_plan import Plan, graph_obstacle, layer_obstacle, make_plan, read_obstacle, too_large
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace, traces
+from fxopt.submodules import set_module, split_path, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +79,17 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         before = _tensors(modules, parameters)
         changing = _tensors({path: modules[path] for path in site.layers}, parameters)
         # What an owner holds beside the parameters that the graph reads is not changed: it is shared.
-        lowered = before | {id(t): _like(t, saturate(t.detach(), self.dtype)) for t in _float32(changing)}
-        kept = {key: _like(tensor, tensor.detach().clone()) for key, tensor in before.items()}
+        lowered = before | {
+            id(t): with_values(t, saturate(t.detach(), self.dtype)) for t in _float32(changing)
+        }
+        kept = {key: with_values(tensor, tensor.detach().clone()) for key, tensor in before.items()}
         data: dict[str, Any] = {
             "modules": _copies(modules, kept),
             "parameters": {path: kept[id(parameter)] for path, parameter in parameters.items()},
         }
         for path, copied in _copies(modules, lowered).items():
             leave_trace(copied, self, [modules[path]])
-            submodules.set_module(graph_module, path, copied)
+            set_module(graph_module, path, copied)
         for path, parameter in parameters.items():
             _set_parameter(graph_module, path, lowered[id(parameter)])
 
@@ -113,7 +116,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
                 )
         restored = _restored_tensors(graph_module, data, self.dtype)
         for path, original in _copies(data["modules"], restored).items():
-            submodules.set_module(graph_module, path, _with_flags(original, current[path]))
+            set_module(graph_module, path, _with_flags(original, current[path]))
         for path, parameter in data["parameters"].items():
             _set_parameter(graph_module, path, restored[id(parameter)])
         for role, node in nodes.items():
@@ -213,11 +216,7 @@ def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)
     if unchanged and before.device == now.device and before.requires_grad == now.requires_grad:
         return before
-    return _like(now, moved if unchanged else now.detach().to(torch.float32))
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    return with_values(now, moved if unchanged else now.detach().to(torch.float32))
 
 
 def _copies(modules: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, nn.Module]:
@@ -278,5 +277,5 @@ def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float
 
 
 def _set_parameter(graph_module: GraphModule, path: str, parameter: Any) -> None:
-    owner, name = submodules.split_path(path)
+    owner, name = split_path(path)
     graph_module.get_submodule(owner)._parameters[name] = parameter

@@ -159,7 +159,8 @@ def _rounding_after(
                 continue
             seen.add(user)
             if _is_step(index, user, floating):
-                return f"1 / {denominator} is not exact, and {user.name} ({_name(user)}) amplifies the error"
+                what = _name(user) or user.target
+                return f"1 / {denominator} is not exact, and {user.name} ({what}) amplifies the error"
             if _is_unknown(index, user):
                 return f"1 / {denominator} is not exact, and what {user.name} does with the error is unknown"
             if _is_mixer(index, user):
@@ -233,10 +234,8 @@ def _reads_description(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    if not node.op.startswith("call_"):
-        return node.op
-    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
-    return name.strip("_")
+    """The name of the function that a node calls, whether it is written as an operator or in place or not."""
+    return graph.function_name(node).strip("_")
 
 
 _STEPS = {

@@ -73,8 +73,9 @@ def _obstacle(index: GraphIndex, linear: Node, node: Node, value: Node) -> str |
     if graph.input_of(linear, layer) is None:
         return f"the arguments of {linear.name} are not those of a Linear"
     first, last = (linear, node) if linear is value else (node, linear)
-    if set(first.users) != {last}:
-        return f"{first.name} is also used by {', '.join(u.name for u in first.users if u is not last)}"
+    others = batch_norm.other_users(first, last)
+    if others:
+        return others
     rank = graph.rank_of(node)
     if rank is None:
         return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"
@@ -107,6 +108,6 @@ def _fuse(index: GraphIndex, linear: Node, node: Node, value: Node) -> nn.Module
     scale, shift = batch_norm.scale_and_shift(norm)
     before = linear is not value
     weight: Tensor = layer.weight.detach().to(scale.dtype)
-    bias = weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach().to(scale.dtype)
+    bias = batch_norm.bias_of(layer, scale.dtype)
     bias = bias + torch.mv(weight, shift) if before else bias * scale + shift
     return batch_norm.layer_with(layer, batch_norm.scaled(weight, scale, 1 if before else 0), bias)

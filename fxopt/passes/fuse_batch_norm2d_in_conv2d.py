@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -58,11 +57,13 @@ class FuseBatchNorm2dInConv2d(batch_norm.FuseBatchNorm):
 def _obstacle(index: GraphIndex, conv: Node, node: Node) -> str | None:
     layer = index.module(conv)
     assert isinstance(layer, nn.Conv2d)
-    inexact = index.inexact(conv, nn.Conv2d) or index.inexact(node, nn.BatchNorm2d)
-    if inexact:
-        return inexact
-    if set(conv.users) != {node}:
-        return f"{conv.name} is also used by {', '.join(u.name for u in conv.users if u is not node)}"
+    reason = (
+        index.inexact(conv, nn.Conv2d)
+        or index.inexact(node, nn.BatchNorm2d)
+        or batch_norm.other_users(conv, node)
+    )
+    if reason:
+        return reason
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers:
         return "the convolution does not have the weight and bias of a plain Conv2d"
     return (
@@ -77,5 +78,4 @@ def _fuse(conv: nn.Module, norm: nn.Module) -> nn.Module | str:
     assert isinstance(norm, nn.BatchNorm2d)
     scale, shift = batch_norm.scale_and_shift(norm)
     weight = batch_norm.scaled(conv.weight, scale, 0)
-    bias = torch.zeros_like(shift) if conv.bias is None else conv.bias.detach().to(scale.dtype)
-    return batch_norm.layer_with(conv, weight, bias * scale + shift)
+    return batch_norm.layer_with(conv, weight, batch_norm.bias_of(conv, scale.dtype) * scale + shift)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
@@ -71,7 +71,7 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
 
         with graph_module.graph.inserting_before(node):
             pad = graph_module.graph.call_function(F.pad, (site.value, (0, 1)), _ONES)
-        _describe(pad, site)
+        graph.describe(pad, node, site.value, layer.in_features + 1)
         node.replace_input_with(site.value, pad)
         data = {"path": path, "shell": submodules.without_tensors(layer)}
         return Change((node,), {"linear": node, "pad": pad}, (path,), data)
@@ -117,10 +117,3 @@ def _obstacle(layer: nn.Linear) -> str | None:
     if weight.requires_grad != bias.requires_grad:
         return "only one of its weight and bias requires gradients"
     return None
-
-
-def _describe(pad: Node, site: LinearCall) -> None:
-    pad.meta = graph.origin_of(site.node)
-    value = site.value.meta.get("val")
-    if isinstance(value, Tensor):
-        pad.meta["val"] = value.new_empty((*value.shape[:-1], value.shape[-1] + 1))

@@ -139,7 +139,7 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
 
         with graph_module.graph.inserting_before(site.calls[0]):
             node = graph_module.graph.call_module(path, (site.value,))
-        _describe(node, site.calls[0], merged.out_features)
+        graph.describe(node, site.calls[0], site.calls[0], merged.out_features)
         parts, start = [], 0
         for call, layer in zip(site.calls, layers, strict=True):
             keyword = next(iter(call.kwargs), None)
@@ -262,7 +262,7 @@ def _contiguity_obstacle(index: GraphIndex, call: Node, width: int) -> str | Non
     while pending:
         value = pending.pop()
         for user in value.users:
-            name = _name(user)
+            name = graph.function_name(user)
             if name in _NEEDS_CONTIGUOUS and not (value is call and _splits_last(user, width)):
                 return f"{user.name} ({name}) depends on the memory layout of the output"
             if user.op == "call_module" and not effects.is_torch_module(index.module(user)):
@@ -318,12 +318,6 @@ _NEEDS_CONTIGUOUS = {
 }
 
 
-def _name(node: Node) -> str:
-    if node.op == "call_function":
-        return str(getattr(node.target, "__name__", node.target)).split(".")[0]
-    return str(node.target)
-
-
 def _tied_among_themselves(index: GraphIndex, run: list[Node]) -> list[Node]:
     """The largest part of `run` whose layers are tied to each other only."""
     while True:
@@ -346,14 +340,6 @@ def _as_left(node: Node, merged: nn.Linear, calls: list[Node], parts: list[Merge
     return merged.weight.shape == shape and (merged.bias is not None) == has_bias and len(node.args) == 1
 
 
-def _describe(node: Node, like: Node, width: int) -> None:
-    """Give the merged node the metadata of the first layer, with its own width."""
-    node.meta = graph.origin_of(like)
-    value = like.meta.get("val")
-    if isinstance(value, Tensor):
-        node.meta["val"] = value.new_empty((*value.shape[:-1], width))
-
-
 def _linear(graph_module: GraphModule, path: str) -> nn.Linear:
     layer = graph_module.get_submodule(path)
     assert isinstance(layer, nn.Linear)
@@ -364,11 +350,7 @@ def _paths(calls: Iterable[Node]) -> list[str]:
     return [str(call.target) for call in calls]
 
 
-def _parent(path: str) -> str:
-    return submodules.split_path(path)[0]
-
-
 def _common_parent(paths: list[str]) -> str:
-    parents = [_parent(path).split(".") for path in paths]
+    parents = [submodules.split_path(path)[0].split(".") for path in paths]
     shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
     return ".".join(names[0] for names in shared)

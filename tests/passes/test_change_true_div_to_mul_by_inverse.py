@@ -217,3 +217,15 @@ def test_undo_of_a_changed_node_raises():
     node.update_arg(1, 0.5)
     with pytest.raises(UndoError, match="changed since"):
         ChangeTrueDivToMulByInverse()(after, reverse=True)
+
+
+def test_a_step_behind_a_layer_with_the_name_of_a_function():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shape = nn.Sequential(nn.ReLU())
+
+        def forward(self, x):
+            return self.shape(x / 49).floor()
+
+    refused(ChangeTrueDivToMulByInverse(), Layers(), X, reason="amplifies the error", trace=fxopt_trace)

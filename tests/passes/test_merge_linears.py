@@ -176,6 +176,15 @@ def test_outputs_that_must_be_contiguous_or_are_written(use, reason):
     refused(MergeLinears(), Heads(use, width=(8, 8, 8)), X, reason=reason)
 
 
+def test_layers_with_the_name_of_a_function():
+    model = Heads(lambda m, x: (m.contiguous(m.q(x)).view(-1), m.k(x)), width=(8, 8, 8))
+    model.contiguous = nn.Identity()
+    refused(MergeLinears(), model, X, reason="depends on the memory layout")
+    model = Heads(lambda m, x: (m.view(m.q(x)), m.k(x)), width=(8, 8, 8))
+    model.view = nn.Identity()
+    rewritten(MergeLinears(), model, X, sites=1)
+
+
 def test_a_mode_switch_between():
     def use(m, x):
         q = m.q(x)
