@@ -3,188 +3,32 @@
 from __future__ import annotations
 
 import copy
-import gc
-import operator
-import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from fxopt.transformation import ReversibleTransformation, Transformation
-from validation import build, checks, digits
-from validation.checks import latency
+from fxopt.transformation import Transformation
+from tests.validation.planted import (
+    AlmostInverse,
+    BadReverse,
+    ChangeInPlace,
+    ForgetBatchNorm,
+    ForgetBias,
+    Idle,
+    Inverse,
+    MarkOnly,
+    Negate,
+    Overflow,
+    ReplaceFirst,
+    Rough,
+    Unmarked,
+    run,
+)
+from validation import checks
 from validation.comparison import judge
-from validation.records import Check, Finding, Outcome
-from validation.run import Runner
+from validation.records import Check, Outcome
 from validation.subject import Subject
-from validation.zoo import Entry
-
-
-class Net(nn.Module):
-    """Two linears, a batch normalisation, and a division."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.second = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.second(torch.relu(self.norm(self.first(x)))) / 7.0}
-
-
-class Nothing(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"empty": x[:0], "name": "nothing"}
-
-
-class ReadsGradMode(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x if torch.is_grad_enabled() else 3 * x
-
-
-class NotFinite(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(-torch.exp(x))
-
-
-class Inverse(ReversibleTransformation):
-    """A right rewrite: division by a constant becomes multiplication by its inverse."""
-
-    preserves_computation = True
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
-            node.target, node.args = operator.mul, (node.args[0], self.factor(node.args[1]))
-            self.mark_as_transformed(node)
-        return graph_module
-
-    def reverse(self, graph_module: GraphModule) -> GraphModule:
-        for node in self.get_transformed_nodes(graph_module):
-            node.target, node.args = operator.truediv, (node.args[0], self.divisor(node.args[1]))
-            self.mark_as_restored(node)
-        return graph_module
-
-    def factor(self, divisor: float) -> float:
-        return 1 / divisor
-
-    def divisor(self, factor: float) -> float:
-        return 7.0
-
-
-class AlmostInverse(Inverse):
-    """Off by one part in ten million: float32 cannot see it, float64 can."""
-
-    def factor(self, divisor: float) -> float:
-        return (1 + 1e-7) / divisor
-
-
-class BadReverse(Inverse):
-    """1 / (1 / 49) is not 49: what comes back is not what was there."""
-
-    def divisor(self, factor: float) -> float:
-        return float(np.nextafter(1 / factor, 8))
-
-
-class ReplaceFirst(Transformation):
-    """Puts a new linear in the place of `first`; `change` makes it wrong, or right."""
-
-    preserves_computation = True
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        graph_module.first = self.change(copy.deepcopy(graph_module.first))
-        (node,) = graph_module.graph.find_nodes(op="call_module", target="first")
-        self.mark_as_transformed(node)
-        return graph_module
-
-    def change(self, linear: nn.Linear) -> nn.Linear:
-        return linear
-
-
-class ForgetBias(ReplaceFirst):
-    def change(self, linear: nn.Linear) -> nn.Linear:
-        linear.bias = None
-        return linear
-
-
-class ForgetBatchNorm(Transformation):
-    """With fresh statistics, 0 and 1, nobody would notice."""
-
-    preserves_computation = True
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        (node,) = graph_module.graph.find_nodes(op="call_module", target="norm")
-        node.replace_all_uses_with(node.args[0])
-        self.mark_as_transformed(node.args[0])
-        graph_module.graph.erase_node(node)
-        return graph_module
-
-
-class ChangeInPlace(Inverse):
-    """Changes a module that the graph shares with the user's model, in a way that changes no output."""
-
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        graph_module.first.weight.data *= 1
-        graph_module.first.bias = nn.Parameter(graph_module.first.bias + 1)
-        return super().transform(graph_module)
-
-
-class MarkOnly(Inverse):
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
-            self.mark_as_transformed(node)
-        return graph_module
-
-
-class Unmarked(Inverse):
-    def mark_as_transformed(self, node: torch.fx.Node) -> None:
-        pass
-
-
-class Idle(Inverse):
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        return graph_module
-
-
-class Rough(Inverse):
-    preserves_computation = False
-
-    def factor(self, divisor: float) -> float:
-        return 1.001 / divisor
-
-
-class Negate(Rough):
-    def factor(self, divisor: float) -> float:
-        return -1 / divisor
-
-
-class Overflow(Rough):
-    def factor(self, divisor: float) -> float:
-        return float("inf")
-
-
-class Raise(Inverse):
-    def transform(self, graph_module: GraphModule) -> GraphModule:
-        raise ValueError("no such thing")
-
-
-def entry(model: str = "Net", **fields: Any) -> Entry:
-    shape = {"x": {"shape": [5, 4]}}
-    path = f"{__name__}.{model}"
-    return Entry.model_validate({"name": "net", "model": path, "sizes": "fixed", "inputs": shape, **fields})
-
-
-def run(check: Check, pass_: type[Transformation] | None = None, **fields: Any) -> Finding:
-    passes = {pass_.__name__: pass_()} if pass_ else {}
-    subject = Subject(entry(**fields), "cpu", passes)
-    return checks.available()[check](subject, tuple(passes))
 
 
 def test_every_check_has_a_file() -> None:
@@ -327,143 +171,3 @@ def test_accuracy_fails_a_model_that_is_ruined(pass_: type[Transformation], reas
     finding = run(Check.ACCURACY, pass_)
     assert finding.outcome is Outcome.FAIL
     assert reason in finding.reason
-
-
-def test_latency_measures_and_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "SECONDS", 0.0)
-    monkeypatch.setattr(latency, "timing_threads", lambda: 2)
-    torch.set_num_threads(1)
-    finding = run(Check.LATENCY, Inverse)
-    measured = finding.measurements
-    assert measured["timing_threads"] == 2
-    assert measured["latency_pairs"] == latency.FEWEST
-    assert measured["latency_ratio_low"] <= measured["latency_ratio"] <= measured["latency_ratio_high"]
-    assert torch.get_num_threads() == 1
-
-
-def test_a_gpu_is_waited_for_before_and_after_each_run() -> None:
-    assert latency.synchronise("cuda") is torch.cuda.synchronize
-    waits: list[int] = []
-    latency.time_pairs(lambda: None, lambda: None, lambda: waits.append(1))
-    assert len(waits) >= 4 * (latency.WARM_UP + latency.FEWEST)
-
-
-def test_the_ratio_of_paired_times_has_an_interval_around_the_truth() -> None:
-    noise = np.random.default_rng(0).lognormal(sigma=0.05, size=(200, 2))
-    pairs = noise * [0.010, 0.008] * np.linspace(1, 3, 200)[:, None]  # the machine grows slower all the time
-    measured = latency.summarise(pairs)
-    assert measured["latency_ratio_low"] < 0.8 < measured["latency_ratio_high"]
-    assert measured["latency_ratio_high"] - measured["latency_ratio_low"] < 0.04
-
-
-def test_pairs_are_timed_turn_by_turn() -> None:
-    calls: list[str] = []
-    pairs = latency.time_pairs(lambda: calls.append("b"), lambda: calls.append("t"), lambda: None)
-    timed = "".join(calls[2 * latency.WARM_UP :])
-    assert len(timed) == 2 * len(pairs)
-    assert timed.startswith("bttbbttb")
-
-
-def runner(pass_: type[Transformation], **fields: Any) -> Callable[[Check], Any]:
-    from validation.records import Case
-
-    passes = {pass_.__name__: pass_()}
-    made = Runner([entry(**fields)], passes)
-    return lambda check: made.run(Case("net", tuple(passes), "cpu", check))
-
-
-def test_an_error_is_a_record_with_its_stage_place_and_pass() -> None:
-    record = runner(Raise)(Check.EQUIVALENCE)
-    assert (record.outcome, record.stage) == (Outcome.ERROR, "transform")
-    assert "ValueError: no such thing" in record.reason
-    assert "Raise" in record.reason
-    assert "test_checks.py" in record.reason
-
-
-def test_a_failed_comparison_is_a_failure_and_no_error() -> None:
-    record = runner(BadReverse)(Check.ROUND_TRIP)
-    assert (record.outcome, record.stage) == (Outcome.FAIL, "compare")
-
-
-def test_running_out_of_memory_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_much(self: Inverse, divisor: float) -> float:
-        return float(torch.empty(2**62, dtype=torch.uint8)[0])
-
-    monkeypatch.setattr(Inverse, "factor", too_much)
-    record = runner(Inverse)(Check.EQUIVALENCE)
-    assert (record.outcome, record.stage) == (Outcome.MEMORY, "transform")
-
-
-def test_after_a_failure_the_next_case_starts_afresh() -> None:
-    run_check = runner(BadReverse)
-    assert run_check(Check.ROUND_TRIP).outcome is Outcome.FAIL
-    assert run_check(Check.EQUIVALENCE).outcome is Outcome.PASS
-
-
-def test_the_graphs_of_the_last_pipeline_are_let_go(request: pytest.FixtureRequest) -> None:
-    gc.disable()  # what collects now and then by itself proves nothing
-    request.addfinalizer(gc.enable)
-    subject = Subject(entry(), "cpu", {"Inverse": Inverse(), "Rough": Rough()})
-    first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
-    subject.rewritten(("Rough",), torch.float32)
-    assert first() is None
-
-
-def test_a_known_failure_is_expected_and_its_absence_a_failure() -> None:
-    known = [
-        {"check": check, "pipeline": "AlmostInverse", "reason": "too rough"}
-        for check in ("equivalence", "effect")
-    ]
-    run_check = runner(AlmostInverse, known_failures=known)
-    expected, missing = run_check(Check.EQUIVALENCE), run_check(Check.EFFECT)
-    assert expected.outcome is Outcome.EXPECTED
-    assert expected.reason.startswith("too rough (fail: in float64")
-    assert missing.outcome is Outcome.FAIL
-    assert "known_failures" in missing.reason
-
-
-def test_models_and_inputs_are_the_same_every_time() -> None:
-    first, second = (build.build_model(entry()) for _ in range(2))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    )
-    assert torch.equal(build.make_inputs(entry())["x"], build.make_inputs(entry())["x"])
-
-
-def test_pretrained_weights_come_from_a_folder_as_they_are(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    saved = transformers.BertModel(config)
-    saved.save_pretrained(tmp_path)
-    weights = {"source": "pretrained", "folder": str(tmp_path)}
-    fields = {
-        "name": "bert",
-        "model": "BertModel",
-        "weights": weights,
-        "inputs": {"input_ids": {"shape": [1, 2]}},
-    }
-    loaded = build.build_model(Entry.model_validate(fields))
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())
-    assert not loaded.training
-
-
-def test_statistics_scales_and_biases_are_random() -> None:
-    norm = build.build_model(entry()).norm
-    for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
-        assert len(tensor.unique()) == 6
-
-
-def test_a_padding_mask_has_ragged_rows() -> None:
-    fields = {"inputs": {"x": {"shape": [4, 8], "padding": True}}}
-    assert build.make_inputs(entry(**fields))["x"].sum(1).tolist() == [8, 6, 4, 2]
-
-
-def test_a_model_learns_the_digits() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    assert digits.accuracy(model, torch.float32, "cpu", 250) < 0.3
-    digits.train(model, seed=0)
-    assert digits.accuracy(model, torch.float32, "cpu", 250) > 0.93
-    assert not model.training

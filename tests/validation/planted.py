@@ -1,0 +1,178 @@
+"""A small model, right passes and wrong ones, and what runs a check on them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxopt.transformation import ReversibleTransformation, Transformation
+from validation import checks
+from validation.records import Check, Finding
+from validation.subject import Subject
+from validation.zoo import Entry
+
+
+class Net(nn.Module):
+    """Two linears, a batch normalisation, and a division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.second(torch.relu(self.norm(self.first(x)))) / 7.0}
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"empty": x[:0], "name": "nothing"}
+
+
+class ReadsGradMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_grad_enabled() else 3 * x
+
+
+class NotFinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(-torch.exp(x))
+
+
+class Inverse(ReversibleTransformation):
+    """A right rewrite: division by a constant becomes multiplication by its inverse."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
+            node.target, node.args = operator.mul, (node.args[0], self.factor(node.args[1]))
+            self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        for node in self.get_transformed_nodes(graph_module):
+            node.target, node.args = operator.truediv, (node.args[0], self.divisor(node.args[1]))
+            self.mark_as_restored(node)
+        return graph_module
+
+    def factor(self, divisor: float) -> float:
+        return 1 / divisor
+
+    def divisor(self, factor: float) -> float:
+        return 7.0
+
+
+class AlmostInverse(Inverse):
+    """Off by one part in ten million: float32 cannot see it, float64 can."""
+
+    def factor(self, divisor: float) -> float:
+        return (1 + 1e-7) / divisor
+
+
+class BadReverse(Inverse):
+    """1 / (1 / 49) is not 49: what comes back is not what was there."""
+
+    def divisor(self, factor: float) -> float:
+        return float(np.nextafter(1 / factor, 8))
+
+
+class ReplaceFirst(Transformation):
+    """Puts a new linear in the place of `first`; `change` makes it wrong, or right."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.first = self.change(copy.deepcopy(graph_module.first))
+        (node,) = graph_module.graph.find_nodes(op="call_module", target="first")
+        self.mark_as_transformed(node)
+        return graph_module
+
+    def change(self, linear: nn.Linear) -> nn.Linear:
+        return linear
+
+
+class ForgetBias(ReplaceFirst):
+    def change(self, linear: nn.Linear) -> nn.Linear:
+        linear.bias = None
+        return linear
+
+
+class ForgetBatchNorm(Transformation):
+    """With fresh statistics, 0 and 1, nobody would notice."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        (node,) = graph_module.graph.find_nodes(op="call_module", target="norm")
+        node.replace_all_uses_with(node.args[0])
+        self.mark_as_transformed(node.args[0])
+        graph_module.graph.erase_node(node)
+        return graph_module
+
+
+class ChangeInPlace(Inverse):
+    """Changes a module that the graph shares with the user's model, in a way that changes no output."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.first.weight.data *= 1
+        graph_module.first.bias = nn.Parameter(graph_module.first.bias + 1)
+        return super().transform(graph_module)
+
+
+class MarkOnly(Inverse):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
+            self.mark_as_transformed(node)
+        return graph_module
+
+
+class Unmarked(Inverse):
+    def mark_as_transformed(self, node: torch.fx.Node) -> None:
+        pass
+
+
+class Idle(Inverse):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return graph_module
+
+
+class Rough(Inverse):
+    preserves_computation = False
+
+    def factor(self, divisor: float) -> float:
+        return 1.001 / divisor
+
+
+class Negate(Rough):
+    def factor(self, divisor: float) -> float:
+        return -1 / divisor
+
+
+class Overflow(Rough):
+    def factor(self, divisor: float) -> float:
+        return float("inf")
+
+
+class Raise(Inverse):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        raise ValueError("no such thing")
+
+
+def entry(model: str = "Net", **fields: Any) -> Entry:
+    shape = {"x": {"shape": [5, 4]}}
+    path = f"{__name__}.{model}"
+    return Entry.model_validate({"name": "net", "model": path, "sizes": "fixed", "inputs": shape, **fields})
+
+
+def run(check: Check, pass_: type[Transformation] | None = None, **fields: Any) -> Finding:
+    passes = {pass_.__name__: pass_()} if pass_ else {}
+    subject = Subject(entry(**fields), "cpu", passes)
+    return checks.available()[check](subject, tuple(passes))

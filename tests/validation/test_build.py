@@ -1,0 +1,62 @@
+"""Models, inputs and data are the same every time, and what the zoo says they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from tests.validation.planted import (
+    entry,
+)
+from validation import build, digits
+from validation.zoo import Entry
+
+
+def test_models_and_inputs_are_the_same_every_time() -> None:
+    first, second = (build.build_model(entry()) for _ in range(2))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+    assert torch.equal(build.make_inputs(entry())["x"], build.make_inputs(entry())["x"])
+
+
+def test_pretrained_weights_come_from_a_folder_as_they_are(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    saved = transformers.BertModel(config)
+    saved.save_pretrained(tmp_path)
+    weights = {"source": "pretrained", "folder": str(tmp_path)}
+    fields = {
+        "name": "bert",
+        "model": "BertModel",
+        "weights": weights,
+        "inputs": {"input_ids": {"shape": [1, 2]}},
+    }
+    loaded = build.build_model(Entry.model_validate(fields))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())
+    assert not loaded.training
+
+
+def test_statistics_scales_and_biases_are_random() -> None:
+    norm = build.build_model(entry()).norm
+    for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+        assert len(tensor.unique()) == 6
+
+
+def test_a_padding_mask_has_ragged_rows() -> None:
+    fields = {"inputs": {"x": {"shape": [4, 8], "padding": True}}}
+    assert build.make_inputs(entry(**fields))["x"].sum(1).tolist() == [8, 6, 4, 2]
+
+
+def test_a_model_learns_the_digits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    assert digits.accuracy(model, torch.float32, "cpu", 250) < 0.3
+    digits.train(model, seed=0)
+    assert digits.accuracy(model, torch.float32, "cpu", 250) > 0.93
+    assert not model.training

@@ -1,0 +1,80 @@
+"""A case becomes a record, whatever happens in it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxopt.transformation import Transformation
+from tests.validation.planted import (
+    AlmostInverse,
+    BadReverse,
+    Inverse,
+    Raise,
+    Rough,
+    entry,
+)
+from validation.records import Case, Check, Outcome
+from validation.run import Runner
+from validation.subject import Subject
+
+
+def runner(pass_: type[Transformation], **fields: Any) -> Callable[[Check], Any]:
+    passes = {pass_.__name__: pass_()}
+    made = Runner([entry(**fields)], passes)
+    return lambda check: made.run(Case("net", tuple(passes), "cpu", check))
+
+
+def test_an_error_is_a_record_with_its_stage_place_and_pass() -> None:
+    record = runner(Raise)(Check.EQUIVALENCE)
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "transform")
+    assert "ValueError: no such thing" in record.reason
+    assert "Raise" in record.reason
+    assert "planted.py" in record.reason
+
+
+def test_a_failed_comparison_is_a_failure_and_no_error() -> None:
+    record = runner(BadReverse)(Check.ROUND_TRIP)
+    assert (record.outcome, record.stage) == (Outcome.FAIL, "compare")
+
+
+def test_running_out_of_memory_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(self: Inverse, divisor: float) -> float:
+        return float(torch.empty(2**62, dtype=torch.uint8)[0])
+
+    monkeypatch.setattr(Inverse, "factor", too_much)
+    record = runner(Inverse)(Check.EQUIVALENCE)
+    assert (record.outcome, record.stage) == (Outcome.MEMORY, "transform")
+
+
+def test_after_a_failure_the_next_case_starts_afresh() -> None:
+    run_check = runner(BadReverse)
+    assert run_check(Check.ROUND_TRIP).outcome is Outcome.FAIL
+    assert run_check(Check.EQUIVALENCE).outcome is Outcome.PASS
+
+
+def test_the_graphs_of_the_last_pipeline_are_let_go(request: pytest.FixtureRequest) -> None:
+    gc.disable()  # what collects now and then by itself proves nothing
+    request.addfinalizer(gc.enable)
+    subject = Subject(entry(), "cpu", {"Inverse": Inverse(), "Rough": Rough()})
+    first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
+    subject.rewritten(("Rough",), torch.float32)
+    assert first() is None
+
+
+def test_a_known_failure_is_expected_and_its_absence_a_failure() -> None:
+    known = [
+        {"check": check, "pipeline": "AlmostInverse", "reason": "too rough"}
+        for check in ("equivalence", "effect")
+    ]
+    run_check = runner(AlmostInverse, known_failures=known)
+    expected, missing = run_check(Check.EQUIVALENCE), run_check(Check.EFFECT)
+    assert expected.outcome is Outcome.EXPECTED
+    assert expected.reason.startswith("too rough (fail: in float64")
+    assert missing.outcome is Outcome.FAIL
+    assert "known_failures" in missing.reason
