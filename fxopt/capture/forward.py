@@ -183,6 +183,10 @@ class Capture:
             smallest = min(read, key=torch.numel)  # the graph keeps it alive
             traced.read_parameter = smallest, smallest.dtype
         traced.modes_read = queries.modes_read
+        if queries.gradients_read_at is not None:
+            named = traced.named_parameters(remove_duplicate=False)
+            flags = {name: parameter.requires_grad for name, parameter in named}
+            traced.gradients_read = queries.gradients_read_at, flags
         return traced
 
 

@@ -52,6 +52,8 @@ class TracedModule(torch.fx.GraphModule):
     dtypes_read_at: dict[torch.dtype, str]
     # A parameter of a dtype that the forward read, with that dtype: the model's `.half()` changes it in place.
     read_parameter: tuple[torch.nn.Parameter, torch.dtype] | None
+    # Where it asked whether a tensor takes gradients, with the answer for each parameter at capture.
+    gradients_read: tuple[str, dict[str, bool]] | None
     # Each global mode that it read (`grad`, `autocast`), with the answer and where.
     modes_read: dict[str, tuple[bool, str]]
     # Qualified name of each container -> its training flag at capture.
@@ -68,6 +70,7 @@ class TracedModule(torch.fx.GraphModule):
         self.config = None
         self.dtypes_read_at = {}
         self.read_parameter = None
+        self.gradients_read = None
         self.modes_read = {}
         # A plain module is a container that the capture made; every other module is a layer of the model.
         self.captured_training = {
@@ -79,6 +82,7 @@ class TracedModule(torch.fx.GraphModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_training_mode()
         self._check_dtype()
+        self._check_gradients()
         for mode, (captured, where) in self.modes_read.items():
             if modes.is_enabled(mode, self.device.type) != captured:
                 raise GuardError(
@@ -129,6 +133,21 @@ class TracedModule(torch.fx.GraphModule):
             f"{self.dtypes_read_at[captured]}; its parameters are {now} now. A model shares them with its graph, so "
             f"that converting one converts both: capture the converted model, or convert a copy.deepcopy of the model."
         )
+
+    def _check_gradients(self) -> None:
+        if self.gradients_read is None:
+            return
+        where, captured = self.gradients_read
+        # A pass gives what it merges names of their own: such a parameter may be as any one of the capture.
+        any_of_them = set(captured.values())
+        for name, parameter in self.named_parameters():
+            allowed = {captured[name]} if name in captured else any_of_them
+            if allowed and parameter.requires_grad not in allowed:
+                raise GuardError(
+                    f"parameter {name!r} of {self.__class__.__name__} has requires_grad={parameter.requires_grad}, and its "
+                    f"forward reads at {where} whether a tensor takes gradients: it was {not parameter.requires_grad} "
+                    "when the graph was captured. Set it so, or capture the model again."
+                )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         if any(dtype.is_floating_point for dtype in self.dtypes_read_at):

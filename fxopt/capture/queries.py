@@ -9,7 +9,7 @@ import torch
 from fxopt.capture.writer import GraphWriter
 
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
-_GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
+GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 
@@ -31,7 +31,7 @@ class Queries:
         """Take note of a call with no tensor as its result, if it asks such a thing."""
         if name in _LAYOUT_QUERIES and self.layout_read_at is None:
             self.layout_read_at = self._writer.location()
-        if name in _GRAD_QUERIES and self.gradients_read_at is None:
+        if name in GRAD_QUERIES and self.gradients_read_at is None:
             self.gradients_read_at = self._writer.location()
             self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
         if isinstance(result, torch.dtype):

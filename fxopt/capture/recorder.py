@@ -25,7 +25,7 @@ from fxopt.capture.decisions import ARRAYS, READS, Decisions
 from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.operators import Operators
-from fxopt.capture.queries import Queries
+from fxopt.capture.queries import GRAD_QUERIES, Queries
 from fxopt.capture.randomness import Draws
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
@@ -179,6 +179,9 @@ class Recorder(PreDispatchTorchFunctionMode):
             raise TraceError(
                 f"the forward calls {name!r}: a graph cannot hold what it does to gradients. {self.writer.where()}"
             )
+        if name == "__get__" and property_name(function) in GRAD_QUERIES:
+            self.queries.note(property_name(function), args, result)  # `grad_fn` may be None
+            return False
         if result is None:
             if not is_write_name(name) and function not in _side_effectful_functions:
                 raise TraceError(

@@ -5,6 +5,7 @@ import copy
 import enum
 import gc
 import itertools
+import pickle
 import random
 import weakref
 
@@ -461,6 +462,57 @@ def test_whether_a_tensor_takes_gradients_is_guarded_where_the_forward_reads_it(
         gm(X.clone().requires_grad_())
     with torch.no_grad(), pytest.raises(fxopt.GuardError, match="captured with grad on"):
         gm(X)
+
+
+def of_a_parameter(self, x):
+    return x * 2 if self.dense.weight.requires_grad else x * 3
+
+
+def of_a_result(self, x):
+    return x * 2 if self.dense(x).requires_grad else x * 3
+
+
+def graph_of_a_result(self, x):
+    return x * 3 if self.dense(x).grad_fn is None else x * 2
+
+
+def leaf(self, x):
+    return x * 3 if self.dense(x).is_leaf else x * 2
+
+
+@pytest.mark.parametrize("forward", [of_a_parameter, of_a_result, graph_of_a_result, leaf])
+def test_whether_a_parameter_takes_gradients_is_checked_where_the_forward_reads_it(forward):
+    model = module(forward, dense=nn.Linear(4, 4))
+    gm = fxopt.trace(model, (X,))
+    assert torch.equal(gm(X), X * 2)
+    copied = pickle.loads(pickle.dumps(gm))
+    for frozen in (gm.requires_grad_(False), copied.requires_grad_(False)):
+        with pytest.raises(
+            fxopt.GuardError, match=r"'dense.weight' .* has requires_grad=False, .*: it was True"
+        ):
+            frozen(X)
+    gm.requires_grad_(True)
+    assert torch.equal(gm(X), X * 2)
+    model.requires_grad_(False)
+    assert torch.equal(fxopt.trace(model, (X,))(X), X * 3)
+
+
+def test_a_merged_parameter_is_checked_like_those_that_it_came_from():
+    def forward(self, x):
+        return self.a(x) * self.b(x) * (2 if self.a.weight.requires_grad else 3)
+
+    gm = fxopt.trace(module(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (X,))
+    expected = gm(X)
+    merged = fxopt.MergeLinears()(gm)
+    torch.testing.assert_close(merged(X), expected)
+    with pytest.raises(fxopt.GuardError, match="has requires_grad=False"):
+        merged.requires_grad_(False)(X)
+
+
+def test_a_frozen_parameter_is_no_error_where_nobody_asks():
+    gm = fxopt.trace(nn.Sequential(nn.Linear(4, 4)), (X,))
+    expected = gm(X)
+    assert torch.equal(gm.requires_grad_(False)(X), expected)
 
 
 def test_an_integer_dtype_that_the_forward_reads_is_guarded():
