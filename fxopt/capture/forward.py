@@ -21,6 +21,7 @@ from fxopt.capture.guards import InputGuard
 from fxopt.capture.interception import intercepted
 from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.module import TracedModule
+from fxopt.capture.names import check_names
 from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD
@@ -157,6 +158,7 @@ class Capture:
 
     def module(self, alternatives: list[list[SizeGuard]]) -> TracedModule:
         """The graph module, which holds where one of these sets of guards does."""
+        check_names(self.graph)
         model, recorder, queries = self.request.model, self.recorder, self.recorder.queries
         root = torch.nn.Module()
         copy_tree(model, root, self.request.layers)

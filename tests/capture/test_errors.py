@@ -1,5 +1,6 @@
 """What cannot be captured, or run, is one clear error: what, where, what to do."""
 
+import re
 import threading
 
 import pytest
@@ -160,3 +161,52 @@ def test_a_container_of_another_form():
         gm((X, [X]), {"a": X}, (X, X))
     with pytest.raises(fxopt.GuardError, match=r"'point\.y'.*dimension 0 is 2"):
         gm((X, [X]), {"a": X}, Point(X, torch.zeros(2, 4)))
+
+
+@pytest.mark.parametrize("name", ["class", "None", 'a"b', "a\\b"])
+@pytest.mark.parametrize("holder", ["model", "inner"])
+def test_a_name_that_fx_cannot_write_is_an_error_that_names_it(name, holder):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Module()
+            {"model": self, "inner": self.inner}[holder].add_module(name, nn.Linear(4, 4))
+
+        def forward(self, x):
+            return {"model": self, "inner": self.inner}[holder]._modules[name](x)
+
+    path = name if holder == "model" else f"inner.{name}"
+    with pytest.raises(fxopt.TraceError, match=re.escape(f"uses {path!r}")):
+        fxopt.trace(Holds().eval(), (X,))
+
+
+def test_a_parameter_that_fx_cannot_write_is_an_error_that_names_it():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_parameter("lambda", nn.Parameter(torch.ones(4)))
+
+        def forward(self, x):
+            return x * getattr(self, "lambda")
+
+    with pytest.raises(fxopt.TraceError, match="uses 'lambda'"):
+        fxopt.trace(Scaled(), (X,))
+    model = nn.Sequential(Scaled())
+    assert torch.equal(fxopt.trace(model, (X,), leaf_modules=[Scaled])(X), model(X))
+
+
+@pytest.mark.parametrize("name", ["a b", "0x", "print", "self"])
+def test_other_names_are_no_errors(name):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(4, 4))
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+@pytest.mark.parametrize("name", ["class", "a b"])
+def test_an_input_that_is_no_name_is_an_error(name):
+    class Takes(nn.Module):
+        def forward(self, **inputs):
+            return inputs[name] * 2
+
+    with pytest.raises(fxopt.TraceError, match=f"the input '{name}' has a name that is no name in Python"):
+        fxopt.trace(Takes(), (), {name: X})
