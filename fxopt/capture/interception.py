@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._functorch.apis
+import torch._functorch.apis as functorch
+import torch._functorch.eager_transforms as eager_transforms
 import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
@@ -40,6 +41,13 @@ _MODES = {
     "is_autocast_enabled": "autocast",
     "is_inference_mode_enabled": "inference_mode",
 }
+# The functions of torch.func in which calls are made on wrapped tensors.
+_TRANSFORMS = (
+    (functorch, "vmap_impl"),
+    (functorch, "_chunked_vmap"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_jvp_with_argnums"),
+)
 
 
 @contextlib.contextmanager
@@ -56,7 +64,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _inference_mode(stack, recorder, active)
         _sdpa_kernel(stack, recorder, active)
         _autograd_function(stack, recorder, active)
-        _vmap(stack, recorder, active)
+        _transforms(stack, recorder, active)
         _checkpointing(stack, recorder, active)
         _conversions(stack, active)
         _queries(stack, recorder, active)
@@ -132,7 +140,8 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
             )
         if threading.get_ident() == thread and recorder.below:
             recorder.fail(
-                f"the autograd.Function {cls.__qualname__} is called under torch.vmap, where a graph cannot keep its backward"
+                f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
+                "where a graph cannot keep its backward"
             )
         bound = original.__get__(None, cls)
         return (
@@ -156,17 +165,27 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     )
 
 
-def _vmap(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    for name in ("vmap_impl", "_chunked_vmap"):
-        original: Any = getattr(torch._functorch.apis, name)
+def _transforms(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """`vmap`, `grad`, `jvp` and what torch.func makes of them."""
 
-        def vmap(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+    def recorded(call: Any) -> Any:
+        def transform(*args: Any, **kwargs: Any) -> Any:
             if not active():
-                return original(*args, **kwargs)
+                return call(*args, **kwargs)
             with recorder.below_transforms():
-                return original(*args, **kwargs)
+                return call(*args, **kwargs)
 
-        stack.enter_context(_replaced(torch._functorch.apis, name, vmap))
+        return transform
+
+    for owner, name in _TRANSFORMS:
+        stack.enter_context(_replaced(owner, name, recorded(owner.__dict__[name])))
+    forward: Any = recorded(eager_transforms.__dict__["_vjp_with_argnums"])
+
+    def vjp(*args: Any, **kwargs: Any) -> Any:
+        result, backward, *aux = forward(*args, **kwargs)
+        return result, recorded(backward), *aux
+
+    stack.enter_context(_replaced(eager_transforms, "_vjp_with_argnums", vjp))
 
 
 def _checkpointing(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -40,6 +40,7 @@ _RESHAPES_IN_PLACE = {
     *("resize_", "resize_as_", "set_", "as_strided_"),
 }
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+_DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 # What an operator asked of the sizes, with the answers.
@@ -70,7 +71,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.switches = ModeSwitches(writer)
         self.queries = Queries(writer)
         self.draws = Draws()
-        # Inside torch.vmap: calls are seen as the operators they come down to.
+        # Inside a transform of torch.func: calls are seen as the operators they come down to.
         self.below = False
         # The first error of ours; a forward may catch it, but a graph must not come of it.
         self.failure: TraceError | None = None
@@ -179,6 +180,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             raise TraceError(
                 f"the forward calls {name!r}: a graph cannot hold what it does to gradients. {self.writer.where()}"
             )
+        if name in _DUAL:
+            raise TraceError(
+                "the forward uses forward-mode AD (torch.autograd.forward_ad), whose levels a graph cannot hold: "
+                f"torch.func.jvp can be captured. {self.writer.where()}"
+            )
         if name == "__get__" and property_name(function) in GRAD_QUERIES:
             self.queries.note(property_name(function), args, result)  # `grad_fn` may be None
             return False
@@ -263,8 +269,8 @@ class Recorder(PreDispatchTorchFunctionMode):
     def below_transforms(self) -> Iterator[None]:
         """Record the operators to which the calls of the block come down.
 
-        Inside `torch.vmap` a call is made on wrapped tensors, which stand for slices that no node has; the operators
-        that torch makes of it are calls on whole tensors.
+        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which stand for slices or for tensors
+        of another level that no node has; the operators that torch makes of it are calls on whole tensors.
         """
         self.below = True
         operators = Operators(self.writer)

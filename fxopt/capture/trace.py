@@ -65,6 +65,11 @@ def trace(
         >>> traced(torch.zeros(5, 4)).shape
         torch.Size([5, 8])
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TraceError(
+            "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
+            "outside of it, and apply the transform to the captured module."
+        )
     layers = leaves(model, leaf_modules)
     taken = [
         name
