@@ -44,6 +44,7 @@ def repeats(capture: Capture, again: Capture) -> bool:
         _same_guards(capture, again, translated)
         and _same_graph(capture, again, same_size)
         and again.state == capture.state
+        and not again.changed_outside
     )
 
 

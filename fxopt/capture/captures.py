@@ -12,17 +12,19 @@ from fxopt.capture.decisions import Answers, TextQuestion, ValueQuestion, settle
 from fxopt.capture.forward import Capture
 from fxopt.capture.module import TracedModule
 from fxopt.capture.request import Request
-from fxopt.capture.shell import refused_change
+from fxopt.capture.shell import containers, refused_change
 from fxopt.capture.size_guards import SizeGuard
+from fxopt.capture.surroundings import refused_outside, restored
 from fxopt.errors import TraceError
 
 
 def capture(request: Request) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
     try:
-        made = _settled(request)
-        guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
-        alternatives = [guards, *_captured_at_one(made, guards)]
+        with restored(module for _, module in containers(request.model, request.layers)):
+            made = _settled(request)
+            guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
+            alternatives = [guards, *_captured_at_one(made, guards)]
         made.free.check_asked()
         return made.module(alternatives)
     except ValueQuestion as question:
@@ -62,10 +64,13 @@ def _check_next_call(made: Capture) -> None:
     It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
     same calls under the same guards and leaves the same state: then so does every later one.
     """
-    if not made.changes:
+    if made.changes:
+        refused = refused_change(next(iter(made.changes)))
+    elif made.changed_outside:
+        refused = refused_outside(next(iter(made.changed_outside)))
+    else:
         return
-    refused = refused_change(next(iter(made.changes)))
-    if any(isinstance(value, list) for value in made.changes.values()):
+    if any(isinstance(value, list) for value in made.changes.values()) or any(made.changed_outside.values()):
         raise refused
     again = Capture(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.randomness import generator_state
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.objects import is_open
 
@@ -61,6 +62,8 @@ class ContentsOf:
                 return kind, tuple(map(self._parts, value))
             if isinstance(value, dict):
                 return kind, tuple((self._parts(key), self._parts(item)) for key, item in value.items())
+            if (state := generator_state(value)) is not None:
+                return kind, state
             if is_open(value):
                 return kind, self._parts(vars(value))
             return kind  # nothing more is known about it

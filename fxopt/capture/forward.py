@@ -27,9 +27,10 @@ from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.request import Request
-from fxopt.capture.shell import Changes, Shell, copy_tree
+from fxopt.capture.shell import Changes, Shell, containers, copy_tree
 from fxopt.capture.size_guards import SizeGuard
 from fxopt.capture.sizes import Sizes
+from fxopt.capture.surroundings import Surroundings
 from fxopt.capture.tensor_sizes import TensorSizes
 from fxopt.capture.writer import GraphWriter
 from fxopt.errors import TraceError
@@ -46,6 +47,8 @@ class Capture:
     changes: Changes
     state: Changes
     hooks: dict[str, Any]
+    # What it has changed outside of the model, in words, and whether it has put a tensor there.
+    changed_outside: dict[str, bool]
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -71,6 +74,7 @@ class Capture:
         recorder = self.recorder = Recorder(writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes)
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)
+        surroundings = Surroundings(module for _, module in containers(request.model, request.layers))
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = writer.location
@@ -91,6 +95,7 @@ class Capture:
         raise_caught(recorder, shape_env)
         self.hooks = shell.hooks()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
+        self.changed_outside = surroundings.changed()
         self.placeholders.check_unchanged()
 
     def relied_on(self) -> list[Condition]:

@@ -12,6 +12,8 @@ import builtins
 import contextlib
 import copy
 import inspect
+import os
+import random
 import sys
 import threading
 import warnings
@@ -72,6 +74,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _keys(stack, active)
         _types(stack, active)
         _seeds(stack, recorder, active)
+        _entropy(stack, recorder, active)
         _lists(stack, active)
         _attention(stack, active)
         watch_masks(stack, recorder, active)
@@ -342,6 +345,34 @@ def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             original(*args, **kwargs)
 
         stack.enter_context(_replaced(sys.modules[name], "seed", seed))
+
+
+def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What the operating system draws, for `secrets`, `uuid4`, and generators without a seed."""
+
+    def refuse() -> None:
+        if active():
+            recorder.fail(
+                "the forward draws random numbers from the operating system, as generators without a seed do, and a graph "
+                "would hold those that it drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)"
+            )
+
+    for module, name in ((os, "urandom"), (random, "_urandom")):
+        original: Any = module.__dict__[name]
+
+        def urandom(size: int, original: Any = original) -> bytes:
+            refuse()
+            return bytes(original(size))
+
+        stack.enter_context(_replaced(module, name, urandom))
+    prepare: Any = random.Random.__init__
+
+    def __init__(self: Any, *seed: Any, **named: Any) -> None:
+        if seed in ((), (None,)) and not named:
+            refuse()
+        prepare(self, *seed, **named)
+
+    stack.enter_context(_replaced(random.Random, "__init__", __init__))
 
 
 def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

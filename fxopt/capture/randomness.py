@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from typing import Any
@@ -33,6 +34,13 @@ class Draws:
         random.setstate(self._before["random"][0])
         if "numpy.random" in self._before:
             sys.modules["numpy.random"].set_state(self._before["numpy.random"][0])
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator of Python or numpy, in a form that can be compared; None for what is none."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    return pickle.dumps(value) if type(value).__module__.startswith("numpy.random") else None
 
 
 def _states() -> dict[str, tuple[Any, Any]]:

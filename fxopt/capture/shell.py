@@ -79,8 +79,7 @@ class Shell:
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
-        inside = {id(part) for m in self.model.modules() if id(m) in self._layers for part in m.modules()}
-        self._containers = [(name, m) for name, m in self.model.named_modules() if id(m) not in inside]
+        self._containers = containers(self.model, self._layers)
         self._own = {
             id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
         }
@@ -168,6 +167,12 @@ class Shell:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
         return fake
+
+
+def containers(model: torch.nn.Module, layers: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules whose own forward is recorded, by name: those that are in no layer."""
+    inside = {id(part) for m in model.modules() if id(m) in layers for part in m.modules()}
+    return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:

@@ -48,6 +48,8 @@ CAPTURE = (
     Fault("module: the training mode is not checked", "capture/module.py", "            if module.training != flag:", "            if False:"),
     Fault("module: modes that the forward read are not checked", "capture/module.py", "            if modes.is_enabled(mode, self.device.type) != captured:", "            if False:"),
     Fault("module: frozen parameters are not seen", "capture/module.py", "            if allowed and parameter.requires_grad not in allowed:", "            if False:"),
+    Fault("surroundings: a counter in a global is not seen", "capture/surroundings.py", "if self._before.get(key) != now.get(key)}", "if False}"),
+    Fault("surroundings: functions that a function names are not followed", "capture/surroundings.py", "            self._follow(known.get(name), methods)\n", ""),
     Fault("writer: a constant is shared by all runs", "capture/writer.py", "            if fake._version != version or storage_of(fake) in returned:", "            if False:"),
     Fault("writer: a field with its default's value is left out", "capture/writer.py", "if given[f.name] is not f.default}", "if given[f.name] is f.default}"),
     Fault("writer: a slice loses its step", "capture/writer.py", "self.argument(value.stop), self.argument(value.step))", "self.argument(value.stop), None)"),

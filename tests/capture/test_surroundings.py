@@ -1,0 +1,186 @@
+"""State outside of a model that its forward changes: counters, caches, generators of random numbers."""
+
+import os
+import random
+import secrets
+import uuid
+
+import numpy
+import pytest
+import torch
+
+import fxopt
+from tests.capture.test_silent_changes import module
+
+X = torch.randn(3, 4)
+
+COUNTER = [0]
+CALLS = 0
+CACHE = {}
+TENSORS = {}
+NUMPY = numpy.random.default_rng(0)
+OLD_NUMPY = numpy.random.RandomState(0)
+PYTHON = random.Random(0)
+UNSEEDED = secrets.SystemRandom()
+
+
+class Counter:
+    calls = 0
+
+    def next(self):
+        self.calls += 1
+        return self.calls
+
+
+COUNTS = Counter()
+
+
+def in_a_list(self, x):
+    COUNTER[0] += 1
+    return x * COUNTER[0]
+
+
+def in_a_global(self, x):
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+def in_a_function_that_it_calls(self, x):
+    return in_a_list(self, x)
+
+
+def in_a_class(self, x):
+    Counter.calls += 1
+    return x * Counter.calls
+
+
+def in_an_object(self, x):
+    return x * COUNTS.next()
+
+
+def in_its_own_class(self, x):
+    type(self).calls = getattr(type(self), "calls", 0) + 1
+    return x * type(self).calls
+
+
+def in_a_default(self, x, calls=[0]):  # noqa: B006
+    calls[0] += 1
+    return x * calls[0]
+
+
+def in_itself(self, x):
+    in_itself.calls = getattr(in_itself, "calls", 0) + 1
+    return x * in_itself.calls
+
+
+def closure():
+    calls = 0
+
+    def in_a_closure(self, x):
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return in_a_closure
+
+
+def without_use(self, x):
+    COUNTER[0] += 1
+    return x if COUNTER[0] < 100 else -x
+
+
+def a_tensor_in_a_cache(self, x):
+    TENSORS.setdefault("ones", torch.ones(4))
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (in_a_list, "'COUNTER' of .*test_surroundings"),
+        (in_a_global, "'CALLS' of .*test_surroundings"),
+        (in_a_function_that_it_calls, "'COUNTER'"),
+        (in_a_class, "'calls' of .*Counter"),
+        (in_an_object, "'COUNTS'"),
+        (in_its_own_class, "'calls' of .*Made"),
+        (in_a_default, "'default 0' of .*in_a_default"),
+        (in_itself, "'calls' of .*in_itself"),
+        (closure(), "'calls' of .*in_a_closure"),
+        (without_use, "'COUNTER'"),
+        (lambda self, x: x * NUMPY.random(), "'NUMPY'"),
+        (lambda self, x: x * OLD_NUMPY.rand(), "'OLD_NUMPY'"),
+        (lambda self, x: x * PYTHON.random(), "'PYTHON'"),
+    ],
+)
+def test_state_outside_of_the_model_that_changes_is_refused(forward, name):
+    with pytest.raises(fxopt.TraceError, match=f"the forward changes {name}.*outside of the model"):
+        fxopt.trace(module(forward), (X,))
+
+
+def test_tensors_kept_outside_of_the_model_are_refused():
+    with pytest.raises(fxopt.TraceError, match="the forward changes 'TENSORS'"):
+        fxopt.trace(module(a_tensor_in_a_cache), (X,))
+    assert TENSORS == {}
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), numpy.random.default_rng(0)])
+def test_generators_of_a_module_are_refused(generator):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'generator'"):
+        fxopt.trace(module(lambda self, x: x * self.generator.random(), generator=generator), (X,))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: os.urandom(1)[0],
+        lambda: secrets.randbelow(100),
+        lambda: uuid.uuid4().fields[0],
+        lambda: UNSEEDED.random(),
+        lambda: random.Random().random(),
+        lambda: numpy.random.default_rng().random(),
+        lambda: numpy.random.RandomState().rand(),
+    ],
+)
+def test_random_numbers_of_the_operating_system_are_refused(draw):
+    with pytest.raises(fxopt.TraceError, match="from the operating system"):
+        fxopt.trace(module(lambda self, x: x * draw()), (X,))
+
+
+def test_what_is_outside_of_the_model_is_left_as_it_was():
+    before = COUNTER[0], COUNTS.calls, len(CACHE)
+    for forward in (in_a_list, in_an_object):
+        with pytest.raises(fxopt.TraceError):
+            fxopt.trace(module(forward), (X,))
+    fxopt.trace(module(filled_once), (X,))
+    assert before == (COUNTER[0], COUNTS.calls, len(CACHE))
+
+
+def test_generators_with_a_seed_draw_the_same_each_time():
+    def forward(self, x):
+        return x * random.Random(3).random() * numpy.random.default_rng(3).random()
+
+    model = module(forward)
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+def filled_once(self, x):
+    if "factor" not in CACHE:
+        CACHE["factor"] = 3
+    return x * CACHE["factor"]
+
+
+def test_a_cache_that_is_filled_once_makes_no_difference():
+    model = module(filled_once)
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+class Counts(torch.nn.Module):
+    def forward(self, x):
+        return in_a_list(self, x)
+
+
+def test_a_leaf_may_change_what_is_outside_of_the_model():
+    gm = fxopt.trace(module(lambda self, x: self.counts(x), counts=Counts()), (X,), leaf_modules=[Counts])
+    calls = COUNTER[0]
+    assert torch.equal(gm(X), X * (calls + 1))
