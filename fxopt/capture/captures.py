@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
+
+from torch.export import Dim
 
 from fxopt.capture.agreement import guards_at_one, holds_for, repeats
 from fxopt.capture.assumptions import guards_of
@@ -85,18 +88,27 @@ def _captured_at_one(made: Capture, guards: list[SizeGuard]) -> list[list[SizeGu
     """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
     Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
-    the answer often changes nothing in the graph. Whether it does is settled by capturing there too.
+    the answer often changes nothing in the graph. Whether it does is settled by capturing there too, but for sizes that
+    `dynamic_shapes` says are larger.
     """
     hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
-    excluded = [
-        symbol
-        for symbol, free in made.free.roots()
-        if free.dim is not None
-        and not all(
-            guard.holds({**hints, str(symbol): 1}) for guard in guards if str(symbol) in guard.symbols
-        )
-    ]
-    subsets = [(symbol,) for symbol in excluded] + ([tuple(excluded)] if len(excluded) > 1 else [])
+    asked = guards_of(made.free.asked(), made.shape_env.replace)
+    larger = {guard.symbols for guard in asked if not guard.holds(dict.fromkeys(guard.symbols, 1))}
+    # Dimensions that carry one name are of size 1 together.
+    groups: dict[Any, tuple[Any, ...]] = {}
+    for symbol, free in made.free.roots():
+        if free.dim is not None:
+            name = free.choice.__name__ if isinstance(free.choice, Dim) else symbol
+            groups[name] = (*groups.get(name, ()), symbol)
+    subsets = []
+    for group in groups.values():
+        ones = dict.fromkeys(map(str, group), 1)
+        about = [guard for guard in guards if ones.keys() & set(guard.symbols)]
+        allowed = not any((name,) in larger for name in ones)
+        if allowed and not all(guard.holds({**hints, **ones}) for guard in about):
+            subsets.append(group)
+    if len(subsets) > 1:
+        subsets.append(tuple(itertools.chain(*subsets)))
     found = (_captured_with_ones(made, subset) for subset in subsets)
     return [alternative for alternative in found if alternative is not None]
 

@@ -4,9 +4,11 @@ import operator
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 import fxopt
+from fxopt.capture.forward import Capture
 from tests.capture.models import (
     Aliases,
     Augmented,
@@ -398,3 +400,36 @@ def test_item_is_a_node():
 def test_malformed_dynamic_shapes(spec):
     with pytest.raises(fxopt.TraceError, match="dynamic_shapes"):
         fxopt.trace(SizeArithmetic(), (X,), dynamic_shapes=spec)
+
+
+class AsksForOne(nn.Module):
+    """Asks whether sizes are 1, where the answer makes no difference."""
+
+    def forward(self, x, y):
+        one = x.shape[0] == 1 or y.shape[0] == 1
+        return x.add(1) if one else 1 + x
+
+
+@pytest.mark.parametrize(
+    ("rows", "of_y", "expected"),
+    [
+        (Dim("rows", min=2), Dim("rows", min=2), []),
+        (Dim.DYNAMIC(min=2), Dim.AUTO(min=2), []),
+        (Dim("rows"), Dim("rows"), ["xy"]),  # both sizes are 1, or none
+        (Dim("rows", min=2), Dim("others"), ["y"]),
+        (Dim.AUTO, Dim.AUTO, ["x", "y", "xy"]),
+    ],
+)
+def test_captures_at_size_1_are_made_where_sizes_may_be_1(rows, of_y, expected, monkeypatch):
+    captures = []
+    record = Capture.record
+    monkeypatch.setattr(Capture, "record", lambda self: captures.append(self.request.at_one) or record(self))
+    x = torch.randn(5, 4)
+    gm = fxopt.trace(AsksForOne(), (x, x), dynamic_shapes=({0: rows}, {0: of_y}))
+    assert ["".join(sorted(where[-1] for where, _ in ones)) for ones in captures if ones] == expected
+    assert torch.equal(gm(x, x), x + 1)
+    if expected == ["xy"]:
+        assert torch.equal(gm(x[:1], x[:1]), x[:1] + 1)
+    if "x" not in "".join(expected):
+        with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+            gm(x[:1], x[:1])
