@@ -8,7 +8,13 @@ from typing import Any
 import sympy
 
 from fxopt.capture.assumptions import guards_of
-from fxopt.capture.comparison import names_at_run_time, same_calls, same_constants, same_results
+from fxopt.capture.comparison import (
+    names_at_run_time,
+    same_calls,
+    same_constants,
+    same_expression,
+    same_results,
+)
 from fxopt.capture.forward import Capture
 from fxopt.capture.size_guards import SizeGuard
 
@@ -21,7 +27,7 @@ def holds_for(capture: Capture, other: Capture) -> bool:
     translated = _translation(capture, other, names)
 
     def same_size(mine: Any, its: Any) -> bool:
-        return bool(capture.shape_env.replace(mine) == translated(its))
+        return same_expression(capture.shape_env.replace(mine), translated(its))
 
     return (
         capture.changes == other.changes
@@ -38,7 +44,7 @@ def repeats(capture: Capture, again: Capture) -> bool:
     translated = _translation(capture, again, {})
 
     def same_size(mine: Any, its: Any) -> bool:
-        return bool(capture.shape_env.replace(mine) == translated(its))
+        return same_expression(capture.shape_env.replace(mine), translated(its))
 
     return (
         _same_guards(capture, again, translated)
@@ -60,7 +66,7 @@ def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list
     def translated(expression: Any) -> Any:
         return at_one(translation(expression))
 
-    if not _same_graph(capture, other, lambda mine, size: bool(at_one(mine) == translated(size))):
+    if not _same_graph(capture, other, lambda mine, size: same_expression(at_one(mine), translated(size))):
         return None
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)

@@ -8,12 +8,35 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.expected import same_value
 from fxopt.capture.sizes import SymbolicNumber
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+
+
+def same_expression(one: Any, other: Any) -> bool:
+    """Whether two sympy expressions of sizes are equal for all sizes, as far as that can be told by arithmetic."""
+    if one == other:
+        return True
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    return bool(sympy.expand(_divided(one) - _divided(other)) == 0)
+
+
+def _divided(expression: Any) -> Any:
+    """An expression with each `(8*a*b)//8` in it as `a*b`."""
+    return expression.replace(FloorDiv, _quotient)
+
+
+def _quotient(numerator: Any, denominator: Any) -> Any:
+    if denominator.is_Integer:
+        terms = sympy.expand(numerator).as_coefficients_dict().items()
+        if all(term.is_integer and count % denominator == 0 for term, count in terms):
+            return sum(term * (count // denominator) for term, count in terms)
+    return FloorDiv(numerator, denominator)
 
 
 def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable[[Any, Any], bool]) -> bool:

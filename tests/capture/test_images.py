@@ -3,10 +3,18 @@
 import types
 
 import pytest
+import sympy
 import torch
-from transformers import ResNetConfig, ResNetForImageClassification
+from torch.utils._sympy.functions import FloorDiv
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
+)
 
 import fxopt
+from fxopt.capture.comparison import same_expression
 from fxopt.testing import randomise
 
 
@@ -58,6 +66,20 @@ def test_resnet_at_any_image_size(kind):
             torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)
 
 
+def test_segformer_at_other_image_sizes():
+    """Its attention over fewer keys computes their number by divisions that leave no rest."""
+    config = SegformerConfig(
+        num_encoder_blocks=1, depths=[1], hidden_sizes=[8], num_attention_heads=[2], sr_ratios=[8]
+    )
+    model = SegformerForImageClassification(config).double().eval()
+    randomise(model, seed=0)
+    gm = fxopt.symbolic_trace(model, ["pixel_values"])
+    for batch, height, width in [(1, 224, 224), (2, 64, 96), (1, 65, 100)]:
+        images = torch.randn(batch, 3, height, width, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)
+
+
 def test_a_size_in_the_config_is_the_only_one():
     model = Doubles()
     gm = fxopt.symbolic_trace(model, ["pixel_values"])
@@ -80,3 +102,22 @@ def test_sizes_are_fixed_where_free_ones_would_cost_more(model):
 def test_what_cannot_be_captured_at_one_size_is_an_error():
     with pytest.raises(fxopt.TraceError, match="decides on the value of a tensor"):
         fxopt.symbolic_trace(DependsOnValues(), ["pixel_values"])
+
+
+ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
+HALF = FloorDiv(ROWS, 2) + 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (HALF * COLUMNS, FloorDiv((8 * HALF - 8) * COLUMNS + 8 * COLUMNS, 8), True),
+        (FloorDiv(2 * HALF * COLUMNS + 4, -2), -HALF * COLUMNS - 2, True),
+        (HALF * COLUMNS, FloorDiv(12 * HALF * COLUMNS, 8), False),
+        (ROWS, 2 * FloorDiv(ROWS, 2), False),
+        (ROWS, FloorDiv(8 * ROWS + 9, 8), False),
+        (ROWS < COLUMNS, ROWS, False),
+    ],
+)
+def test_sizes_are_the_same_where_arithmetic_says_so(one, other, same):
+    assert same_expression(one, other) == same_expression(other, one) == same
