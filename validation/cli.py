@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
 from validation import compare, report, store, trend
+from validation.records import FAILING
 from validation.report import architectures
 
 app = typer.Typer(
@@ -80,7 +81,7 @@ def baseline_command(
     with _one_line_errors():
         table = store.read_run(run)
         sweep = architectures.is_sweep(table)
-        failed = int(table["outcome"].isin(compare.FAILING).sum())
+        failed = int(table["outcome"].isin(FAILING).sum())
         if failed and not sweep:
             raise store.ReportError(f"{run}: {failed} cases failed, so that it cannot be a baseline")
         directory.mkdir(parents=True, exist_ok=True)

@@ -9,24 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from validation.records import Check, Outcome
+from validation.records import FAILING, Check, Outcome
 from validation.store import measurements_of
 from validation.sweep import DEFAULT, FREE, STAGES
-
-# Outcomes, the worst first. What several cases come to together is the first of these that any of them had.
-WORST_FIRST = (
-    Outcome.CRASH,
-    Outcome.MEMORY,
-    Outcome.TIMEOUT,
-    Outcome.ERROR,
-    Outcome.FAIL,
-    Outcome.EXPECTED,
-    Outcome.REFUSED,
-    Outcome.NO_OP,
-    Outcome.PASS,
-    Outcome.SKIP,
-)
-FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
 
 CHANGE = ["regression", "kind", "id", "before", "after", "explanation"]
 

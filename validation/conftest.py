@@ -1,4 +1,4 @@
-"""The pytest layer: options, the plan as parameters, time limits, and the records brought to the reports."""
+"""The pytest layer: options, the plan as parameters, and time limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 import faulthandler
 import gc
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,15 @@ import torch
 
 import fxopt.passes
 from fxopt.transformation import Transformation
-from validation import report, store
-from validation.checks.latency import timing_threads
-from validation.gather import Death, Notes, complete, received, send
+from validation.gather import Notes, case_id, received, send
 from validation.plan import members, plan
-from validation.records import Case, Check, Outcome, Record
+from validation.records import Case, Check, Outcome
 from validation.run import Runner
 from validation.sweep import SOURCES, Architecture, architectures
 from validation.zoo import Entry, ZooError, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = pytest.StashKey[dict[str, Case]]()
+CASES = pytest.StashKey[Mapping[str, Case]]()
 LIMITS = pytest.StashKey[dict[str, float]]()
 RUNNER = pytest.StashKey[Runner]()
 NOTES = pytest.StashKey[Notes]()
@@ -81,7 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[RUNNER] = Runner(zoo, passes, notes.enter)
     else:
         config.stash[RUNNER] = Runner(zoo, passes)
-        config.pluginmanager.register(Gatherer(config, devices), "fxopt-gatherer")
+        # Here alone, because workers start sooner without the tables and plots of the reports.
+        from validation.controller import Controller
+
+        config.pluginmanager.register(Controller(config, config.stash[CASES], devices), "fxopt-controller")
         if getattr(config.option, "maxworkerrestart", None) is None:
             config.option.maxworkerrestart = str(MOST_RESTARTS)
 
@@ -138,7 +137,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """A case that was thrown out of `Runner.run` has a record as well."""
-    case = item.config.stash[CASES].get(_case_id(item.nodeid))
+    case = item.config.stash[CASES].get(case_id(item.nodeid))
     if case and call.when == "call" and call.excinfo and not received(item.user_properties):
         text = call.excinfo.exconly()
         outcome = Outcome.TIMEOUT if "from pytest-timeout" in text else Outcome.ERROR
@@ -160,84 +159,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return PhasedScheduling(
         config,
         log,
-        group_of=lambda item: f"{cases[_case_id(item)].model}-{cases[_case_id(item)].device}",
-        is_timed=lambda item: _is_timed(cases[_case_id(item)]),
+        group_of=lambda item: f"{cases[case_id(item)].model}-{cases[case_id(item)].device}",
+        is_timed=lambda item: _is_timed(cases[case_id(item)]),
     )
-
-
-class Gatherer:
-    """Collects the records in the controller and writes the reports at the end."""
-
-    def __init__(self, config: pytest.Config, devices: Sequence[str]) -> None:
-        self._config = config
-        self._devices = devices
-        self._directory = Path(tempfile.mkdtemp(prefix="fxopt-validation-"))
-        self._selected: list[str] = []
-        self._started: set[str] = set()
-        self._records: dict[str, Record] = {}
-        self._deaths: dict[str, Death] = {}
-        self._message = ""
-
-    def pytest_sessionstart(self) -> None:
-        self._run = store.Run.now(threads=timing_threads(), devices=self._devices)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["fx_notes"] = str(self._directory)
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._select([item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        self._select(ids)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._started.add(_case_id(nodeid))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if record := received(report.user_properties):
-            self._records[record.case.id] = record
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        if error:
-            case, death = Notes(self._directory, node.gateway.id).read()
-            self._deaths[case] = death
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        cases = self._config.stash[CASES]
-        selected = [cases[name] for name in self._selected if name in cases]
-        if not selected or self._config.option.collectonly:
-            return
-        stopped = session.shouldstop or session.shouldfail or exitstatus not in (0, 1)
-        left = [case for case in selected if case.id not in self._records and case.id not in self._started]
-        if stopped and (left or exitstatus not in (0, 1)):
-            self._message = (
-                f"no report was written: the run stopped with {len(left)} of {len(selected)} cases left"
-            )
-            return
-        records = complete(selected, self._records, self._started, self._deaths)
-        try:
-            files = report.write_run(records, self._config.getoption("--fx-report-dir"), self._run)
-            table = store.read_run(next(file for file in files if file.name == "records.parquet"))
-        except store.ReportError as error:
-            self._message = f"no report was written: {error}"
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-            return
-        self._message = report.terminal_summary(table, files)
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self._message:
-            terminalreporter.section("fxopt validation")
-            terminalreporter.line(self._message)
-
-    def pytest_unconfigure(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _select(self, ids: Sequence[str]) -> None:
-        self._selected = self._selected or [_case_id(nodeid) for nodeid in ids]
 
 
 def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry | Architecture]:
@@ -276,10 +200,6 @@ def _chosen(config: pytest.Config, option: str, known: Any) -> list[str]:
             f"{option} {unknown[0]}: not known; there are {', '.join(sorted(known)) or 'none'}"
         )
     return chosen
-
-
-def _case_id(nodeid: str) -> str:
-    return nodeid.partition("[")[2].removesuffix("]")
 
 
 def _is_timed(case: Case) -> bool:

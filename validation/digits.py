@@ -9,8 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import sklearn.datasets
-import sklearn.model_selection
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +49,9 @@ def accuracy(model: Callable[[Tensor], Any], dtype: torch.dtype, device: str, ba
 @functools.cache
 def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test images, float32 [n, 1, 32, 32] with mean 0 and deviation 1, and labels, int64 [n]."""
+    import sklearn.datasets  # only here: it takes as long as torch, and each worker would wait for it
+    import sklearn.model_selection
+
     loaded = sklearn.datasets.load_digits()
     images = torch.tensor(loaded.images, dtype=torch.float32)[:, None]
     images = nn.functional.interpolate(images, size=SIZE, mode="nearest")

@@ -29,6 +29,11 @@ def received(properties: Iterable[tuple[str, object]]) -> Record | None:
     return Record.from_json(json.loads(str(sent[-1]))) if sent else None
 
 
+def case_id(nodeid: str) -> str:
+    """The id of the case that a test of the harness is."""
+    return nodeid.partition("[")[2].removesuffix("]")
+
+
 class Notes:
     """What a worker is doing, and the stack if it is ended, in two files that the controller reads when it died.
 

@@ -34,6 +34,22 @@ class Outcome(enum.StrEnum):
     CRASH = "crash"  # the process that ran it died and sent nothing back
 
 
+# Outcomes, the worst first. What several cases come to together is the first of these that any of them had.
+WORST_FIRST = (
+    Outcome.CRASH,
+    Outcome.MEMORY,
+    Outcome.TIMEOUT,
+    Outcome.ERROR,
+    Outcome.FAIL,
+    Outcome.EXPECTED,
+    Outcome.REFUSED,
+    Outcome.NO_OP,
+    Outcome.PASS,
+    Outcome.SKIP,
+)
+FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Case:
     """One model, one pipeline of passes, one device, one check.

@@ -13,8 +13,7 @@ import torch
 
 from fxopt.transformation import Transformation
 from validation import checks
-from validation.compare import FAILING
-from validation.records import Case, Finding, Outcome, Record
+from validation.records import FAILING, Case, Finding, Outcome, Record
 from validation.subject import Staged, Subject
 from validation.sweep import Architecture
 from validation.zoo import Entry, why_missing

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from validation.compare import FAILING
 from validation.gather import send
-from validation.records import Case, Outcome
+from validation.records import FAILING, Case, Outcome
 from validation.run import Runner
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from validation.compare import FAILING
+from validation.records import FAILING
 from validation.store import ReportError, measurements_of
 
 DRIFT = ["id", "runs", "before", "recent", "change", "p"]

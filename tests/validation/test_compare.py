@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from validation import compare, store
-from validation.compare import FAILING, WORST_FIRST
-from validation.records import Case, Check, Outcome, Record
+from validation.records import FAILING, WORST_FIRST, Case, Check, Outcome, Record
 
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
 OTHER = dataclasses.replace(CASE, check=Check.TRACE, pipeline=())

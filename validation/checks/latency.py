@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import scipy.stats
 import torch
 
 from validation.records import Finding, Outcome
@@ -81,6 +80,8 @@ def time_pairs(
 
 def summarise(pairs: np.ndarray) -> dict[str, float | int]:
     """What the report shows of timed pairs: medians in milliseconds, the ratio transformed / baseline."""
+    import scipy.stats  # only here: it takes a second, and each worker would wait for it
+
     ratios = pairs[:, 1] / pairs[:, 0]
     interval = scipy.stats.bootstrap(
         (ratios,), np.median, n_resamples=2000, method="percentile", rng=np.random.default_rng(0)

@@ -10,8 +10,7 @@ import jinja2
 import pandas as pd
 import vl_convert
 
-from validation.compare import FAILING
-from validation.records import Outcome
+from validation.records import FAILING, Outcome
 from validation.report import plots, tables
 
 EXPORT = "window.vegaEmbed = vegaEmbed;"

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.compare import FAILING
-from validation.records import Outcome
+from validation.records import FAILING, Outcome
 from validation.report import tables
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from validation.compare import FAILING
+from validation.records import FAILING
 from validation.report import tables
 
 ROW_HEIGHT = 18  # pixels for one pipeline on one device

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.compare import FAILING, SHARES, WORST_FIRST
-from validation.records import Check, Outcome
+from validation.compare import SHARES
+from validation.records import FAILING, WORST_FIRST, Check, Outcome
 from validation.store import measurements_of
 
 ABSENT = "-"
