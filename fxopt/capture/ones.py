@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import TensorProperty
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"
@@ -79,6 +79,7 @@ class CaptureShapeEnv(ShapeEnv):
             self._questions is not None
             and isinstance(orig_expr, sympy.Rel)
             and len(orig_expr.free_symbols) == 1
+            and not free_unbacked_symbols(orig_expr)  # no size of an input
         ):
             with self.suppress_guards():
                 answer = super().evaluate_expr(orig_expr, *args, **kwargs)

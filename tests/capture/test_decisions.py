@@ -5,12 +5,14 @@ import math
 import pickle
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
 
 import fxopt
 from fxopt.capture.checks import check_decision
+from fxopt.capture.ones import CaptureShapeEnv
 from tests.capture.models import asserted
 from tests.capture.test_silent_changes import module
 
@@ -562,3 +564,12 @@ def test_a_size_of_one_that_squeeze_would_remove_is_refused(dim):
     one = -torch.ones(3, 4)
     one[1, 2] = 5
     assert right_or_refused(gm, model, X, X.abs(), one) == [False, False, True]
+
+
+def test_a_number_that_only_a_run_knows_is_no_size_to_settle_at_one():
+    shape_env = CaptureShapeEnv()
+    number = shape_env.create_unbacked_symint()
+    shape_env.learn(sympy.Gt(number.node.expr, 1))
+    with shape_env.in_operator() as questions:
+        assert number != 1
+    assert questions == {}  # a guard on entry could not know the number
