@@ -37,7 +37,7 @@ READS: dict[str, type] = {
 }
 ARRAYS = {"numpy", "__array__"}
 
-# Each question that is settled by looking at both sides costs two captures up to the next one.
+# Each question that is settled by looking at both sides costs two captures.
 _MOST_QUESTIONS = 50
 # Lines whose answers make no difference cost a capture for each combination of answers.
 _MOST_LINES = 3
@@ -262,27 +262,32 @@ def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool], line
     without asking.
     """
     answers, pending = Answers(dict.fromkeys(lines, True)), None
-    raising: dict[str, bool] = {}
+    question: ValueQuestion | None = None
     while True:
-        try:
-            made = capture(answers)
-            break
-        except ValueQuestion as question:
-            known = question.line in answers.at_lines
-            if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
-                raise
-            sure = _settled_by_error(capture, answers, question, raising)
-            if sure is not None:
-                answers = answers.and_then(sure)
-            elif len(answers.at_lines) < _MOST_LINES:
-                pending = pending or question
-                answers = Answers({**answers.at_lines, question.line: True}, answers.settled)
-            else:
-                raise
-        except TraceError:
-            if pending is None:
-                raise
-            raise pending from None
+        if question is None:
+            try:
+                made = capture(answers)
+                break
+            except ValueQuestion as asked:
+                question = asked
+            except TraceError:
+                if pending is None:
+                    raise
+                raise pending from None
+        known = question.line in answers.at_lines
+        if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
+            raise question
+        sides = {answer: _side(capture, answers, answer) for answer in (True, False)}
+        if (sides[True].error is None) != (sides[False].error is None):
+            answer = sides[True].error is None
+            answers = answers.and_then(Settled(answer, sides[not answer].error or ""))
+            question = sides[answer].question  # what a capture with these answers would ask
+        elif len(answers.at_lines) < _MOST_LINES:
+            pending = pending or question
+            answers = Answers({**answers.at_lines, question.line: True}, answers.settled)
+            question = None
+        else:
+            raise question
     return _of_any_answers(capture, agree, made, answers, pending) if answers.at_lines else made
 
 
@@ -311,34 +316,26 @@ def _of_any_answers(
     raise refusal
 
 
-def _settled_by_error(
-    capture: Callable[[Answers], Any], answers: Answers, question: ValueQuestion, raising: dict[str, bool]
-) -> Settled | None:
-    """The answer to the question after `answers` if the other one leads to an error of the model's own.
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """Where an answer leads: to an error of the model's own before anything else is asked, or to the next question."""
 
-    Both are tried; a side counts as raising if the forward ends there with an error and asks nothing before. What
-    raised at this line before (in an earlier layer) is tried first.
-    """
-    first = raising.get(question.where, False)
-    errors = {answer: _error_of(capture, answers, Settled(answer)) for answer in (first, not first)}
-    if (errors[True] is None) == (errors[False] is None):
-        return None
-    answer = errors[True] is None
-    raising[question.where] = not answer
-    return Settled(answer, errors[not answer] or "")
+    error: str | None = None
+    question: ValueQuestion | None = None
 
 
-def _error_of(capture: Callable[[Answers], Any], answers: Answers, last: Settled) -> str | None:
-    """The error of the model's own to which the last of these answers leads."""
+def _side(capture: Callable[[Answers], Any], answers: Answers, answer: bool) -> _Side:
+    """Where the answer to the question after `answers` leads."""
+    last = Settled(answer)
     try:
         capture(answers.and_then(last))
-    except ValueQuestion:
-        return None
+    except ValueQuestion as question:
+        return _Side(question=question)
     except TraceError as failure:
         error = failure.__cause__
         if error is not None and last.asked and _is_raised(error):
-            return f"{type(error).__name__}: {error}"
-    return None
+            return _Side(f"{type(error).__name__}: {error}")
+    return _Side()
 
 
 def _is_raised(error: BaseException) -> bool:
