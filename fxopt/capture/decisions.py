@@ -11,6 +11,7 @@ import dataclasses
 import dis
 import itertools
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -20,8 +21,9 @@ import torch
 from fxopt.capture.canonical import canonical
 from fxopt.capture.checks import check_alike, check_decision, check_value
 from fxopt.capture.example_run import ExampleRun
+from fxopt.capture.messages import is_message
 from fxopt.capture.ones import CaptureShapeEnv
-from fxopt.capture.places import is_model_code
+from fxopt.capture.places import is_model_code, model_frame
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter, tensors_in
 from fxopt.errors import TraceError
@@ -57,7 +59,7 @@ class ValueQuestion(TraceError):
 
 
 class TextQuestion(ValueQuestion):
-    """The forward looks something up by a text that holds a value, as in `experts[f"expert_{number}"]`."""
+    """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
 
 
 Q = TypeVar("Q", bound=ValueQuestion)
@@ -112,7 +114,7 @@ class Decisions:
         self.checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
         self.open: ValueQuestion | None = None
-        # The last text that was made of a value which is not known.
+        # The last text that was made of a value which is not known, and that is no message.
         self.text_question: TextQuestion | None = None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,13 +133,19 @@ class Decisions:
             self._known[key] = self._decide(node, kind)
         return self._known[key]
 
-    def text(self, tensor: torch.Tensor, specification: str) -> str:
-        """What `format` gives for a tensor without dimensions."""
+    def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
+        """What `__format__` or `__repr__` gives for a tensor."""
         kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
-        if self._reads_texts and not tensor.is_complex():
+        number = name == "__format__" and not tensor.dim() and not tensor.is_complex()
+        if self._reads_texts and number:
             return format(self.read(f"__{kind.__name__}__", None, (tensor,), {}), specification)
-        self.text_question = self._question(self._writer.argument(tensor), str, TextQuestion)
+        self.note_text(tensor)
         return object.__format__(tensor, "")
+
+    def note_text(self, value: Any) -> None:
+        """Take note of a text that is made of a value which is not known."""
+        if not is_message(model_frame(sys._getframe(1))):
+            self.text_question = self._question(self._writer.argument(value), str, TextQuestion)
 
     def array(self, tensor: torch.Tensor) -> Any:
         """A tensor as a numpy array, all of whose values the graph then takes for granted."""

@@ -31,9 +31,12 @@ def explained(error: Exception, recorder: Recorder) -> Exception:
 
 
 def raise_caught(recorder: Recorder, shape_env: CaptureShapeEnv) -> None:
-    """Raise an error that the forward has caught: it has gone another way than it would with real tensors."""
-    if recorder.decisions.open:
-        raise recorder.decisions.open
+    """Raise an error that the forward has caught: it may have gone another way than it would with real tensors.
+
+    So it may have where it made a text of a value.
+    """
+    if recorder.decisions.open or recorder.decisions.text_question:
+        raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
     if recorder.failure or shape_env.failure:
         raise recorder.failure or _with_line(shape_env.failure, recorder.writer)
 

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxopt.capture import modes
 from fxopt.capture.autograd_functions import call_autograd_function
 from fxopt.capture.masks import watch_masks
+from fxopt.capture.messages import is_message
 from fxopt.capture.places import is_model_code
 from fxopt.capture.recorder import Recorder
 from fxopt.errors import TraceError
@@ -72,7 +73,7 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _queries(stack, recorder, active)
         _extremes(stack, active)
         _keys(stack, active)
-        _types(stack, active)
+        _types(stack, recorder, active)
         _seeds(stack, recorder, active)
         _entropy(stack, recorder, active)
         _lists(stack, active)
@@ -307,23 +308,29 @@ def _attention(stack: contextlib.ExitStack, active: Any) -> None:
     )
 
 
-def _types(stack: contextlib.ExitStack, active: Any) -> None:
-    """A free size is an int to the model: to `isinstance`, and as text, for which it must be known."""
+def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
     original: Any = builtins.isinstance
-    text: Any = torch.SymInt.__repr__
 
     def is_instance(value: Any, kinds: Any) -> bool:
         if type(value) is not torch.SymInt or original(value, kinds):
             return bool(original(value, kinds))
         return active() and is_model_code(sys._getframe(1).f_code.co_filename) and bool(original(0, kinds))
 
-    def __repr__(self: Any) -> str:
-        if active() and self.node.has_hint() and is_model_code(sys._getframe(1).f_code.co_filename):
-            return str(int(self))
-        return str(text(self))
-
     stack.enter_context(_replaced(builtins, "isinstance", is_instance))
-    stack.enter_context(_replaced(torch.SymInt, "__repr__", __repr__))
+    for cls, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
+        text: Any = cls.__dict__["__repr__"]
+
+        def __repr__(self: Any, text: Any = text, kind: Any = kind) -> str:
+            frame = sys._getframe(1)
+            if not active() or not is_model_code(frame.f_code.co_filename):
+                return str(text(self))
+            if not self.node.has_hint():
+                recorder.decisions.note_text(self)
+                return str(text(self))
+            return str(kind(self.node.hint if is_message(frame) else self))
+
+        stack.enter_context(_replaced(cls, "__repr__", __repr__))
 
 
 def _has_hint(value: Any) -> bool:

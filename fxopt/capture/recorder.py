@@ -126,8 +126,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
             return self._read_values(name, function, args, kwargs)
-        if name == "__format__" and not args[0].dim() and not _is_known(args):
-            return self.decisions.text(*args)
+        if name in ("__format__", "__repr__") and not _is_known(args):
+            return self.decisions.text(name, *args)
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
             return None
