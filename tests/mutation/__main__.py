@@ -26,7 +26,10 @@ LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
 
 _FIRST = {
-    "capture": [f"tests/capture/test_{name}.py" for name in ("silent_changes", "trace", "modes", "module")],
+    "capture": [
+        f"tests/capture/test_{name}.py"
+        for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
+    ],
     "batch_norm.py": ["tests/passes/test_fuse_batch_norm1d_in_linear.py", "tests/passes/test_undo_folds.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
 }

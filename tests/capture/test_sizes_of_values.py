@@ -1,0 +1,151 @@
+"""Sizes that tensors of the model, their values and arithmetic give: numbers of the graph, and no decisions."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from fxopt.capture.ones import CaptureShapeEnv
+from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
+from tests.capture.test_silent_changes import module
+
+
+def sliced_by_a_tensor(self, x):
+    n = (x[0] > 0).sum()
+    return x[:, :n]
+
+
+def divided_sizes(self, x):
+    half = torch.div(x.shape[0], 2, rounding_mode="trunc")
+    return x[:half], x.new_zeros(half, 3).view(half * 3)
+
+
+@pytest.mark.parametrize("forward", [sliced_by_a_tensor, divided_sizes])
+@pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC},)])
+def test_sizes_that_are_tensors_are_numbers_of_the_graph(forward, free):
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free)
+    assert not checks(gm)
+    rows = [X[:2], torch.cat([X, -X])] if free else []
+    assert not any(right_or_refused(gm, model, X, X.abs(), *rows))
+
+
+class PaddedToFrames(nn.Module):
+    """Pads to whole frames, as audio codecs do, with the numbers of the layer kept in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("stride", torch.tensor(3), persistent=False)
+        self.register_buffer("kernel", torch.tensor(5), persistent=False)
+        self.left = torch.tensor(4) // 2
+
+    def forward(self, x):
+        length = x.shape[-1]
+        frames = torch.ceil((length - self.kernel) / self.stride + 1).to(torch.int64) - 1
+        extra = frames * self.stride + self.kernel - length
+        if extra >= length:
+            raise ValueError("too short")
+        return nn.functional.pad(x, (self.left, extra))[..., self.left :].unfold(-1, 5, 3)
+
+
+def test_numbers_in_the_model_s_tensors_give_sizes():
+    model = PaddedToFrames()
+    gm = fxopt.trace(model, (torch.randn(2, 16),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    for size in range(8, 30):
+        x = torch.randn(3, size)
+        torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+    changed = copy.deepcopy(gm)
+    changed.stride.fill_(7)
+    with pytest.raises(fxopt.GuardError, match=r"test_sizes_of_values.py:\d+: `return nn.functional.pad"):
+        changed(torch.randn(2, 16))
+
+
+def test_a_rounded_number_is_no_size():
+    class Halves(nn.Module):
+        def forward(self, x):
+            # 2 ** 24 + 1 is no float32: the quotient is rounded.
+            return x[: torch.ceil((x.shape[0] + torch.tensor(2**24)) / 1).to(torch.int64) - 2**24]
+
+    model, x = Halves(), torch.randn(4, 2)
+    gm = fxopt.trace(model, (x,), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, x, torch.randn(6, 2), torch.randn(7, 2)) == [False, False, True]
+
+
+def test_a_number_that_the_forward_writes_is_no_constant():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.tensor(1))
+
+        def forward(self, x):
+            first = x[: self.seen + 0]
+            self.seen.add_(1)
+            return first.sum(0)
+
+    model = Growing()
+    gm = fxopt.trace(model, (X,))
+    mine = copy.deepcopy(gm)
+    for _ in range(3):
+        torch.testing.assert_close(mine(X), model(X), rtol=0, atol=0)
+
+
+def test_a_number_that_is_written_after_it_was_made_is_read_again():
+    class Written(nn.Module):
+        def forward(self, x):
+            n = torch.div(x.shape[0], 2, rounding_mode="floor")
+            n += 1
+            return nn.functional.pad(x, (0, n))
+
+    model = Written()
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, X, torch.randn(8, 4)) == [False, False]
+
+
+def test_rounding_of_sizes_becomes_nodes():
+    def forward(self, x):
+        return x + math.ceil(0.3 * x.shape[0]) + math.floor(x.shape[0] / 2) + math.trunc(0.7 * x.shape[0])
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    gm = pickle.loads(pickle.dumps(gm))
+    assert not any(right_or_refused(gm, model, *(torch.randn(rows, 4) for rows in range(2, 12))))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, size: nn.functional.interpolate(x[None, None], size=(size[0], size[1])),
+        lambda self, x, size: x.repeat(size[0], 1),
+        lambda self, x, size: nn.functional.pad(x, (size[0], size[1])),
+    ],
+    ids=["interpolate", "repeat", "pad"],
+)
+def test_sizes_that_an_input_holds_are_read_in_the_graph(forward):
+    model = module(forward)
+    gm = fxopt.trace(model, (X, torch.tensor([2, 3])))
+    for size in ((2, 3), (4, 2), (5, 7)):
+        torch.testing.assert_close(gm(X, torch.tensor(size)), model(X, torch.tensor(size)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [(), (0,), ((0,),)])
+def test_a_size_of_one_that_squeeze_would_remove_is_refused(dim):
+    model = module(lambda self, x: x * (1 + x[x > 0].squeeze(*dim).dim()))
+    gm = fxopt.trace(model, (X,))
+    one = -torch.ones(3, 4)
+    one[1, 2] = 5
+    assert right_or_refused(gm, model, X, X.abs(), one) == [False, False, True]
+
+
+def test_a_number_that_only_a_run_knows_is_no_size_to_settle_at_one():
+    shape_env = CaptureShapeEnv()
+    number = shape_env.create_unbacked_symint()
+    shape_env.learn(sympy.Gt(number.node.expr, 1))
+    with shape_env.in_operator() as questions:
+        assert number != 1
+    assert questions == {}  # a guard on entry could not know the number

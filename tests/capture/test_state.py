@@ -1,0 +1,216 @@
+"""State that a forward leaves behind: left out where no later call reads it, and refused elsewhere."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from tests.capture.test_silent_changes import module
+
+X = torch.randn(3, 4)
+
+
+def swapped(self, x):
+    return torch.func.functional_call(self.dense, {"weight": self.dense.weight * 2}, (x,))
+
+
+def retrained(self, x):
+    self.dropout.train()
+    return self.dropout(x)
+
+
+def reset(self, x):
+    self.dropout.p = 0.9
+    return self.dropout(x)
+
+
+def counted(self, x):
+    self.calls += 1
+    return x * self.calls
+
+
+def cached(self, x):
+    if self.cache is None:
+        self.cache = x * 2
+    return self.cache
+
+
+def listed(self, x):
+    self.history.append(x * 2)
+    return x
+
+
+def in_a_plain_list(self, x):
+    return self.layers[0](x)
+
+
+def hooked(self, x):
+    y = self.dense(x)
+    y.register_hook(lambda grad: grad * 10)
+    return y
+
+
+def saved(self, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2):
+        return x * self.dense.weight.sum()
+
+
+def seeded(self, x):
+    torch.manual_seed(5)
+    return x + torch.rand(4)
+
+
+def default_dtype(self, x):
+    torch.set_default_dtype(torch.float64)
+    return x
+
+
+def caught(self, x):
+    try:
+        return x if x.sum() > 0 else -x
+    except Exception:
+        return x
+
+
+def caught_assignment(self, x):
+    y = x * 1
+    try:
+        y.data = x * 2
+    except Exception:
+        return y
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (swapped, "changes weight of the layer 'dense'"),
+        (retrained, "changes training of the layer 'dropout'"),
+        (reset, "changes p of the layer 'dropout'"),
+        (counted, "assigns to 'calls'"),
+        (cached, "assigns to 'cache'"),
+        (listed, "assigns to 'history'"),
+        (in_a_plain_list, "not in the model's tree of modules"),
+        (hooked, "calls 'register_hook'"),
+        (saved, "saved_tensors_hooks"),
+        (seeded, r"torch\.manual_seed"),
+        (default_dtype, "default dtype"),
+        (caught, "decides on the value of a tensor"),
+        (caught_assignment, "attribute 'data'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_would_be_lost_is_refused(forward, message):
+    attributes = {"dense": nn.Linear(4, 4), "dropout": nn.Dropout(0.5), "layers": [nn.Linear(4, 4)]}
+    model = module(forward, calls=0, cache=None, history=[], **attributes)
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(model, (X,))
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+def last_seen(self, x):
+    self.last = x * 2  # written, and never read
+    return self.dense(x)
+
+
+def started_anew(self, x):
+    self.cache = None
+    if self.cache is None:
+        self.cache = x.new_zeros(x.shape)
+    self.cache = self.cache + x
+    return self.cache * 2
+
+
+def moved(self, x):
+    self.table = self.table.to(x.device)
+    self.dense = self.dense.to(x.device)
+    return self.dense.to(torch.float32)(x) + self.table
+
+
+def remembered_size(self, x):
+    self.rows = float(3)
+    return self.dense(x)
+
+
+@pytest.mark.parametrize("forward", [last_seen, started_anew, moved, remembered_size])
+@pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC},)])
+def test_state_that_alters_no_later_call_is_left_out(forward, free):
+    model = module(forward, dense=nn.Linear(4, 4), cache=None, table=torch.ones(4))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=free)
+    for x in [X, X + 1, *([X[:2]] if free else [])]:
+        assert torch.equal(gm(x), model(x))
+    assert not hasattr(gm, "last")
+
+
+def counted_without_use(self, x):
+    self.calls += 1
+    return x if self.calls < 10 else -x
+
+
+def kept_by_size(self, x):
+    if self.cache is None or self.cache.shape != x.shape:
+        self.cache = torch.ones(x.shape)
+    return x * 2
+
+
+def kept(self, x):
+    if self.cache is None:
+        self.cache = torch.ones(x.shape)
+    return x * 2
+
+
+def counted_in_a_dict(self, x):
+    self.held["calls"] = self.held.get("calls", 0) + 1
+    return x * self.held["calls"]
+
+
+def counted_in_an_object(self, x):
+    self.held.calls = getattr(self.held, "calls", 0) + 1
+    return x * self.held.calls
+
+
+def counted_in_a_set(self, x):
+    self.held.add(len(self.held))
+    return x * len(self.held)
+
+
+def counted_by_python(self, x):
+    return x * next(self.held)
+
+
+class Held:
+    """A plain object."""
+
+
+@pytest.mark.parametrize(
+    ("forward", "held"),
+    [
+        (counted_in_a_dict, {}),
+        (counted_in_an_object, Held()),
+        (counted_in_a_set, set()),
+        (counted_by_python, itertools.count(1)),
+    ],
+)
+def test_state_in_objects_of_a_module_is_refused(forward, held):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'held'"):
+        fxopt.trace(module(forward, held=held), (X,))
+
+
+def test_what_a_forward_sets_anew_in_an_object_is_left_out():
+    def forward(self, x):
+        self.held.factor = 3
+        self.table["rows"] = x.shape[1]
+        return x * self.held.factor + self.table["rows"]
+
+    model = module(forward, held=Held(), table={})
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+@pytest.mark.parametrize("forward", [counted_without_use, kept_by_size, kept])
+def test_state_that_might_alter_a_later_call_is_refused(forward):
+    with pytest.raises(fxopt.TraceError, match="assigns to '(calls|cache)'"):
+        fxopt.trace(module(forward, calls=0, cache=None), (X,))
