@@ -11,11 +11,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
+import functools
 import inspect
 import os
 import random
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -246,17 +248,26 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
 
 
 def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
-    """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too."""
-    for name in ("max", "min"):
+    """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
+
+    Of sizes that only a run knows, the graph computes them.
+    """
+    for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
         original: Any = getattr(builtins, name)
 
-        def choose(*args: Any, original: Any = original, name: str = name, **options: Any) -> Any:
+        def choose(
+            *args: Any, original: Any = original, name: str = name, symbolic: Any = symbolic, **options: Any
+        ) -> Any:
+            if len(args) == 1 and type(args[0]) is types.GeneratorType and active():
+                args = (list(args[0]),)
             values = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
             if not any(type(value) is torch.SymInt for value in values) or options or not active():
                 return original(*args, **options)
-            known = all(type(value) is int or _has_hint(value) for value in values)
-            if not known or not is_model_code(sys._getframe(1).f_code.co_filename):
+            sizes = all(type(value) in (int, torch.SymInt) for value in values)
+            if not sizes or not is_model_code(sys._getframe(1).f_code.co_filename):
                 return original(*args)
+            if not all(type(value) is int or _has_hint(value) for value in values):
+                return functools.reduce(symbolic, values)
             best = original(values, key=_hint)
             for value in values:
                 assert best >= value if name == "max" else best <= value  # puts the guard

@@ -149,3 +149,21 @@ def test_a_number_that_only_a_run_knows_is_no_size_to_settle_at_one():
     with shape_env.in_operator() as questions:
         assert number != 1
     assert questions == {}  # a guard on entry could not know the number
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_the_least_and_most_of_sizes_that_only_a_run_knows_are_computed(generator):
+    class Best(nn.Module):
+        def forward(self, x):
+            found = [row[row > 0] for row in x.unbind()]
+            sizes = (each.shape[0] for each in found)
+            longest = max(sizes if generator else list(sizes))
+            table = x.new_zeros(len(found), longest)
+            for row, each in zip(table, found, strict=True):
+                row[: each.shape[0]] = each
+            return table, found[0].topk(min(2, found[0].shape[0])).values
+
+    traced = fxopt.trace(Best(), (X,))
+    for x in (X, -X, X.roll(1, 0), -X.roll(1, 1), X.abs(), torch.eye(3, 4)):
+        for actual, expected in zip(traced(x), Best()(x), strict=True):
+            assert actual.equal(expected)
