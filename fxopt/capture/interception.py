@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import logging
 import os
 import random
 import sys
@@ -66,6 +67,8 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(torch.compiler, "_is_compiling_flag", True))
         stack.enter_context(_replaced(torch.compiler, "_is_exporting_flag", True))
+        # It logs each error of an operator before raising it, and some are answers to questions asked here.
+        stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         _inference_mode(stack, recorder, active)
         _sdpa_kernel(stack, recorder, active)
         _autograd_function(stack, recorder, active)

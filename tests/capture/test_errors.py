@@ -1,5 +1,6 @@
 """What cannot be captured, or run, is one clear error: what, where, what to do."""
 
+import logging
 import re
 import threading
 
@@ -210,3 +211,15 @@ def test_an_input_that_is_no_name_is_an_error(name):
 
     with pytest.raises(fxopt.TraceError, match=f"the input '{name}' has a name that is no name in Python"):
         fxopt.trace(Takes(), (), {name: X})
+
+
+def test_an_error_is_raised_and_not_logged_as_well(monkeypatch):
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return x.topk(9).values
+
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    with pytest.raises(fxopt.TraceError, match="k not in range"):
+        fxopt.trace(Wrong(), (X,))
+    assert logged == []
