@@ -74,10 +74,10 @@ def _reason(attention: str, declared: bool) -> str:
 
 
 def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """A node and all that it is computed from."""
+    """A mask and what it is made of; not what went into a layer that gives a part of it, such as a bias by position."""
     seen, left = {node}, [node]
     while left:
         yield (taken := left.pop())
-        new = [source for source in taken.all_input_nodes if source not in seen]
+        new = [source for source in taken.all_input_nodes if source not in seen and taken.op != "call_module"]
         seen.update(new)
         left.extend(new)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture.canonical import canonical, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
+from fxopt.capture.indexing import are_numbers, selected, with_tensors
 from fxopt.capture.memo import CallMemo, CaptureFakeMode
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.operators import Operators
@@ -111,7 +112,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
             return self._tensor_from_data(function, args, kwargs)
-        if function is torch.tensor and args and _are_numbers(args[0]) and not kwargs.get("requires_grad"):
+        if function is torch.tensor and args and are_numbers(args[0]) and not kwargs.get("requires_grad"):
             return self._tensor_from_numbers(args[0], kwargs)
         if kwargs.get("out") is not None:
             out = kwargs["out"]
@@ -122,6 +123,10 @@ class Recorder(PreDispatchTorchFunctionMode):
                 bound.arguments["inplace"] = False
                 return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
         name = getattr(function, "__name__", "")
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], with_tensors(args[1], self._call), *args[2:])
+        if name == "__getitem__" and (result := selected(args[0], args[1], self._call)) is not None:
+            return result
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
@@ -360,15 +365,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         out.copy_(result)
         self.record(torch.Tensor.copy_, (out, result), {}, out)
         return out
-
-
-def _are_numbers(data: Any) -> bool:
-    """Whether data is a list of tensors of one number each, which only a run knows."""
-    return (
-        isinstance(data, (list, tuple))
-        and bool(data)
-        and all(isinstance(item, torch.Tensor) and item.dim() == 0 for item in data)
-    )
 
 
 @functools.lru_cache(maxsize=1024)

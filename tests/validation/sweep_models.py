@@ -48,6 +48,22 @@ class Different(Good):
         return super().forward(x) * (1 + 1e-7 if torch.compiler.is_exporting() else 1)
 
 
+class Rounds(Good):
+    """Converts to float32 on the way, and divides in two ways that are one to that precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).to(torch.float32)
+        return (y * (1 / 3) if torch.compiler.is_exporting() else y / 3).to(x.dtype)
+
+
+class Counts(Good):
+    """Decides on a number that is another one in lower precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if int((1e6 * y.abs()).sum()) % 1000 < 0.1 else y * 3
+
+
 class DifferentAtOtherSizes(Good):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 if torch.compiler.is_exporting() else x.shape[0] // 2)
@@ -97,8 +113,8 @@ class Parametrized(Good):
 MODELS = {
     cls.__name__.lower(): cls
     for cls in (
-        *(Decides, Different, DifferentAtOtherSizes, Good, Infinite, OneBatch, OneSequence, Parametrized),
-        *(Reads, Single, Unbuilt, Unrunnable, Unseeded),
+        *(Counts, Decides, Different, DifferentAtOtherSizes, Good, Infinite, OneBatch, OneSequence),
+        *(Parametrized, Reads, Rounds, Single, Unbuilt, Unrunnable, Unseeded),
     )
 }
 

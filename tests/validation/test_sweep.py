@@ -203,6 +203,9 @@ def test_a_sweep_is_one_row_an_architecture_and_a_page_that_agrees(harness: Any,
     assert harness("--fx-peer", "torch.export") == pytest.ExitCode.TESTS_FAILED
     table = store.read_run(tmp_path / "architectures")
     assert sorted(table["model"]) == sweep_models.model_types()
+    rows = table.set_index("model")
+    assert "decides on a value" in rows.loc["counts", "guarded_ChangePrecision"]
+    assert 1e-9 < rows.loc["rounds", "relative_error"] < 1e-6
     text = (tmp_path / "architectures/architectures.md").read_text()
     for row in table.itertuples():
         lines = [line for line in text.splitlines() if line.startswith(f"| {row.model} |")]
@@ -211,16 +214,25 @@ def test_a_sweep_is_one_row_an_architecture_and_a_page_that_agrees(harness: Any,
         assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), row.model
     assert str(ROOT) not in text
     numbers = dict(page.summary(table).itertuples(index=False, name=None))
-    assert numbers["architectures"] == "13"
-    assert numbers["run eagerly"] == "10"
-    assert numbers["captured and right with default arguments"] == "60.0 % (6 of 10)"
-    assert numbers["captured and right, with `specialize=True` where that is needed"] == "70.0 % (7 of 10)"
-    assert numbers["past every stage"] == "70.0 % (7 of 10)"
+    assert numbers["architectures"] == "15"
+    assert numbers["run eagerly"] == "12"
+    assert numbers["captured and right with default arguments"] == "58.3 % (7 of 12)"
+    assert numbers["captured and right, with `specialize=True` where that is needed"] == "75.0 % (9 of 12)"
+    assert numbers["captured and right, to 1e-9"] == "58.3 % (7 of 12)"
+    assert numbers["past every stage"] == "75.0 % (9 of 12)"
     assert numbers["wrong without an error"] == "2"
-    assert numbers["batch size free, of those that have one"] == "85.7 % (6 of 7)"
+    assert numbers["batch size free, of those that have one"] == "77.8 % (7 of 9)"
     for number in numbers.values():
         assert f"| {number} |" in text
     assert report.write_views(table, tmp_path / "again")[0].read_text() == text
+
+
+def test_a_sweep_that_captures_nothing_has_a_page(harness: Any, tmp_path: Path) -> None:
+    harness("--fx-model", "unseeded")
+    assert (
+        "captured and right with default arguments"
+        in (tmp_path / "architectures/architectures.md").read_text()
+    )
 
 
 def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             _capture_and_use(subject, own, wide)
         except Exception as error:  # raised again below: the peer has its turn whatever happened
             failure = error
-        subject.measurements["max_rel"] = wide.worst
+        subject.measurements["relative_error"] = wide.worst
         if subject.entry.peer:
             with subject.entering("torch.export"):
                 _export(subject, wide)

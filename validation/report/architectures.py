@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from validation.records import Check, Outcome
@@ -64,7 +66,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "run eagerly": f"{len(ran):,}",
         "captured and right with default arguments": _of(right["captured"] == DEFAULT, ran),
         "captured and right, with `specialize=True` where that is needed": _of(ran["right"], ran),
-        "captured and right, to 1e-9": _of(ran["right"] & (ran["max_rel"] <= 1e-9), ran),
+        "captured and right, to 1e-9": _of(ran["right"] & (ran["relative_error"] <= 1e-9), ran),
         "past every stage": _of(ran["outcome"] == Outcome.PASS, ran),
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
     }
@@ -86,23 +88,25 @@ def _lines(table: pd.DataFrame) -> pd.DataFrame:
     """The table of the run with every fact, and what follows from the outcome."""
     stage = table["stage"]
     facts = {name: table.get(name, pd.Series("", table.index)).fillna("") for name in FACTS}
+    numbers = {name: table.get(name, pd.Series(math.nan, table.index)) for name in NUMBERS}
     past = [name for name in STAGES if STAGES.index(name) > STAGES.index("other sizes")]
     return table.assign(
         **facts,
+        **numbers,
         architecture=table["model"],
         runs=table["outcome"] != Outcome.SKIP,
         right=(table["outcome"] == Outcome.PASS) | ((table["outcome"] != Outcome.SKIP) & stage.isin(past)),
     )
 
 
+NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds")
 FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
 
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
-    seconds = [name for name in ("trace_seconds", "peer_seconds") if name in rows]
     view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
-    for name in ("nodes", "modules", "max_rel", *sites, *seconds):
+    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:]):
         view[tables.heading(name).removeprefix("sites ")] = [
             tables.shown(name, value) for value in rows[name]
         ]

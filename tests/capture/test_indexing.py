@@ -1,0 +1,80 @@
+"""Indices that only a run knows: `x[scores.argmax()]` and its like."""
+
+import pytest
+import torch
+from torch.export import Dim
+
+import fxopt
+from tests.capture.test_silent_changes import module
+
+X = torch.randn(4, 5, 6, dtype=torch.float64)
+NUMBERS = [torch.tensor(n) for n in ([0, 1, 2], [3, 0, 1], [-1, -4, 2], [2, 2, 2])]
+
+INDICES = {
+    "a tensor": lambda n: n[0],
+    "a number": lambda n: n[0].item(),
+    "two": lambda n: (n[0], n[1]),
+    "after a slice": lambda n: (slice(1, None), n[0]),
+    "after all": lambda n: (slice(None), n[0]),
+    "after an ellipsis": lambda n: (..., n[0]),
+    "before an ellipsis": lambda n: (n[0], ..., n[1].item()),
+    "around a number": lambda n: (n[0], 1, n[1]),
+    "around a new dimension": lambda n: (n[0], None, n[1]),
+    "a new dimension, a number and a slice": lambda n: (None, 2, n[0], slice(0, 6, 2)),
+    "all": lambda n: (n[0], n[1], n[2]),
+    "before a tensor": lambda n: (n[0], n),
+    "between tensors": lambda n: (n, n[0], n),
+    "after tensors and a new dimension": lambda n: (n, None, n.abs(), n[0]),
+    "before a mask": lambda n: (n[0], n.new_ones(5) > 0),
+    "after a mask": lambda n: (n.new_ones(4, 5) > 0, n[0]),
+    "before True": lambda n: (n[0], True),
+    "sequences": lambda n: (tuple(n), list(n)),
+    "a sequence after a slice": lambda n: (slice(1, 3), tuple(n)),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("free", [None, ({0: Dim.AUTO, 1: Dim.AUTO}, None)], ids=["fixed", "free"])
+def test_what_is_indexed_is_what_the_model_indexes(name, free):
+    model = module(lambda self, x, n: x[INDICES[name](n)] * 2)
+    gm = fxopt.trace(model, (X, NUMBERS[0]), dynamic_shapes=free)
+    for numbers in NUMBERS:
+        x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+        actual, expected = gm(x, numbers), model(y, numbers)
+        assert actual.equal(expected)
+        actual.sum().backward()
+        expected.sum().backward()
+        assert x.grad.equal(y.grad)
+
+
+@pytest.mark.parametrize("name", list(INDICES)[:11])
+def test_what_is_indexed_is_a_view(name):
+    def forward(self, x, n):
+        copy = x.clone()
+        copy[INDICES[name](n)].add_(1)
+        return copy
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X, NUMBERS[0]))
+    for numbers in NUMBERS:
+        assert gm(X, numbers).equal(model(X, numbers))
+
+
+def test_sequences_of_numbers_are_written_at():
+    def forward(self, x, n):
+        copy = x.clone()
+        copy[tuple(n), list(n)] = 0
+        return copy
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X, NUMBERS[0]))
+    for numbers in NUMBERS[:2]:
+        assert gm(X, numbers).equal(model(X, numbers))
+
+
+@pytest.mark.parametrize(
+    "index", [lambda n: n[0] > 1, lambda n: ([[True] * 5] * 4, n[0])], ids=["no dimension", "in a list"]
+)
+def test_masks_beside_numbers_are_refused(index):
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(lambda self, x, n: x[index(n)]), (X, NUMBERS[0]))
