@@ -53,7 +53,7 @@ class Architecture:
     name: str
     source: Source
     peer: bool = False
-    timeout: float = 120.0
+    timeout: float = 300.0
     tags: tuple[str, ...] = ()
 
 
