@@ -11,14 +11,15 @@ from types import FrameType
 _TELLING = {"logging", "warnings", "traceback"}
 # Between a text and the call that takes it, these decide.
 _DECIDING = (ast.Compare, ast.IfExp, ast.BoolOp, ast.Lambda, ast.Subscript)
-# Methods that keep what they are given.
-_KEEPING = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault"}
+# What tells by its name, as `logger.warning` does, and what checks, as `torch._check`; others may keep the text, or decide on it.
+_TELLERS = {"print", "warn", "warning", "debug", "info", "error", "critical", "exception"}
+_CHECKS = {"check", "assert"}
 
 
 def is_message(frame: FrameType | None) -> bool:
-    """Whether the text that is made in a frame now only tells: it is raised, or goes to a call of which nobody uses the result.
+    """Whether the text that is made in a frame now only tells: it is raised, printed or logged, or the message of a check.
 
-    That may be a check, `logger.warning` or `print`. Without the source it is not known, and so not taken for granted.
+    Without the source it is not known, and so not taken for granted.
     """
     if frame is None:
         return False
@@ -46,9 +47,10 @@ def is_message(frame: FrameType | None) -> bool:
 
 
 def _tells(call: ast.expr) -> bool:
-    return isinstance(call, ast.Call) and not (
-        isinstance(call.func, ast.Attribute) and call.func.attr in _KEEPING
-    )
+    if not isinstance(call, ast.Call) or not isinstance(call.func, (ast.Name, ast.Attribute)):
+        return False
+    name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+    return name.removesuffix("_once") in _TELLERS or not _CHECKS.isdisjoint(name.split("_"))
 
 
 @functools.lru_cache(maxsize=64)

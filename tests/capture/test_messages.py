@@ -43,6 +43,31 @@ def inside_a_call_that_writes(self, x):
     return y
 
 
+def put(kept, key, value):
+    kept[key] = value
+
+
+def kept_by_a_function(self, x):
+    names = {}
+    put(names, f"{x[0].argmax()}", 2)
+    return x * names.get("3", 1)
+
+
+def kept_as_an_attribute(self, x):
+    names = torch.nn.Module()
+    setattr(names, f"expert_{x[0].argmax()}", 2)
+    return x * getattr(names, "expert_3", 1)
+
+
+def decided_by_a_function(self, x):
+    def double_at(name):
+        nonlocal x
+        x = x * 2 if name == "3" else x
+
+    double_at(f"{x[0].argmax()}")
+    return x
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -63,7 +88,10 @@ def inside_a_call_that_writes(self, x):
         ),
         *(
             module(forward, expert_3=2)
-            for forward in (looked_up, asked_for, kept, formatted_later, inside_a_call_that_writes)
+            for forward in (
+                *(looked_up, asked_for, kept, formatted_later, inside_a_call_that_writes),
+                *(kept_by_a_function, kept_as_an_attribute, decided_by_a_function),
+            )
         ),
     ],
 )
@@ -85,8 +113,14 @@ def warned(self, x):
     warnings.warn(f"the sum is {x.sum()}", stacklevel=1)
 
 
+def check_rows(x, message):
+    if x.shape[0] == 0:
+        raise ValueError(message)
+
+
 def checked(self, x):
-    torch._check(x.shape[0] > 0, f"no rows in {x}")  # as in transformers
+    torch._check(x.shape[0] > 0, f"no rows in {x}")
+    check_rows(x, f"no rows in {x}")  # as in transformers
     assert x.shape[0] > 0, f"no rows in {x}"
 
 
@@ -133,3 +167,15 @@ def test_a_size_in_a_message_stays_free():
 
     gm = fxopt.trace(module(forward), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
     assert torch.equal(gm(X[:2]), X[:2] * 2)
+
+
+def test_a_size_in_a_text_that_a_function_may_keep_is_guarded():
+    def forward(self, x):
+        kept = {}
+        put(kept, f"{x.shape[0]} rows", x * 2)
+        return kept
+
+    gm = fxopt.trace(module(forward), (X,), dynamic_shapes=({0: Dim.AUTO},))
+    assert list(gm(X)) == ["3 rows"]
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 2"):
+        gm(X[:2])
