@@ -25,8 +25,9 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
-    make_mask: Any = masking.ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
-    attend: Any = modeling.ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
+    # What is registered for all; a user's own function in a registry goes before it, and stays.
+    make_mask: Any = masking.AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
+    attend: Any = modeling.AttentionInterface._global_mapping[_IMPLEMENTATION]
     # For each mask that may be left out, whether it is causal.
     causal: dict[torch.fx.Node, bool] = {}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Aimv2TextConfig, Aimv2TextModel
+from transformers import Aimv2TextConfig, Aimv2TextModel, masking_utils, modeling_utils
 
 import fxopt
 from fxopt.errors import TraceError
@@ -61,3 +61,13 @@ def test_one_query_sees_every_token_either_way() -> None:
     model = text_model("sdpa", False)
     traced = fxopt.trace(model, kwargs=inputs(0, length=1))
     assert_equivalent(model, traced, kwargs=inputs(0, length=1))
+
+
+def test_what_a_user_has_put_into_a_registry_stays_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    registries = (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    for registry in registries:
+        monkeypatch.setitem(registry._local_mapping, "sdpa", print)
+    before = [dict(type(registry)._global_mapping) for registry in registries]
+    fxopt.trace(torch.nn.Linear(2, 2), (torch.ones(2),))
+    assert before == [type(registry)._global_mapping for registry in registries]
+    assert all(registry["sdpa"] is print for registry in registries)
