@@ -82,8 +82,11 @@ class CaptureFakeMode(FakeTensorMode):
 
 
 def _are_contiguous(tensors: Sequence[Any]) -> bool:
-    """Whether all are fake, and known to be contiguous at every size."""
-    return all(isinstance(tensor, FakeTensor) and is_contiguous_or_false(tensor) for tensor in tensors)
+    """Whether all are fake, of values that are not known, and known to be contiguous at every size."""
+    return all(
+        isinstance(tensor, FakeTensor) and tensor.constant is None and is_contiguous_or_false(tensor)
+        for tensor in tensors
+    )
 
 
 class _Bare(torch.Tensor):

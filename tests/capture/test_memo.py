@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxopt
 from fxopt.capture.memo import CallMemo
+from tests.capture.test_silent_changes import module
 from tests.capture.test_transformers import bert, groupvit, resnet, text
 
 X = torch.randn(4, 4)
@@ -213,3 +214,9 @@ def test_gradients_that_the_forward_takes_through_remembered_calls():
     model = Gradient()
     y = torch.randn(4, 4, requires_grad=True)
     assert all(map(torch.equal, fxopt.trace(model, (X, y))(X, y), model(X, y)))
+
+
+def test_numbers_that_are_known_stay_known():
+    model = module(lambda self, x: x[: torch.tensor(3).relu()] * int(torch.tensor(-1).relu() + 2))
+    gm = fxopt.trace(model, (X,))
+    assert torch.equal(gm(X), X[:3] * 2)
