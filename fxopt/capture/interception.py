@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import copy
 import functools
 import inspect
 import logging
@@ -273,7 +272,7 @@ def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
                 return functools.reduce(symbolic, values)
             best = original(values, key=_hint)
             for value in values:
-                assert best >= value if name == "max" else best <= value  # puts the guard
+                bool(best >= value if name == "max" else best <= value)  # puts the guard
             return best
 
         stack.enter_context(_replaced(builtins, name, choose))
@@ -303,9 +302,14 @@ def _lists(stack: contextlib.ExitStack, active: Any) -> None:
         key = id(self), self._version
         if key not in known:
             known[key] = self, original(self)
-        return copy.copy(known[key][1])
+        return _new_lists(known[key][1])
 
     stack.enter_context(_replaced(FakeTensor, "tolist", tolist))
+
+
+def _new_lists(listed: Any) -> Any:
+    """The same numbers in lists that the forward may change."""
+    return list(map(_new_lists, listed)) if type(listed) is list else listed
 
 
 def _attention(stack: contextlib.ExitStack, active: Any) -> None:

@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import sympy
@@ -14,6 +16,7 @@ import fxopt
 from fxopt.capture.ones import CaptureShapeEnv
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
 from tests.capture.test_silent_changes import module
+from tests.capture.test_trace import assert_same
 
 
 def sliced_by_a_tensor(self, x):
@@ -167,3 +170,29 @@ def test_the_least_and_most_of_sizes_that_only_a_run_knows_are_computed(generato
     for x in (X, -X, X.roll(1, 0), -X.roll(1, 1), X.abs(), torch.eye(3, 4)):
         for actual, expected in zip(traced(x), Best()(x), strict=True):
             assert actual.equal(expected)
+
+
+def test_lists_of_numbers_are_new_each_time():
+    def forward(self, x, n):
+        rows = n.tolist()
+        rows[0][0] = rows[1][1] = 100
+        again = n.tolist()
+        return x * again[0][0] + again[1][1], x * rows[0][0]
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X, torch.tensor([[1, 2], [3, 4]])))
+    for n in (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])):
+        assert_same(gm(X, n), model(X, n))
+
+
+def test_the_larger_of_sizes_is_guarded_where_python_leaves_assertions_out():
+    code = (
+        "import fxopt, torch; from torch.export import Dim; x = torch.ones(3, 4)\n"
+        "class M(torch.nn.Module):\n"
+        "    def forward(self, x): return x.new_zeros(max(x.shape[0], 3))\n"
+        "gm = fxopt.trace(M(), (x,), dynamic_shapes=({0: Dim.AUTO},))\n"
+        "try: gm(x[:2])\n"
+        "except fxopt.GuardError: print('guarded')"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "guarded\n"
