@@ -17,14 +17,14 @@ from fxopt.capture.module import TracedModule
 from fxopt.capture.request import Request
 from fxopt.capture.shell import containers, refused_change
 from fxopt.capture.size_guards import SizeGuard
-from fxopt.capture.surroundings import refused_outside, restored
+from fxopt.capture.surroundings import Surroundings, refused_outside
 from fxopt.errors import TraceError
 
 
 def capture(request: Request) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
     try:
-        with restored(module for _, module in containers(request.model, request.layers)):
+        with Surroundings(module for _, module in containers(request.model, request.layers)).restored():
             made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_captured_at_one(made, guards)]

@@ -14,7 +14,7 @@ from fxopt.capture.randomness import generator_state
 from fxopt.capture.sizes import SymbolicNumber
 from fxopt.objects import is_open
 
-_COLLECTIONS = (list, tuple, set, frozenset, collections.deque)
+_SEQUENCES = (list, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
@@ -32,12 +32,14 @@ class ContentsOf:
     def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
         self._named = named
         self._known: dict[int, Contents] = {}
-        self._inside: list[int] = []
+        # Objects that can be changed, in the order in which they were met in the one described now.
+        self._met: dict[int, int] = {}
         self._has_tensors = False
 
     def __call__(self, value: Any) -> Contents:
         if id(value) not in self._known:
             self._has_tensors = False
+            self._met = {}
             parts = self._parts(value)
             self._known[id(value)] = Contents(parts, None if self._has_tensors else value)
         return self._known[id(value)]
@@ -52,20 +54,26 @@ class ContentsOf:
             self._has_tensors = True
             return str(value)
         kind = type(value).__qualname__
-        if id(value) in self._inside:
-            return kind, self._inside.index(id(value))
-        self._inside.append(id(value))
-        try:
-            if isinstance(value, (set, frozenset)):
-                return kind, frozenset(map(self._parts, value))
-            if isinstance(value, _COLLECTIONS):
-                return kind, tuple(map(self._parts, value))
-            if isinstance(value, dict):
-                return kind, tuple((self._parts(key), self._parts(item)) for key, item in value.items())
-            if (state := generator_state(value)) is not None:
-                return kind, state
-            if is_open(value):
-                return kind, self._parts(vars(value))
-            return kind  # nothing more is known about it
-        finally:
-            self._inside.pop()
+        if id(value) in self._met:
+            return kind, self._met[id(value)]
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(self._parts_of_one, tuple(value)))
+        if isinstance(value, tuple):
+            return kind, tuple(map(self._parts, value))
+        if (state := generator_state(value)) is not None:
+            return kind, state
+        self._met[id(value)] = len(self._met)
+        if isinstance(value, _SEQUENCES):
+            return kind, tuple(map(self._parts, tuple(value)))  # another thread may change it meanwhile
+        if isinstance(value, dict):
+            return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
+        if is_open(value):
+            return kind, self._parts(vars(value))
+        return kind  # nothing more is known about it
+
+    def _parts_of_one(self, item: Any) -> Any:
+        """The parts of one item of a set, whose others have no order and are as if they were not met."""
+        met = dict(self._met)
+        parts = self._parts(item)
+        self._met = met
+        return parts

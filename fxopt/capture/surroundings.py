@@ -6,8 +6,10 @@ call. What its code names is compared before and after it ran; what stands behin
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,14 +23,33 @@ from fxopt.objects import is_open
 
 _METHODS = (property, staticmethod, classmethod)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module, *_METHODS)
+_HOLDERS = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+_ABSENT = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Where names are looked up, in words, with what is there; `write` and `remove` change what a name stands for."""
+
+    place: str
+    read: Callable[[], Mapping[str, Any]]
+    write: Callable[[str, Any], Any]
+    remove: Callable[[str], Any]
 
 
 class Surroundings:
     """The values that the forwards of `modules`, and the functions and classes that they name, can reach."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        # Where names are looked up, in words, with what is there.
-        self._scopes: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
+        self._scopes: list[_Scope] = []
         self._names: dict[int, set[str]] = {}
         self._seen: set[int] = set()
         for cls in {type(module): None for module in modules}:
@@ -42,22 +63,36 @@ class Surroundings:
         now = self._values()
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
-            f"{name!r} of {self._scopes[scope][0]}": (scope, name) in now and now[scope, name].kept is None
+            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now and now[scope, name].kept is None
             for scope, name in sorted(changed)
         }
 
-    def copies(self) -> list[tuple[Any, Any]]:
-        """Each list, dict, set and object among the values, with what is in it."""
-        values = [value for _, read in self._scopes for value in read().values()]
-        holders = [vars(value) if is_open(value) else value for value in values]
-        return [(holder, copy.copy(holder)) for holder in holders if type(holder) in (list, dict, set)]
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give names back what they stood for, and all lists, dicts, sets and objects behind them what was in them."""
+        names = [(scope, dict(scope.read())) for scope in self._scopes]
+        holders = [(holder, copy.copy(holder)) for holder in _holders([values for _, values in names])]
+        try:
+            yield
+        finally:
+            for holder, before in holders:
+                if _identities(holder) != _identities(before):
+                    holder.clear()
+                    holder.update(before) if isinstance(holder, (dict, set)) else holder.extend(before)
+            for scope, values in names:
+                now = dict(scope.read())
+                for name in now.keys() - values.keys():
+                    scope.remove(name)
+                for name, value in values.items():
+                    if now.get(name, _ABSENT) is not value:
+                        scope.write(name, value)
 
     def _values(self) -> dict[tuple[int, str], Contents]:
         contents = ContentsOf(id)
         return {
-            (scope, name): contents(value)
-            for scope, (_, read) in enumerate(self._scopes)
-            for name, value in read().items()
+            (number, name): contents(value)
+            for number, scope in enumerate(self._scopes)
+            for name, value in scope.read().items()
             if not isinstance(value, _CODE)
         }
 
@@ -73,34 +108,42 @@ class Surroundings:
             return
         place = f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, type):
-            self._scopes.append((place, lambda: {k: v for k, v in vars(value).items() if k[:2] != "__"}))
+            self._scopes.append(
+                _Scope(
+                    place,
+                    lambda: {k: v for k, v in dict(vars(value)).items() if k[:2] != "__"},
+                    lambda name, held: setattr(value, name, held),
+                    lambda name: delattr(value, name),
+                )
+            )
             return
         names, known = set(_names(value.__code__)), value.__globals__
         if id(known) not in self._names:
             used = self._names[id(known)] = set()
             self._scopes.append(
-                (value.__module__, lambda: {name: known[name] for name in used & known.keys()})
+                _Scope(
+                    value.__module__,
+                    lambda: {name: known[name] for name in used & known.keys()},
+                    known.__setitem__,
+                    known.__delitem__,
+                )
             )
         self._names[id(known)] |= names
-        self._scopes.append((place, lambda: {**_held(value), **value.__dict__}))
+        cells, own = _cells(value), value.__dict__
+        self._scopes += [
+            _Scope(
+                place,
+                lambda: _held(value),
+                lambda name, held: setattr(cells[name], "cell_contents", held),
+                lambda name: delattr(cells[name], "cell_contents"),
+            ),
+            _Scope(place, lambda: own, own.__setitem__, own.__delitem__),
+        ]
         for name in names:
             self._follow(known.get(name), methods)
             self._follow(methods.get(name), methods)
         for held in _held(value).values():
             self._follow(held, methods)
-
-
-@contextlib.contextmanager
-def restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Give lists, dicts, sets and objects around the modules back what was in them; a fake tensor must not stay there."""
-    copies = Surroundings(modules).copies()
-    try:
-        yield
-    finally:
-        for holder, before in copies:
-            if _identities(holder) != _identities(before):
-                holder.clear()
-                holder.extend(before) if type(holder) is list else holder.update(before)
 
 
 def refused_outside(change: str) -> TraceError:
@@ -112,11 +155,29 @@ def refused_outside(change: str) -> TraceError:
     )
 
 
+def _holders(names: Any) -> list[Any]:
+    """The lists, dicts and the like in a value, and in what is in them; those that hold the attributes of objects, too."""
+    found: dict[int, Any] = {}
+    left = [names]
+    while left:
+        value = left.pop()
+        holder = vars(value) if is_open(value) else value
+        if id(holder) in found or type(holder) not in (*_HOLDERS, tuple):
+            continue
+        found[id(holder)] = holder
+        left += _items(holder)
+    return [holder for holder in found.values() if type(holder) is not tuple]
+
+
+def _items(holder: Any) -> list[Any]:
+    """What is in a list, dict or the like; the keys of a dict as well."""
+    return [*holder, *(holder.values() if isinstance(holder, dict) else ())]
+
+
 def _identities(holder: Any) -> list[int]:
-    """Which objects are in a list, dict or set."""
-    if type(holder) is set:
-        return sorted(map(id, holder))
-    return [id(item) for item in (*holder, *(holder.values() if type(holder) is dict else ()))]
+    """Which objects are in it."""
+    identities = map(id, _items(holder))
+    return sorted(identities) if isinstance(holder, set) else list(identities)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -127,9 +188,14 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around a function."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
 def _held(function: types.FunctionType) -> dict[str, Any]:
     """What a function holds: variables of the functions around it, and defaults."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    cells = _cells(function).items()
     held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     held |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}
     return held | (function.__kwdefaults__ or {})

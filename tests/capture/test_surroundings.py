@@ -1,5 +1,7 @@
 """State outside of a model that its forward changes: counters, caches, generators of random numbers."""
 
+import collections
+import copy
 import os
 import random
 import secrets
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import fxopt
+from fxopt.capture.contents import ContentsOf
 from tests.capture.test_silent_changes import module
 
 X = torch.randn(3, 4)
@@ -145,6 +148,97 @@ def test_generators_of_a_module_are_refused(generator):
 def test_random_numbers_of_the_operating_system_are_refused(draw):
     with pytest.raises(fxopt.TraceError, match="from the operating system"):
         fxopt.trace(module(lambda self, x: x * draw()), (X,))
+
+
+KEPT = None
+NESTED = {"tensors": []}
+RECENT = collections.deque(maxlen=2)
+BY_NAME = collections.defaultdict(list)
+
+
+def kept_in_a_global(self, x):
+    global KEPT
+    KEPT = x * 2
+    return x
+
+
+def kept_in_a_class(self, x):
+    Counter.kept = x * 2
+    Counter.calls = x * 3
+    return x
+
+
+def kept_in_a_nested_list(self, x):
+    NESTED["tensors"].append(x * 2)
+    return x
+
+
+def kept_in_a_deque(self, x):
+    RECENT.append(x * 2)
+    return x
+
+
+def kept_in_a_defaultdict(self, x):
+    BY_NAME["kept"].append(x * 2)
+    return x
+
+
+def kept_in_itself(self, x):
+    kept_in_itself.kept = x * 2
+    return x
+
+
+def kept_in_a_closure():
+    kept = None
+
+    def forward(self, x):
+        nonlocal kept
+        kept = x * 2
+        return x
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(in_a_global, in_a_class, in_its_own_class, in_itself, kept_in_a_global, kept_in_a_class),
+        *(kept_in_a_nested_list, kept_in_a_deque, kept_in_a_defaultdict, kept_in_itself, kept_in_a_closure()),
+    ],
+)
+def test_nothing_of_a_capture_is_left_outside_of_the_model(forward):
+    def outside():
+        cells = [cell.cell_contents for cell in forward.__closure__ or ()]
+        held = (KEPT, CALLS, dict(vars(Counter)), NESTED, RECENT, BY_NAME, vars(forward), cells)
+        return repr((held, getattr(type(model), "calls", None)))
+
+    model = module(forward)
+    before = outside()
+    with pytest.raises(fxopt.TraceError, match="outside of the model"):
+        fxopt.trace(model, (X,))
+    assert outside() == before
+
+
+class Vertex:
+    def __init__(self):
+        self.tensor, self.others = torch.ones(1), []
+
+
+def test_objects_that_hold_each_other_are_described_once():
+    vertices = [Vertex() for _ in range(6)]
+    for vertex in vertices:
+        vertex.others += vertices
+    named = []
+    contents = ContentsOf(lambda tensor: named.append(tensor))
+    assert contents(vertices) == ContentsOf(lambda tensor: None)(copy.deepcopy(vertices))
+    assert len(named) == 6
+
+
+def test_another_thread_may_change_what_is_described():
+    values, recent, tensors = {"tensor": X}, collections.deque([X]), {X}
+    ContentsOf(lambda tensor: values.update(more=1))(values)
+    ContentsOf(lambda tensor: recent.append(1))(recent)
+    ContentsOf(lambda tensor: tensors.add(1))(tensors)
 
 
 def test_what_is_outside_of_the_model_is_left_as_it_was():
