@@ -119,6 +119,12 @@ def test_errors(was, now, expected, changes):
     assert kinds(changes(measured(max_abs_error=was), measured(max_abs_error=now))) == expected
 
 
+def test_the_error_of_an_architecture_is_the_machines(changes):
+    case = Case("bert", (), "cpu", Check.ARCHITECTURE)
+    before, after = ([Record(case, Outcome.PASS, measurements={"relative_error": e})] for e in (0.0, 1e-7))
+    assert kinds(changes(before, after)) == []
+
+
 def test_a_case_whose_errors_grew_is_one_row_with_the_one_that_grew_most(changes):
     before = measured(max_abs_error=1e-7, relative_error=1e-8, relative_error_original=1e-8)
     after = measured(max_abs_error=1e-5, relative_error=1e-5, relative_error_original=1e-3)
