@@ -117,6 +117,11 @@ class Decisions:
         # The last text that was made of a value which is not known, and that is no message.
         self.text_question: TextQuestion | None = None
 
+    @property
+    def specialised(self) -> bool:
+        """Whether the example inputs decide."""
+        return self._example is not None
+
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `function`, one of `READS`, gives on tensors."""
         kind = READS[name]

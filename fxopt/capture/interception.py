@@ -75,7 +75,8 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         _checkpointing(stack, recorder, active)
         _conversions(stack, active)
         _queries(stack, recorder, active)
-        _extremes(stack, active)
+        _extremes(stack, recorder, active)
+        _rounding(stack, active)
         _keys(stack, active)
         _types(stack, recorder, active)
         _seeds(stack, recorder, active)
@@ -249,10 +250,10 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
         stack.enter_context(_replaced(torch, name, ask))
 
 
-def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
+def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
 
-    Of sizes that only a run knows, the graph computes them.
+    Of sizes that only a run knows, the graph computes them; if it is specialised, they are decided.
     """
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
         original: Any = getattr(builtins, name)
@@ -269,13 +270,26 @@ def _extremes(stack: contextlib.ExitStack, active: Any) -> None:
             if not sizes or not is_model_code(sys._getframe(1).f_code.co_filename):
                 return original(*args)
             if not all(type(value) is int or _has_hint(value) for value in values):
-                return functools.reduce(symbolic, values)
+                decided = recorder.decisions.specialised
+                return original(*args) if decided else functools.reduce(symbolic, values)
             best = original(values, key=_hint)
             for value in values:
                 bool(best >= value if name == "max" else best <= value)  # puts the guard
             return best
 
         stack.enter_context(_replaced(builtins, name, choose))
+
+
+def _rounding(stack: contextlib.ExitStack, active: Any) -> None:
+    """`round` of a number that only a run knows: torch has no symbol for it, so the number is decided, as by `float`."""
+    original: Any = torch.SymFloat.__dict__["__round__"]
+
+    def __round__(self: Any, digits: int | None = None) -> Any:
+        if active() and not self.node.has_hint():
+            return round(float(self), digits)
+        return original(self, digits)
+
+    stack.enter_context(_replaced(torch.SymFloat, "__round__", __round__))
 
 
 def _keys(stack: contextlib.ExitStack, active: Any) -> None:

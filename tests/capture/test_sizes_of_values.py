@@ -154,22 +154,46 @@ def test_a_number_that_only_a_run_knows_is_no_size_to_settle_at_one():
     assert questions == {}  # a guard on entry could not know the number
 
 
+def table_of_found(generator):
+    def forward(self, x):
+        found = [row[row > 0] for row in x.unbind()]
+        sizes = (each.shape[0] for each in found)
+        longest = max(sizes if generator else list(sizes))
+        table = x.new_zeros(len(found), longest)
+        for row, each in zip(table, found, strict=True):
+            row[: each.shape[0]] = each
+        return table, found[0].topk(min(2, found[0].shape[0])).values
+
+    return module(forward)
+
+
 @pytest.mark.parametrize("generator", [False, True])
 def test_the_least_and_most_of_sizes_that_only_a_run_knows_are_computed(generator):
-    class Best(nn.Module):
-        def forward(self, x):
-            found = [row[row > 0] for row in x.unbind()]
-            sizes = (each.shape[0] for each in found)
-            longest = max(sizes if generator else list(sizes))
-            table = x.new_zeros(len(found), longest)
-            for row, each in zip(table, found, strict=True):
-                row[: each.shape[0]] = each
-            return table, found[0].topk(min(2, found[0].shape[0])).values
-
-    traced = fxopt.trace(Best(), (X,))
+    model = table_of_found(generator)
+    traced = fxopt.trace(model, (X,))
     for x in (X, -X, X.roll(1, 0), -X.roll(1, 1), X.abs(), torch.eye(3, 4)):
-        for actual, expected in zip(traced(x), Best()(x), strict=True):
+        for actual, expected in zip(traced(x), model(x), strict=True):
             assert actual.equal(expected)
+
+
+def test_the_least_and_most_of_sizes_are_decided_in_a_specialised_graph():
+    model = table_of_found(True)
+    traced = fxopt.trace(model, (X,), specialize=True)
+    assert traced.graph.find_nodes(op="call_function", target=torch.sym_max) == []
+    for x in (X, X.abs()):
+        for actual, expected in zip(traced(x), model(x), strict=True):
+            assert actual.equal(expected)
+    with pytest.raises(fxopt.GuardError, match="decides on a value"):
+        traced(X * torch.tensor([[-1.0], [1.0], [1.0]]))  # another row is the longest
+
+
+@pytest.mark.parametrize("digits", [None, 2])
+def test_a_rounded_number_is_decided(digits):
+    model = module(lambda self, x: x * round(x.sum().item() / 7, digits))
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(model, (X,))
+    gm = fxopt.trace(model, (X,), specialize=True)
+    assert right_or_refused(gm, model, X, X * 3) == [False, True]
 
 
 def test_lists_of_numbers_are_new_each_time():
