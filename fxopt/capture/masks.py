@@ -28,30 +28,38 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     make_mask: Any = masking.AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
     attend: Any = modeling.AttentionInterface._global_mapping[_IMPLEMENTATION]
-    # For each mask that may be left out, whether it is causal.
-    causal: dict[torch.fx.Node, bool] = {}
+    # For each mask that may be left out, whether it is causal, and what it was made from.
+    made_from: dict[torch.fx.Node, tuple[bool, dict[str, Any]]] = {}
 
     @functools.cache
-    def kinds(mask: torch.fx.Node) -> set[bool]:
-        return {causal[node] for node in _sources(mask) if node in causal}
+    def origins(mask: torch.fx.Node) -> list[tuple[bool, dict[str, Any]]]:
+        return [made_from[node] for node in _sources(mask) if node in made_from]
 
     def mask(*args: Any, **options: Any) -> Any:
         made = make_mask(*args, **options)
-        if active() and isinstance(made, torch.Tensor) and options.get("attention_mask") is not None:
+        if active() and isinstance(made, torch.Tensor):
             is_causal = options.get("allow_is_causal_skip", True)
             if is_causal or options.get("allow_is_bidirectional_skip", False):
-                causal[recorder.writer.argument(made)] = is_causal
+                made_from[recorder.writer.argument(made)] = is_causal, options
         return made
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
     ) -> Any:
         one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
-        if active() and causal and isinstance(attention_mask, torch.Tensor) and not one_query:
+        if active() and made_from and isinstance(attention_mask, torch.Tensor) and not one_query:
             given = options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
-            if (not declared) in kinds(recorder.writer.argument(attention_mask)):
-                recorder.fail(_reason(type(module).__name__, declared))
+            for is_causal, made in origins(recorder.writer.argument(attention_mask)):
+                if is_causal == declared:
+                    continue
+                # In a window, or with more keys than queries, the mask is left out on other grounds as well.
+                whole = not made.get("local_size") and made["q_length"] == made["kv_length"]
+                if not recorder.decisions.specialised or not whole:
+                    recorder.fail(_reason(type(module).__name__, declared))
+                padding = made.get("attention_mask")
+                if padding is None or bool(padding.all()):
+                    attention_mask = None
         return attend(module, query, key, value, attention_mask, *args, **options)
 
     for interface, original, watched in (
@@ -69,8 +77,8 @@ def _reason(attention: str, declared: bool) -> str:
     return (
         f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
         "transformers then leaves the mask out, and the module declares "
-        f"is_causal={declared}. A graph cannot be both; with attn_implementation='eager' the model always "
-        f"attends {with_mask}"
+        f"is_causal={declared}. A graph cannot be both: with attn_implementation='eager' the model always "
+        f"attends {with_mask}, and specialize=True takes what the example inputs give"
     )
 
 

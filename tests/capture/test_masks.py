@@ -5,7 +5,7 @@ import torch
 from transformers import Aimv2TextConfig, Aimv2TextModel, masking_utils, modeling_utils
 
 import fxopt
-from fxopt.errors import TraceError
+from fxopt.errors import GuardError, TraceError
 from fxopt.testing import assert_equivalent
 
 
@@ -49,6 +49,15 @@ def test_a_mask_that_is_not_what_attention_does_without_it_is_refused() -> None:
         fxopt.trace(model, kwargs=inputs(1))
 
 
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_a_specialised_graph_attends_as_the_example_inputs_have_it(hidden: int) -> None:
+    model = text_model("sdpa", False)
+    traced = fxopt.trace(model, kwargs=inputs(hidden), specialize=True)
+    assert_equivalent(model, traced, kwargs=inputs(hidden))
+    with pytest.raises(GuardError, match="decides on a value"):
+        traced(**inputs(1 - hidden))
+
+
 @pytest.mark.parametrize(("attention", "is_causal"), [("sdpa", True), ("eager", False)])
 def test_a_mask_that_changes_nothing_is_captured(attention: str, is_causal: bool) -> None:
     model = text_model(attention, is_causal)
@@ -71,3 +80,22 @@ def test_what_a_user_has_put_into_a_registry_stays_there_alone(monkeypatch: pyte
     fxopt.trace(torch.nn.Linear(2, 2), (torch.ones(2),))
     assert before == [type(registry)._global_mapping for registry in registries]
     assert all(registry["sdpa"] is print for registry in registries)
+
+
+class AlwaysMasked(torch.nn.Module):
+    """Attention of the model above under a causal mask that is made without a mask of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = text_model("sdpa", False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = masking_utils.create_causal_mask(self.inner.config, x, None, None)
+        return self.inner.encoder.layers[0].attention(x, attention_mask=mask)[0]
+
+
+def test_a_mask_that_is_left_out_for_want_of_padding_is_none_either() -> None:
+    model, x = AlwaysMasked(), torch.randn(2, 6, 16, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"declares is_causal=False"):
+        fxopt.trace(model, (x,))
+    assert_equivalent(model, fxopt.trace(model, (x,), specialize=True), (x,))
