@@ -55,7 +55,8 @@ class Capture:
         # The real value for each fake input.
         self.examples: dict[int, Any] = {}
         self.shape_env = CaptureShapeEnv()
-        self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        # `export` leaves the number in an input of no dimensions unknown: torch would guess the one of the example.
+        self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
         self.free = FreeSizes(self.shape_env)

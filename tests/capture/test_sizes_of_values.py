@@ -220,3 +220,39 @@ def test_the_larger_of_sizes_is_guarded_where_python_leaves_assertions_out():
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "guarded\n"
+
+
+@pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC}, None)])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, n: x[n.item()],
+        lambda self, x, n: x[: n.item()],
+        lambda self, x, n: x.narrow(0, 0, n.item()),
+        lambda self, x, n: x * n.item(),
+        lambda self, x, n: x.new_zeros(max(n.item(), 2)),
+        lambda self, x, n: torch.vmap(lambda column: column.narrow(0, 0, n.item()), 1)(x),
+    ],
+)
+def test_the_number_in_an_input_without_dimensions_is_read_in_the_graph(forward, free):
+    model = module(forward)
+    gm = fxopt.trace(model, (X, torch.tensor(2)), dynamic_shapes=free)
+    for n in (2, 1, 0):
+        assert torch.equal(gm(X, torch.tensor(n)), model(X, torch.tensor(n)))
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2), torch.tensor(2.0, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, n: x if n.item() > 1 else -x,
+        lambda self, x, n: x * int(n.item()),
+        lambda self, x, n: x if str(n.item())[0] == "2" else -x,
+        lambda self, x, n: torch.vmap(lambda row: row if n.item() > 1 else -row)(x),
+        lambda self, x, n: torch.vmap(lambda row: row[int(n.item())])(x),
+        lambda self, x, n: torch.func.grad(lambda y: y[int(n.item())].sum())(x),
+    ],
+)
+def test_decisions_on_the_number_in_an_input_are_refused(forward, number):
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(forward), (X, number))
