@@ -244,7 +244,8 @@ def _version(tensor: torch.Tensor) -> float:
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+    other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not other and tensor.dtype not in (torch.bool, torch.uint8)  # as an index, these are masks
 
 
 def holds_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -73,7 +73,14 @@ def test_sequences_of_numbers_are_written_at():
 
 
 @pytest.mark.parametrize(
-    "index", [lambda n: n[0] > 1, lambda n: ([[True] * 5] * 4, n[0])], ids=["no dimension", "in a list"]
+    "index",
+    [
+        lambda n: n[0] > 1,
+        lambda n: n[0].to(torch.uint8),
+        lambda n: (1, n[0].to(torch.uint8), slice(2)),
+        lambda n: ([[True] * 5] * 4, n[0]),
+    ],
+    ids=["no dimension", "of bytes", "of bytes beside others", "in a list"],
 )
 def test_masks_beside_numbers_are_refused(index):
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
