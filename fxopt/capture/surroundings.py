@@ -137,7 +137,7 @@ class Surroundings:
                 lambda name, held: setattr(cells[name], "cell_contents", held),
                 lambda name: delattr(cells[name], "cell_contents"),
             ),
-            _Scope(place, lambda: own, own.__setitem__, own.__delitem__),
+            _Scope(place, lambda: dict(own), own.__setitem__, own.__delitem__),
         ]
         for name in names:
             self._follow(known.get(name), methods)
