@@ -88,6 +88,7 @@ class Capture:
             raise reason from None if isinstance(reason, ValueQuestion) else error
         finally:
             recorder.draws.take_back()
+            surroundings.clear_caches()
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
             shape_env.decide = lambda expression: None

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import os
 import random
 import secrets
@@ -10,6 +11,7 @@ import uuid
 import numpy
 import pytest
 import torch
+from torch.export import Dim
 
 import fxopt
 from fxopt.capture.contents import ContentsOf
@@ -278,3 +280,25 @@ def test_a_leaf_may_change_what_is_outside_of_the_model():
     gm = fxopt.trace(module(lambda self, x: self.counts(x), counts=Counts()), (X,), leaf_modules=[Counts])
     calls = COUNTER[0]
     assert torch.equal(gm(X), X * (calls + 1))
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(4.0) * size
+
+
+class Tables(torch.nn.Module):
+    @staticmethod
+    @functools.lru_cache
+    def ones(size):
+        return torch.ones(size)
+
+    def forward(self, x):
+        return x * table(x.shape[1]) + self.ones(4)
+
+
+def test_no_fake_tensor_is_left_in_a_cache_of_functools():
+    for sizes in (None, ({0: Dim.AUTO},)):
+        gm = fxopt.trace(Tables(), (X,), dynamic_shapes=sizes)
+        for x in (X, X[:1], X[:2]) if sizes else (X,):
+            assert torch.equal(gm(x), Tables()(x))
