@@ -2,7 +2,8 @@
 
 Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
 not as its module declares. A graph always has the mask. Both are the same where the module declares what
-the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
+the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones:
+a decision on values, which is refused, or taken by the example inputs in a specialised graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _IMPLEMENTATION = "sdpa"  # the one of transformers' implementations that leaves
 
 
 def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """Refuse a mask that is not what the attention would do without it, if transformers is there."""
+    """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
