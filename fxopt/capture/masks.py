@@ -1,9 +1,12 @@
 """Masks that transformers leaves out for values that it does not read while it is traced.
 
 Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
-not as its module declares. A graph always has the mask. Both are the same where the module declares what
+not as its module declares. A graph has the mask. Both are the same where the module declares what
 the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones:
 a decision on values, which is refused, or taken by the example inputs in a specialised graph.
+
+A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
+eager model does. Some models rely on that, and could not use the mask if it were there.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
+    _leave_out_masks_without_padding(stack, masking, active)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     make_mask: Any = masking.AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
     attend: Any = modeling.AttentionInterface._global_mapping[_IMPLEMENTATION]
@@ -69,6 +73,18 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     ):
         interface.register(_IMPLEMENTATION, watched)
         stack.callback(interface.register, _IMPLEMENTATION, original)
+
+
+def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, active: Any) -> None:
+    """While torch is said to be exporting, transformers would not."""
+    original: Any = masking._ignore_bidirectional_mask_sdpa
+
+    def ignore(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        hides_nothing = padding_mask is None and local_attention_size is None
+        return active() and hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
+
+    masking._ignore_bidirectional_mask_sdpa = ignore
+    stack.callback(setattr, masking, original.__name__, original)
 
 
 def _reason(attention: str, declared: bool) -> str:

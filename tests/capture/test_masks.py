@@ -99,3 +99,38 @@ def test_a_mask_that_is_left_out_for_want_of_padding_is_none_either() -> None:
     with pytest.raises(TraceError, match=r"declares is_causal=False"):
         fxopt.trace(model, (x,))
     assert_equivalent(model, fxopt.trace(model, (x,), specialize=True), (x,))
+
+
+class WithoutPadding(torch.nn.Module):
+    """Attends in both directions, and leaves out every second token first, which a mask for all of them does not fit."""
+
+    def __init__(self, attention: str, window: int | None = None) -> None:
+        super().__init__()
+        self.inner = text_model(attention, False)
+        self.inner.config.sliding_window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inner.config.sliding_window is None:
+            mask = masking_utils.create_bidirectional_mask(self.inner.config, x, None)
+            x = x[:, ::2]
+        else:
+            mask = masking_utils.create_bidirectional_sliding_window_mask(self.inner.config, x, None)
+        if mask is not None and mask.shape[-1] != x.shape[1]:
+            raise ValueError("the mask is for another length")
+        return self.inner.encoder.layers[0].attention(x, attention_mask=mask)[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_in_both_directions_without_padding_is_left_out(attention: str) -> None:
+    model, x = WithoutPadding(attention), torch.randn(2, 6, 16, dtype=torch.float64)
+    traced = fxopt.trace(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},))
+    for length in (3, 7, 12):
+        assert_equivalent(model, traced, (x.repeat(2, 2, 1)[:, :length],))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_of_a_window_stays(attention: str) -> None:
+    model, x = WithoutPadding(attention, window=3), torch.randn(2, 6, 16, dtype=torch.float64)
+    traced = fxopt.trace(model, (x,))
+    assert not torch.allclose(model(x), WithoutPadding(attention, window=9)(x))
+    assert_equivalent(model, traced, (x,))
