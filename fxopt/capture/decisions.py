@@ -204,13 +204,14 @@ class Decisions:
         apart from all others, 0 is excluded, with a check.
         """
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
-        symbol = _sets_small_sizes_apart(expression)
-        if symbol is not None:
-            not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(symbol, 1), bool))
+        size = _size_of_few_set_apart(expression)
+        if size is not None:
+            not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
             if isinstance(not_empty, torch.fx.Node):
                 message = f"the graph assumes that a size is not 0. {self._writer.where()}"
                 self._writer.create("call_function", check_value, (not_empty, message), {}, None)
-                self._shape_env.learn(sympy.Ge(symbol, 1))
+                for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
+                    self._shape_env.learn(fact)
 
     def _by_line(self, node: torch.fx.Node, kind: type) -> bool | None:
         """The answer that the line gives which asks, if it does, with a check that all its questions have one answer."""
@@ -367,13 +368,15 @@ def _is_raised(error: BaseException) -> bool:
     return raises and (checks or is_model_code(code.co_filename))
 
 
-def _sets_small_sizes_apart(expression: Any) -> sympy.Symbol | None:
-    """The size of which a linear relation has one answer at 0 and 1, and the other one at all others."""
-    if not isinstance(expression, sympy.Rel) or len(expression.free_symbols) != 1:
+def _size_of_few_set_apart(expression: Any) -> sympy.Expr | None:
+    """The size that a relation compares with a number, with one answer at 0 and 1, and the other one at all others."""
+    if not isinstance(expression, sympy.Rel) or not all(s.is_integer for s in expression.free_symbols):
         return None
-    (symbol,) = expression.free_symbols
-    linear = sympy.diff(expression.lhs - expression.rhs, symbol).is_number
-    answers = [bool(expression.xreplace({symbol: sympy.Integer(size)})) for size in range(4)]
-    small, large = answers[:2], answers[2:]
-    apart = small[0] == small[1] != large[0] == large[1]
-    return symbol if symbol.is_integer and linear and apart else None
+    constant, terms = sympy.expand(expression.lhs - expression.rhs).as_coeff_Add()
+    factor, size = terms.primitive()
+    if size.could_extract_minus_sign():
+        factor, size = -factor, -size
+    if any(count < 0 for count in size.as_coefficients_dict().values()):
+        return None  # a difference may be negative
+    answers = [bool(expression.func(constant + factor * few, 0)) for few in range(4)]
+    return size if answers[0] == answers[1] != answers[2] == answers[3] else None

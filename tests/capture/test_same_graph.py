@@ -4,17 +4,20 @@ import copy
 import pickle
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
 
 import fxopt
 from fxopt.capture.checks import check_alike
+from fxopt.capture.decisions import _size_of_few_set_apart
 from tests.capture.test_decisions import checks, right_or_refused
 from tests.capture.test_silent_changes import module
 
 X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
 ROWS = ({0: Dim.AUTO},)
+U, V = sympy.symbols("u v", integer=True, nonnegative=True)
 
 
 def unused(self, x):
@@ -35,6 +38,15 @@ def causal(self, x):
     return nn.functional.scaled_dot_product_attention(
         found[None, :, None], found[None, :, None], found[None, :, None], is_causal=flag
     )
+
+
+def images(self, x, sizes, causal=False):
+    """As attention over the patches of images does, whose heights and widths a tensor holds."""
+    patches = torch.cat([x[:, :, :height, :width].flatten(2) for height, width in sizes.tolist()], dim=2)
+    heads = patches.transpose(1, 2).view(1, -1, 2, 2).transpose(1, 2)
+    flag = heads.shape[2] > 1 and causal
+    found = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=flag)
+    return found.transpose(1, 2).reshape(1, found.shape[2], -1)
 
 
 def chunks(self, x, lengths):
@@ -70,6 +82,41 @@ def test_answers_without_a_difference_need_no_check(forward, free):
 def test_a_size_of_zero_is_refused_where_a_question_sets_it_apart():
     gm = fxopt.trace(module(causal), (X,))
     assert right_or_refused(gm, module(causal), -X.abs()) == [True]
+
+
+def test_patches_of_images_of_any_size():
+    x, model = torch.randn(1, 4, 6, 6), module(images)
+    gm = fxopt.trace(model, (x, torch.tensor([[2, 4], [3, 3]])))
+    assert not checks(gm)
+    for sizes in ([[2, 4], [3, 3]], [[6, 6], [1, 2]], [[1, 0], [1, 1]], [[0, 0], [2, 1]]):
+        assert torch.equal(gm(x, torch.tensor(sizes)), model(x, torch.tensor(sizes)))
+    with pytest.raises(fxopt.GuardError, match="a size is not 0"):
+        gm(x, torch.tensor([[0, 3], [1, 0]]))
+
+    def causal(self, x, sizes):
+        return images(self, x, sizes, causal=True)
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(causal), (x, torch.tensor([[2, 4], [3, 3]])))
+
+
+@pytest.mark.parametrize(
+    ("relation", "size"),
+    [
+        (sympy.Gt(U * V, 1), U * V),
+        (sympy.Gt(6 * U * V + 6, 12), U * V),
+        (sympy.Lt(1, U + V), U + V),
+        (sympy.Le(U * V - 1, 0), U * V),
+        (sympy.Gt(U * V, 0), None),
+        (sympy.Gt(U * V, 2), None),
+        (sympy.Ne(U * V, 1), None),
+        (sympy.Gt(U - V, 1), None),
+        (sympy.Gt(sympy.Symbol("x", real=True), 1), None),
+        (sympy.Symbol("b"), None),
+    ],
+)
+def test_sizes_of_0_and_1_are_set_apart(relation, size):
+    assert _size_of_few_set_apart(relation) == size
 
 
 def test_all_answers_at_a_line_must_be_the_same():
