@@ -81,7 +81,7 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
 
     def ignore(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
         hides_nothing = padding_mask is None and local_attention_size is None
-        return active() and hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
+        return (active() and hides_nothing) or bool(original(padding_mask, kv_length, local_attention_size))
 
     masking._ignore_bidirectional_mask_sdpa = ignore
     stack.callback(setattr, masking, original.__name__, original)
