@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from fxopt.capture.randomness import generators, reason, restore, state_of
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.replaced import replaced
 
+_NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
+_OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subclasshook__"}
+
 
 def watch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """Refuse what nobody can know, and let seeds make the rest known."""
+    """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
     _seeds(stack, recorder, active)
+    _draws(stack, recorder, active)
     _entropy(stack, recorder, active)
 
 
@@ -29,6 +36,50 @@ def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             original(*args, **kwargs)
 
         stack.enter_context(replaced(sys.modules[name], "seed", seed))
+
+
+def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """A number that a forward draws and does not use is harmless, as one that drops layers in training alone."""
+    for name, generator in generators().items():
+        for function, original in list(vars(sys.modules[name]).items()):
+            if getattr(original, "__self__", None) is not generator or function in _NO_DRAWS:
+                continue
+
+            def draw(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+                if not active() or recorder.draws.is_seeded(name):
+                    return original(*args, **kwargs)
+                before = state_of(name)
+                drawn = original(*args, **kwargs)
+                if not isinstance(drawn, numbers.Number):
+                    return drawn
+                restore(name, before)
+                return _Undrawn(lambda: recorder.fail(reason(name)))
+
+            stack.enter_context(replaced(sys.modules[name], function, draw))
+
+
+class _Undrawn:
+    """Stands for a number that nobody can know: whatever is done with it calls `refuse`, which raises.
+
+    It is no float, because functions in C read the number in a float without asking its class.
+    """
+
+    __slots__ = ("refuse",)
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        object.__setattr__(self, "refuse", refuse)
+
+    def __getattribute__(self, name: str) -> Any:
+        _use(self)
+
+
+def _use(number: _Undrawn, *args: Any, **kwargs: Any) -> None:
+    object.__getattribute__(number, "refuse")()
+
+
+# Python looks for what operators and builtins do in the class.
+for _name in {*dir(float), *dir(int)} - {*vars(_Undrawn), *_OF_CLASSES}:
+    setattr(_Undrawn, _name, _use)
 
 
 def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher
 
-from fxopt.capture import metadata
+from fxopt.capture import metadata, randomness
 from fxopt.capture.assumptions import Condition, FreeSizes
 from fxopt.capture.checks import check_value
 from fxopt.capture.decisions import Decisions, ValueQuestion
@@ -143,10 +143,7 @@ class Capture:
         ):
             result = _run_forward(model, args, kwargs)
             for source in recorder.draws.drawn_from():
-                raise TraceError(
-                    f"the forward draws random numbers from Python's {source!r}, and a graph would hold those that it "
-                    "drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)."
-                )
+                raise TraceError(f"{randomness.reason(source)}.")
             with recorder.paused():
                 self._check_values()
                 recorder.writer.add_output(result)

@@ -29,11 +29,38 @@ class Draws:
         if name not in self.drawn_from():
             self._seeded.add(name)
 
+    def is_seeded(self, name: str) -> bool:
+        """Whether the numbers of this module follow a seed."""
+        return name in self._seeded
+
     def take_back(self) -> None:
         """Restore the states that were found."""
-        random.setstate(self._before["random"][0])
-        if "numpy.random" in self._before:
-            sys.modules["numpy.random"].set_state(self._before["numpy.random"][0])
+        for name, (state, _) in self._before.items():
+            restore(name, state)
+
+
+def generators() -> dict[str, Any]:
+    """The generator from which each module draws; the library does not need numpy, a model may."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return {"random": random._inst} | ({"numpy.random": numpy.mtrand._rand} if numpy else {})
+
+
+def state_of(name: str) -> Any:
+    """The state of the generator of a module."""
+    return random.getstate() if name == "random" else sys.modules[name].get_state()
+
+
+def restore(name: str, state: Any) -> None:
+    """Give the generator of a module a state that it had."""
+    random.setstate(state) if name == "random" else sys.modules[name].set_state(state)
+
+
+def reason(name: str) -> str:
+    """Why a number that a forward draws from one of these modules is refused."""
+    return (
+        f"the forward draws random numbers from Python's {name!r}, and a graph would hold those that it drew. Use "
+        "torch's, or make the module that draws them a leaf (leaf_modules=...)"
+    )
 
 
 def generator_state(value: Any) -> Any:
@@ -45,9 +72,8 @@ def generator_state(value: Any) -> Any:
 
 def _states() -> dict[str, tuple[Any, Any]]:
     """The state of each module, as it takes it back, and in a form that can be compared."""
-    state = random.getstate()
-    states: dict[str, tuple[Any, Any]] = {"random": (state, state)}
-    if "numpy.random" in sys.modules:  # the library does not need it, a model may
-        state = sys.modules["numpy.random"].get_state()
+    states = {name: (state, state) for name in generators() for state in (state_of(name),)}
+    if "numpy.random" in states:
+        state, _ = states["numpy.random"]
         states["numpy.random"] = state, (state[1].tobytes(), *state[2:])
     return states

@@ -43,6 +43,8 @@ _RESHAPES_IN_PLACE = {
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
+# All that is seen of `torch.IntTensor([1])` and the like: torch makes a fake of a tensor.
+_LEGACY_FROM_DATA: Any = torch.ops.aten.lift_fresh.default
 
 # What an operator asked of the sizes, with the answers.
 Questions = dict[Any, bool]
@@ -69,6 +71,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.decisions = decisions
         self.tensor_sizes = tensor_sizes
         self.memo = CallMemo(fake_mode)
+        self._fake_mode = fake_mode
         self.switches = ModeSwitches(writer)
         self.queries = Queries(writer)
         self.draws = Draws()
@@ -95,6 +98,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         try:
             if self._shell.stale and any(id(t) in self._shell.stale for t in tensors_in((args, kwargs))):
                 raise TraceError(f"the forward reads what an earlier call has left. {self.writer.where()}")
+            if function is _LEGACY_FROM_DATA and type(args[0]) is torch.Tensor:
+                return self._legacy_tensor(args[0])
             return self._call(function, self.writer.faked(args), self.writer.faked(kwargs))
         except TraceError as error:
             self.failure = self.failure or error
@@ -312,7 +317,20 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _tensor_from_data(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with unset_fake_temporarily():
             real = function(*args, **kwargs)
-        fake: torch.Tensor = function(*args, **kwargs)
+        return self._fresh(real, function(*args, **kwargs))
+
+    def _legacy_tensor(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake that torch will take for this tensor, made by a legacy constructor from Python data."""
+        mode = self._fake_mode
+        with unset_fake_temporarily():
+            before = real.clone()  # torch carries out what is done to a number that it knows
+        known = mode.may_turn_const(real)
+        return self._fresh(
+            before, mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=known)
+        )
+
+    def _fresh(self, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        """A tensor whose numbers are known, and which is made anew at each call of the graph if it is written."""
         node = self.writer.create("get_attr", self.writer.constant(real), (), {}, fake)
         self.writer.fresh.append((fake, fake._version, node))
         return fake

@@ -4,6 +4,7 @@ import collections
 import copy
 import enum
 import gc
+import math
 import random
 import weakref
 
@@ -124,6 +125,101 @@ def test_random_numbers_of_python_after_a_seed_are_known():
 
     model = module(forward)
     assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+def drops_in_training(draw):
+    """The layer drop of wav2vec2, VITS and others: the number is drawn in any mode, and used in training alone."""
+
+    def forward(self, x):
+        dropped = draw()
+        return x * 2 if self.training and dropped < 0.5 else x * 3
+
+    return module(forward)
+
+
+DRAWS = [
+    random.random,
+    lambda: random.uniform(0, 1),
+    lambda: random.randint(0, 1),
+    numpy.random.rand,
+    lambda: numpy.random.uniform(0, 1),
+    lambda: numpy.random.randint(2),
+]
+
+
+@pytest.mark.parametrize("draw", [lambda: random.uniform(0, 1), lambda: numpy.random.uniform(0, 1)])
+def test_a_number_that_is_drawn_and_not_used_is_harmless(draw):
+    model = drops_in_training(draw)
+    assert torch.equal(fxopt.trace(model.eval(), (X,))(X), model(X))
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(
+        fxopt.TraceError, match=r"draws random numbers.*`return x \* 2 if self.training and dropped"
+    ):
+        fxopt.trace(model.train(), (X,), specialize=True)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda self, x, drawn: x * drawn,
+        lambda self, x, drawn: drawn * x,
+        lambda self, x, drawn: x + math.sqrt(drawn),
+        lambda self, x, drawn: x + numpy.sqrt(drawn),
+        lambda self, x, drawn: x + int(drawn),
+        lambda self, x, drawn: x + x[round(drawn)],
+        lambda self, x, drawn: x + x.shape[0] * drawn,
+        lambda self, x, drawn: x if drawn else -x,
+        lambda self, x, drawn: x if drawn in (0, 1) else -x,
+        lambda self, x, drawn: x if drawn in {0, 1} else -x,
+        lambda self, x, drawn: x if isinstance(drawn, float) else -x,
+        lambda self, x, drawn: x if 0.5 > drawn else -x,  # noqa: SIM300  what is drawn stands on the right
+        lambda self, x, drawn: x if drawn == 0.5 else -x,
+        lambda self, x, drawn: x if f"{drawn:.1f}" == "0.5" else -x,
+        lambda self, x, drawn: x if str(drawn) == "0.5" else -x,
+        lambda self, x, drawn: x * drawn.real,
+        lambda self, x, drawn: x * copy.copy(drawn),
+        lambda self, x, drawn: (x, drawn),
+        lambda self, x, drawn: {"x": x, "drawn": drawn},
+        lambda self, x, drawn: self.leaf(x, drawn),
+        lambda self, x, drawn: nn.functional.dropout(x, drawn),
+        lambda self, x, drawn: torch.full_like(x, drawn),
+        lambda self, x, drawn: x + torch.tensor([drawn]),
+        lambda self, x, drawn: setattr(self, "drawn", drawn) or x,
+        lambda self, x, drawn: self.seen.append(drawn) or x,
+    ],
+)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_any_use_of_a_number_that_is_drawn_is_refused(draw, use):
+    model = module(lambda self, x: use(self, x, draw()), leaf=Shaken(), seen=[])
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(model, (X,), leaf_modules=["leaf"])
+
+
+def test_a_refusal_of_a_number_that_is_drawn_may_not_be_caught():
+    def forward(self, x):
+        try:
+            return x if random.random() < 0.5 else -x
+        except fxopt.TraceError:
+            return x
+
+    with pytest.raises(fxopt.TraceError, match="draws random numbers"):
+        fxopt.trace(module(forward), (X,))
+
+
+@pytest.mark.parametrize("make", [torch.IntTensor, torch.LongTensor, torch.FloatTensor, torch.DoubleTensor])
+def test_legacy_constructors_give_numbers_that_are_known(make):
+    def forward(self, x):
+        counter = make([1.0] if make([1]).is_floating_point() else [1])
+        counter += 1
+        first = torch.IntTensor([2])[0]
+        return x[:, :first] * make([3]) + counter, make([[1, 2], [3, 4]]), x[:, first:]
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for rows in (1, 3, 5):
+        for _ in range(2):
+            assert_same(gm(X.repeat(2, 1)[:rows]), model(X.repeat(2, 1)[:rows]))
 
 
 class Shaken(nn.Module):
