@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
@@ -145,6 +146,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             # With this argument torch takes an overload that knows no free sizes.
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         args, kwargs = self.tensor_sizes.given_as_numbers(name, args, kwargs, self._item)
+        if name == "interpolate":
+            self._assume_not_empty(*args, **kwargs)
         failure = self._shape_env.failure
         try:
             result, questions = self._result(function, args, kwargs)
@@ -343,6 +346,15 @@ class Recorder(PreDispatchTorchFunctionMode):
         ]:
             if isinstance(size, torch.SymInt) and free_unbacked_symbols(size):
                 self._shape_env.assume(sympy.Ne(size.node.expr, 1), f"`squeeze` at {self.writer.location()}")
+
+    def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:
+        """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""
+        if is_contiguous_or_false(input):
+            return  # so is what it gives
+        for number in (*input.shape, *(size if isinstance(size, (tuple, list)) else (size,))):
+            if isinstance(number, torch.SymInt) and free_unbacked_symbols(number):
+                origin = f"`interpolate` at {self.writer.location()}"
+                self._shape_env.assume(sympy.Ge(number.node.expr, 1), origin)
 
     def _distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
         """`result`, as an object of its own if it is one of the arguments.

@@ -256,3 +256,48 @@ def test_the_number_in_an_input_without_dimensions_is_read_in_the_graph(forward,
 def test_decisions_on_the_number_in_an_input_are_refused(forward, number):
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(module(forward), (X, number))
+
+
+def resized(self, x, grid):
+    """As image towers do: what `interpolate` gives is channels last, as its input is, and so can be viewed."""
+    parts = []
+    for height, width in grid.tolist():
+        part = x[: height * width].view(1, height, width, 6).permute(0, 3, 1, 2)
+        part = nn.functional.interpolate(part, size=(height // 2, width // 2), mode="bilinear")
+        parts.append(part.permute(0, 2, 3, 1).view(-1, 6))
+    return torch.cat(parts)
+
+
+def blocks(self, x, grid):
+    """As image towers do: rows of patches become blocks of two by two."""
+    for height, width in grid.tolist():
+        x = x.expand(2, -1, -1).permute(1, 2, 0)[:height, :width]
+        x = x.reshape(height // 2, 2, width // 2, 2, -1).transpose(1, 2).reshape(height * width, -1)
+    return x
+
+
+@pytest.mark.parametrize(("forward", "x"), [(resized, torch.randn(24, 6)), (blocks, torch.randn(12, 12))])
+def test_images_whose_sizes_a_tensor_holds(forward, x):
+    model = module(forward)
+    gm = fxopt.trace(model, (x, torch.tensor([[4, 6]])))
+    for sizes in ([4, 6], [2, 2], [12, 2], [2, 12]):
+        grid = torch.tensor([sizes])
+        assert torch.equal(gm(x, grid), model(x, grid))
+    for sizes in ([0, 4], [1, 4], [4, 1], [4, 0]):
+        grid = torch.tensor([sizes])
+        with pytest.raises(RuntimeError):
+            model(x, grid)
+        with pytest.raises((RuntimeError, fxopt.GuardError)):
+            gm(x, grid)
+
+
+def test_an_empty_batch_whose_size_only_a_run_knows_is_not_resized():
+    def forward(self, x):
+        found = x[x[:, 0, 0, 0] > 0].permute(0, 3, 1, 2)
+        return nn.functional.interpolate(found, size=(4, 4)).permute(0, 2, 3, 1).flatten(1)
+
+    x, model = torch.randn(3, 2, 2, 5).abs(), module(forward)
+    gm = fxopt.trace(model, (x,))
+    assert not any(right_or_refused(gm, model, x, torch.cat([x[:1], -x[1:]])))
+    with pytest.raises(fxopt.GuardError, match="as does `interpolate`"):
+        gm(-x)
