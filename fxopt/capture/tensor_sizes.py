@@ -23,7 +23,7 @@ from fxopt.capture.writer import GraphWriter
 
 # What takes sizes as arguments, by name.
 _TAKES_SIZES = {
-    *("view", "reshape", "expand", "repeat", "narrow", "unfold", "as_strided", "arange", "__getitem__"),
+    *("view", "reshape", "expand", "repeat", "narrow", "unfold", "as_strided", "__getitem__"),
     *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
 }
 # What reads sizes that are tensors without a word, so that no node would make their numbers.
@@ -93,6 +93,11 @@ class TensorSizes:
 
         `item` gives the number of a tensor of which nothing is known, where the call needs that.
         """
+        if name == "arange":
+            (_, *numbers), kwargs = with_numbers(
+                (None, *args), kwargs, lambda tensor: self._read(tensor, item)
+            )
+            return tuple(numbers), kwargs
         if name in _READS_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, item))
         if name == "__getitem__" and isinstance(args[1], torch.Tensor):

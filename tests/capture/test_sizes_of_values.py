@@ -136,6 +136,18 @@ def test_sizes_that_an_input_holds_are_read_in_the_graph(forward):
         torch.testing.assert_close(gm(X, torch.tensor(size)), model(X, torch.tensor(size)), rtol=0, atol=0)
 
 
+def between_tensors(self, x):
+    first, last = (x[0] > 0).sum(), (x[1] > 0).sum()
+    return torch.cat([torch.arange(first, first + last), torch.arange(first * 2, end=first * 2 + 3)])
+
+
+def test_a_range_between_tensors_is_one_between_numbers():
+    model = module(between_tensors)
+    gm = fxopt.trace(model, (X,))
+    for x in (X, X.abs(), -X.abs(), X.flip(0)):
+        assert_same(gm(x), model(x))
+
+
 @pytest.mark.parametrize("dim", [(), (0,), ((0,),)])
 def test_a_size_of_one_that_squeeze_would_remove_is_refused(dim):
     model = module(lambda self, x: x * (1 + x[x > 0].squeeze(*dim).dim()))
