@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
+import torch
 
 from fxopt.capture.assumptions import guards_of
 from fxopt.capture.comparison import (
+    Pairs,
     names_at_run_time,
+    pairs_of,
     same_calls,
     same_constants,
     same_expression,
@@ -21,7 +24,8 @@ from fxopt.capture.size_guards import SizeGuard
 
 def holds_for(capture: Capture, other: Capture) -> bool:
     """Whether the graph of a capture computes what that of `other` does, which was made with other answers."""
-    names = names_at_run_time(capture.graph, other.graph)
+    pairs = pairs_of(capture.graph, other.graph)
+    names = None if pairs is None else names_at_run_time(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
     translated = _translation(capture, other, names)
@@ -35,7 +39,37 @@ def holds_for(capture: Capture, other: Capture) -> bool:
         and capture.recorder.queries.answers() == other.recorder.queries.answers()
         and _same_guards(capture, other, translated)
         and _same_graph(capture, other, same_size)
-        and same_results(capture.graph, other.graph, same_size)
+        and same_results(pairs or (), same_size)
+    )
+
+
+def covers(
+    capture: Capture, other: Capture, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
+) -> bool:
+    """Whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
+
+    `pairs` are the calls of both, and `aliases` are nodes that give the value of another one.
+    """
+    names = names_at_run_time(pairs)
+    if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
+        return False
+    translated = _translation(capture, other, names)
+
+    def same_size(mine: Any, its: Any) -> bool:
+        return same_expression(capture.shape_env.replace(mine), translated(its))
+
+    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    return (
+        capture.changes == other.changes
+        and capture.state == other.state
+        and capture.recorder.queries.cover(other.recorder.queries)
+        and _same_dimensions(capture, other, translated)
+        and all(guard in guards for guard in guards_of(other.relied_on(), translated))
+        and constants.keys() >= others.keys()
+        and same_constants({name: constants[name] for name in others}, others)
+        and same_calls(pairs, same_size, aliases)
+        and same_results(pairs, same_size)
     )
 
 
@@ -104,13 +138,17 @@ def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Cal
 
 def _same_guards(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
     """Whether both captures assume the same of the inputs' sizes."""
+    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
+
+
+def _same_dimensions(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
+    """Whether both captures found the same of which dimensions are fixed, and which are one."""
     mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
-    its = {where: translated(symbol) for where, symbol in _free(other).items()}
-    return mine == its and guards_of(capture.relied_on(), capture.shape_env.replace) == guards_of(
-        other.relied_on(), translated
-    )
+    return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
 
 def _same_graph(capture: Capture, other: Capture, same_size: Callable[[Any, Any], bool]) -> bool:
     constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
-    return same_calls(capture.graph, other.graph, same_size) and same_constants(constants, others)
+    pairs = pairs_of(capture.graph, other.graph)
+    return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)

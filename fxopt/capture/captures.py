@@ -14,6 +14,7 @@ from fxopt.capture.assumptions import guards_of
 from fxopt.capture.decisions import Answers, TextQuestion, ValueQuestion, settled
 from fxopt.capture.forward import Capture
 from fxopt.capture.module import TracedModule
+from fxopt.capture.omissions import leave_out
 from fxopt.capture.request import Request
 from fxopt.capture.shell import containers, refused_change
 from fxopt.capture.size_guards import SizeGuard
@@ -58,7 +59,7 @@ def _settled(request: Request, lines: Collection[str] = ()) -> Capture:
         request = dataclasses.replace(request, moving=request.moving | moved)
         return record(answers)
 
-    return record(Answers()) if request.specialize else settled(record, holds_for, lines)
+    return record(Answers()) if request.specialize else settled(record, holds_for, leave_out, lines)
 
 
 def _check_next_call(made: Capture) -> None:

@@ -10,6 +10,9 @@ from torch.fx.node import has_side_effect
 from fxopt.capture.expected import same_value
 from fxopt.errors import GuardError
 
+# Indices of these dtypes say where they are true.
+MASKS = (torch.bool, torch.uint8)
+
 
 @has_side_effect
 def check_value(condition: bool, message: str) -> None:
@@ -55,3 +58,25 @@ def check_alike(value: Any, earlier: bool | None, where: str) -> bool | None:
             "specialize=True and inputs such as these."
         )
     return bool(value)
+
+
+@has_side_effect
+def check_nothing_written(value: Any, answer: bool, index: Any, where: str) -> None:
+    """Raise GuardError where the forward leaves out a write, as `value` is not `answer`, that would write something.
+
+    `index` says where it writes: nowhere, if a tensor in it has no entries, or is a mask that is true nowhere.
+    """
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return  # nothing is computed
+    parts = [
+        part
+        for part in (index if isinstance(index, (tuple, list)) else (index,))
+        if isinstance(part, torch.Tensor)
+    ]
+    if any(part.numel() == 0 for part in parts) or bool(value) == answer:
+        return
+    if not any(part.dtype in MASKS and not part.any() for part in parts):
+        raise GuardError(
+            f"the forward decides on a value to leave out a part, and the graph would write something there. {where} Capture "
+            "with specialize=True and inputs such as these."
+        )

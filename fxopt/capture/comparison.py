@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -39,22 +40,41 @@ def _quotient(numerator: Any, denominator: Any) -> Any:
     return FloorDiv(numerator, denominator)
 
 
-def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable[[Any, Any], bool]) -> bool:
-    """Whether both graphs call the same things with the same arguments, in the same order, with alike results.
+# The calls of one graph, each with the one of another graph that it stands for.
+Pairs = Sequence[tuple[torch.fx.Node, torch.fx.Node]]
+
+
+def pairs_of(graph: torch.fx.Graph, other: torch.fx.Graph) -> Pairs | None:
+    """The calls of both graphs in their order; None if one has more of them."""
+    mine, its = calls_of(graph), calls_of(other)
+    return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
+
+
+def same_calls(
+    pairs: Pairs,
+    same_size: Callable[[Any, Any], bool],
+    aliases: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
+) -> bool:
+    """Whether the calls of each pair call the same thing with the same arguments.
 
     Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
-    expression of `graph` and one of `other` are the same.
+    expression of the one graph and one of the other are the same. So are parts of tuples, and the model's tensors.
+    `aliases` has, for nodes of the one graph, the one whose value they give.
     """
-    calls, others = _calls(graph), _calls(other)
-    if len(calls) != len(others):
-        return False
     counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
+    aliases = aliases or {}
 
     def same(mine: Any, its: Any) -> bool:
         if _is_size(mine) or _is_size(its):
             return _is_number(mine) and _is_number(its) and same_size(_expression(mine), _expression(its))
         if isinstance(mine, torch.fx.Node):
-            return isinstance(its, torch.fx.Node) and (counterpart.get(mine) is its or _is_device(mine, its))
+            while mine in aliases:
+                mine = aliases[mine]
+            if not isinstance(its, torch.fx.Node):
+                return False
+            if _is_reference(mine) and mine.target == its.target:
+                return same((mine.op, mine.args), (its.op, its.args))
+            return counterpart.get(mine) is its or _is_device(mine, its)
         if isinstance(mine, dict):
             return (
                 isinstance(its, dict)
@@ -67,7 +87,7 @@ def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable
             return isinstance(its, slice) and same(_parts(mine), _parts(its))
         return same_value(mine, its)
 
-    for mine, its in zip(calls, others, strict=True):
+    for mine, its in pairs:
         if mine.op != its.op or mine.target != its.target:
             return False
         if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):
@@ -76,9 +96,9 @@ def same_calls(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable
     return True
 
 
-def same_results(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callable[[Any, Any], bool]) -> bool:
+def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
     """Whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
-    for mine, its in zip(_calls(graph), _calls(other), strict=True):
+    for mine, its in pairs:
         facts, others = list(_facts(mine.meta.get("val"))), list(_facts(its.meta.get("val")))
         if len(facts) != len(others):
             return False
@@ -91,10 +111,8 @@ def same_results(graph: torch.fx.Graph, other: torch.fx.Graph, same_size: Callab
     return True
 
 
-def names_at_run_time(
-    graph: torch.fx.Graph, other: torch.fx.Graph
-) -> dict[sympy.Symbol, sympy.Symbol] | None:
-    """The symbol of `graph` for each of `other` that stands for a number that only a run knows.
+def names_at_run_time(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
+    """The symbol of the one graph for each of the other that stands for a number that only a run knows.
 
     Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
     """
@@ -107,7 +125,7 @@ def names_at_run_time(
             return len(mine.args) == len(its.args) and all(map(pair, mine.args, its.args))
         return True  # for the comparison of sizes
 
-    for mine, its in zip(_calls(graph), _calls(other), strict=False):
+    for mine, its in pairs:
         values = zip(_facts(mine.meta.get("val"), True), _facts(its.meta.get("val"), True), strict=False)
         if not all(pair(*both) for both in values):
             return None
@@ -126,13 +144,23 @@ def same_constants(constants: dict[str, torch.Tensor], others: dict[str, torch.T
     )
 
 
-def _calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    return list(filter(_is_call, graph.nodes))
+def calls_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The calls of a model; nodes that compute sizes, read the device, or name a tensor are arguments of calls."""
+    return list(filter(is_call, graph.nodes))
 
 
-def _is_call(node: torch.fx.Node) -> bool:
-    """Nodes that compute sizes, or read the device, are arguments of calls and not calls of the model."""
-    return "stack_trace" in node.meta or node.op in ("placeholder", "output")
+def is_call(node: torch.fx.Node) -> bool:
+    """Whether a node is a call of the model, an input or the output."""
+    made = "stack_trace" in node.meta and not _is_reference(node)
+    return made or node.op in ("placeholder", "output")
+
+
+def _is_reference(node: torch.fx.Node) -> bool:
+    """Whether a node names a tensor of the model, or a part of a tuple: wherever it stands, it gives the same."""
+    if node.op == "get_attr":
+        return True
+    whole = node.args[0] if node.target is operator.getitem else None
+    return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
 
 
 def _is_device(mine: torch.fx.Node, its: torch.fx.Node) -> bool:
@@ -144,7 +172,7 @@ def _is_size(value: Any) -> bool:
     return (
         isinstance(value, torch.fx.Node)
         and isinstance(value.meta.get("val"), SymbolicNumber)
-        and not _is_call(value)
+        and not is_call(value)
     )
 
 

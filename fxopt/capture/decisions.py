@@ -7,22 +7,23 @@ that the example inputs decide for, with a check as well. Otherwise the capture 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import dis
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
 import torch
 
 from fxopt.capture.canonical import canonical
-from fxopt.capture.checks import check_alike, check_decision, check_value
+from fxopt.capture.checks import check_alike, check_decision, check_nothing_written, check_value
 from fxopt.capture.example_run import ExampleRun
+from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.messages import is_message
-from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.places import is_model_code, model_frame
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter, tensors_in
@@ -58,6 +59,18 @@ class ValueQuestion(TraceError):
         self.kind, self.where, self.line = kind, where, line
 
 
+class LoopQuestion(ValueQuestion):
+    """The forward loops over the places where a mask is true: is there one?"""
+
+
+class PlaceError(TraceError):
+    """What a loop does at a place is an error of the model's: `error`, as for an index that is out of range."""
+
+    def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
+        super().__init__(message)
+        self.line, self.position, self.error = line, position, f"{type(error).__name__}: {error}"
+
+
 class TextQuestion(ValueQuestion):
     """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
 
@@ -76,13 +89,40 @@ class Settled:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking."""
+    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking.
 
-    at_lines: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    A line has two answers, which are given in turn: mostly one answer twice. Loops that start at one of the lines in `ends`
+    end before a place, at which the model would raise an error.
+    """
+
+    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
     settled: tuple[Settled, ...] = ()
+    ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def and_then(self, settled: Settled) -> Answers:
-        return Answers(self.at_lines, (*self.settled, settled))
+        return dataclasses.replace(self, settled=(*self.settled, settled))
+
+    def with_line(self, line: str, answers: tuple[bool, bool]) -> Answers:
+        return dataclasses.replace(self, at_lines={**self.at_lines, line: answers})
+
+    def with_end(self, failure: PlaceError) -> Answers:
+        return dataclasses.replace(self, ends={**self.ends, failure.line: (failure.position, failure.error)})
+
+
+ALWAYS, NEVER = (True, True), (False, False)
+
+# The writes after a question, each with the index that says where in a tensor.
+Body = list[tuple[torch.fx.Node, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question at a line: the node of its check, where, the answer, and how often random numbers were drawn before."""
+
+    node: torch.fx.Node
+    where: str
+    answer: bool
+    drawn: int
 
 
 class Decisions:
@@ -96,26 +136,35 @@ class Decisions:
         self,
         writer: GraphWriter,
         sizes: Sizes,
-        shape_env: CaptureShapeEnv,
+        fake_mode: CaptureFakeMode,
         answers: Answers,
         example: ExampleRun | None = None,
         reads_texts: bool = False,
     ) -> None:
-        self._writer, self._sizes, self._shape_env = writer, sizes, shape_env
+        self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
+        self._shape_env: Any = fake_mode.shape_env
         self._answers, self._example, self._reads_texts = answers, example, reads_texts
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered by line about sizes.
         self._supposed: dict[Any, bool] = {}
-        # The last question at each of those lines.
-        self._asked_at: dict[str, torch.fx.Node] = {}
+        # The questions at each of those lines.
+        self.asked_at: dict[str, list[Asked]] = collections.defaultdict(list)
         self._asked_by_line = 0
-        # The checks, one line each.
-        self.checks: list[str] = []
+        # The loop over places that runs now, and the place.
+        self.running: tuple[str, int] | None = None
+        # The checks of decisions, one line each.
+        self._checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
         self.open: ValueQuestion | None = None
         # The last text that was made of a value which is not known, and that is no message.
         self.text_question: TextQuestion | None = None
+
+    @property
+    def checks(self) -> list[str]:
+        """The checks, one line each."""
+        alike = (asked.where for of_line in self.asked_at.values() for asked in of_line[1:])
+        return [*self._checks, *(f"the forward decides all questions alike: {where}" for where in alike)]
 
     @property
     def specialised(self) -> bool:
@@ -137,6 +186,19 @@ class Decisions:
         if key not in self._known:
             self._known[key] = self._decide(node, kind)
         return self._known[key]
+
+    def runs(self, place: torch.Tensor, position: int) -> bool:
+        """Whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
+        node, line = self._writer.argument(place), self._writer.location()
+        end, error = self._answers.ends.get(line, (None, ""))
+        if end is not None and position >= end:
+            self._check(node, False, error)
+            return False
+        answer = self._by_line(node, bool, counted=False)
+        if answer is None:
+            raise self._opened(node, bool, LoopQuestion)
+        self.running = (line, position) if answer else None
+        return answer
 
     def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
         """What `__format__` or `__repr__` gives for a tensor."""
@@ -191,11 +253,23 @@ class Decisions:
                 self._shape_env.learn(fact)
         return sympy.sympify(answer)
 
-    def erase_unused(self) -> None:
-        """Erase the node of a question by line that no other one follows."""
-        for node in self._asked_at.values():
-            if node.args[1] is None:
-                node.graph.erase_node(node)
+    def check_alike(self) -> None:
+        """Check that the questions at a line have one answer: each one against the one before it."""
+        for asked in self.asked_at.values():
+            for one, next_one in itertools.pairwise(asked):
+                next_one.node.update_arg(1, one.node)
+            if len(asked) == 1:
+                asked[0].node.graph.erase_node(asked[0].node)
+
+    def check_left_out(self, line: str, bodies: Sequence[Body]) -> None:
+        """Check that what is done after each question at a line writes nothing where the answer would be the other one."""
+        for asked, body in reversed(list(zip(self.asked_at.pop(line), bodies, strict=True))):
+            for node, index in body:
+                with node.graph.inserting_before(node):
+                    arguments = (asked.node.args[0], asked.answer, index, asked.where)
+                    node.graph.call_function(check_nothing_written, arguments).meta = dict(asked.node.meta)
+                self._checks.append(f"what it leaves out would write nothing: {asked.where}")
+            asked.node.graph.erase_node(asked.node)
 
     def _suppose(self, expression: Any, answer: bool) -> None:
         """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
@@ -213,21 +287,19 @@ class Decisions:
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
                     self._shape_env.learn(fact)
 
-    def _by_line(self, node: torch.fx.Node, kind: type) -> bool | None:
+    def _by_line(self, node: torch.fx.Node, kind: type, counted: bool = True) -> bool | None:
         """The answer that the line gives which asks, if it does, with a check that all its questions have one answer."""
         line = self._writer.location()
-        answer = self._answers.at_lines.get(line)
-        if answer is None or kind is not bool:
+        answers = self._answers.at_lines.get(line)
+        if answers is None or kind is not bool:
             return None
-        self._asked_by_line += 1
+        self._asked_by_line += counted
         if self._asked_by_line > _MOST_QUESTIONS_BY_LINE:
             raise self._opened(node, kind)
-        where, before = self._writer.where(), self._asked_at.get(line)
-        if before is not None:
-            self.checks.append(f"one answer to all questions: {where}")
-        self._asked_at[line] = self._writer.create(
-            "call_function", check_alike, (node, before, where), {}, None
-        )
+        where, earlier = self._writer.where(), self.asked_at[line]
+        answer = answers[len(earlier) % 2]
+        check = self._writer.create("call_function", check_alike, (node, None, where), {}, None)
+        earlier.append(Asked(check, where, answer, self._fake_mode.drawn))
         return answer
 
     def _decide(self, node: torch.fx.Node, kind: type) -> Any:
@@ -248,11 +320,13 @@ class Decisions:
 
     def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
         where = self._writer.where()
-        self.checks.append(f"{decided}: {where}")
+        self._checks.append(f"the forward decides {decided} on a value: {where}")
         self._writer.create("call_function", check_decision, (node, decided, where, otherwise), {}, None)
 
-    def _opened(self, node: torch.fx.Node, kind: type) -> ValueQuestion:
-        question = self._question(node, kind, ValueQuestion)
+    def _opened(
+        self, node: torch.fx.Node, kind: type, of: type[ValueQuestion] = ValueQuestion
+    ) -> ValueQuestion:
+        question = self._question(node, kind, of)
         self.open = self.open or question
         return question
 
@@ -268,14 +342,20 @@ class Decisions:
         )
 
 
-def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool], lines: Collection[str] = ()) -> T:
+def settled(
+    capture: Callable[[Answers], T],
+    agree: Callable[[T, T], bool],
+    leave_out: Callable[[T, T, str], bool],
+    lines: Collection[str] = (),
+) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
-    whether the graph of one capture holds where another capture was made with other answers. It is tried at `lines`
-    without asking.
+    whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
+    whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
+    It is tried at `lines` without asking.
     """
-    answers, pending = Answers(dict.fromkeys(lines, True)), None
+    answers, pending = Answers(dict.fromkeys(lines, ALWAYS)), None
     question: ValueQuestion | None = None
     while True:
         if question is None:
@@ -284,6 +364,9 @@ def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool], line
                 break
             except ValueQuestion as asked:
                 question = asked
+            except PlaceError as failure:
+                answers = answers.with_end(failure)
+                continue
             except TraceError:
                 if pending is None:
                     raise
@@ -291,43 +374,74 @@ def settled(capture: Callable[[Answers], T], agree: Callable[[T, T], bool], line
         known = question.line in answers.at_lines
         if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
             raise question
-        sides = {answer: _side(capture, answers, answer) for answer in (True, False)}
-        if (sides[True].error is None) != (sides[False].error is None):
+        both = () if isinstance(question, LoopQuestion) else (True, False)
+        sides = {answer: _side(capture, answers, answer) for answer in both}
+        if sides and (sides[True].error is None) != (sides[False].error is None):
             answer = sides[True].error is None
             answers = answers.and_then(Settled(answer, sides[not answer].error or ""))
             question = sides[answer].question  # what a capture with these answers would ask
         elif len(answers.at_lines) < _MOST_LINES:
             pending = pending or question
-            answers = Answers({**answers.at_lines, question.line: True}, answers.settled)
+            answers = answers.with_line(question.line, ALWAYS)
             question = None
         else:
             raise question
-    return _of_any_answers(capture, agree, made, answers, pending) if answers.at_lines else made
+    variants = {tuple(answers.at_lines.values()): made}
+
+    def variant(of_lines: Sequence[tuple[bool, bool]]) -> T:
+        """The capture with these answers at the lines."""
+        if (key := tuple(of_lines)) not in variants:
+            at_lines = dict(zip(answers.at_lines, key, strict=True))
+            variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
+        return variants[key]
+
+    try:
+        lines = list(answers.at_lines)
+        return _of_any_answers(variant, agree, lines) or _of_most(variant, leave_out, lines)
+    except TraceError as error:
+        raise (pending or error) from None
 
 
 def _of_any_answers(
-    capture: Callable[[Answers], T],
-    agree: Callable[[T, T], bool],
-    made: T,
-    answers: Answers,
-    question: ValueQuestion | None,
-) -> T:
-    """One of the captures with all combinations of answers at the lines, whose graph holds for all of them.
-
-    Raises TraceError, `question` if given, where there is none. `made` is the capture with `answers`, which all are True.
-    """
-    refusal = question or TraceError(f"answers make a difference at {', '.join(answers.at_lines)}.")
-    variants = [made]
-    try:
-        for combination in list(itertools.product((True, False), repeat=len(answers.at_lines)))[1:]:
-            at_lines = dict(zip(answers.at_lines, combination, strict=True))
-            variants.append(capture(Answers(at_lines, answers.settled)))
-    except TraceError:
-        raise refusal from None
+    capture: Callable[[Sequence[tuple[bool, bool]]], T], agree: Callable[[T, T], bool], lines: Sequence[str]
+) -> T | None:
+    """One of the captures with all combinations of answers at the lines, whose graph holds for all of them, if any does."""
+    variants = [capture(answers) for answers in itertools.product((ALWAYS, NEVER), repeat=len(lines))]
     for candidate in variants:
         if all(candidate is other or agree(candidate, other) for other in variants):
             return candidate
-    raise refusal
+    return None
+
+
+def _of_most(
+    capture: Callable[[Sequence[tuple[bool, bool]]], T],
+    leave_out: Callable[[T, T, str], bool],
+    lines: Sequence[str],
+) -> T:
+    """The capture that does most after the questions at each line, if leaving that out makes no difference.
+
+    Raises TraceError where it does.
+    """
+    most = [ALWAYS] * len(lines)
+
+    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> T:
+        return capture([*answers[:position], given, *answers[position + 1 :]])
+
+    for position, line in reversed(list(enumerate(lines))):
+        if not leave_out(capture(most), replaced(most, position, NEVER), line):
+            most[position] = NEVER
+    for position, line in enumerate(lines):
+        always = most[position][0]
+        fewer, every_other = (not always, not always), (not always, always)
+        # Whatever the answers at the other lines are; and every other time, as Python may count what is left out.
+        others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
+        held = [
+            leave_out(capture(answers), replaced(answers, position, fewer), line)
+            for answers in itertools.product(*others)
+        ]
+        if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):
+            raise TraceError(f"answers make a difference at {line}.")
+    return capture(most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +469,9 @@ def _side(capture: Callable[[Answers], Any], answers: Answers, answer: bool) -> 
 def _is_raised(error: BaseException) -> bool:
     """Whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
     if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
-        return True  # by C++, which raises it on tensors with values just so: what -1 stands for cannot be told
+        return (
+            True  # by C++, which raises it on tensors with values just so: what -1 stands for cannot be told
+        )
     last: Any = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from fxopt.capture import metadata, randomness
 from fxopt.capture.assumptions import Condition, FreeSizes
 from fxopt.capture.checks import check_value
-from fxopt.capture.decisions import Decisions, ValueQuestion
+from fxopt.capture.decisions import Body, Decisions, PlaceError, ValueQuestion
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.failures import explained, raise_caught
 from fxopt.capture.guards import InputGuard
@@ -49,6 +49,8 @@ class Capture:
     hooks: dict[str, Any]
     # What it has changed outside of the model, in words, and whether it has put a tensor there.
     changed_outside: dict[str, bool]
+    # By line: what is done after each question there, and may be left out.
+    left_out: dict[str, list[Body]]
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -60,6 +62,7 @@ class Capture:
         self.graph = torch.fx.Graph()
         self.sizes = Sizes(self.graph, self.shape_env)
         self.free = FreeSizes(self.shape_env)
+        self.left_out = {}
 
     def record(self) -> None:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
@@ -70,7 +73,9 @@ class Capture:
         example = None
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
-        decisions = Decisions(writer, self.sizes, shape_env, request.answers, example, request.reads_texts)
+        decisions = Decisions(
+            writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts
+        )
         tensor_sizes = TensorSizes(writer, shell.real, request.moving)
         recorder = self.recorder = Recorder(writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes)
         shell.report_to(recorder)
@@ -85,6 +90,8 @@ class Capture:
             reason = explained(error, recorder)
             if reason is error:
                 raise
+            if isinstance(error, LookupError) and decisions.running:
+                raise PlaceError(str(reason), *decisions.running, error) from error
             raise reason from None if isinstance(reason, ValueQuestion) else error
         finally:
             recorder.draws.take_back()
@@ -147,7 +154,6 @@ class Capture:
             with recorder.paused():
                 self._check_values()
                 recorder.writer.add_output(result)
-                recorder.decisions.erase_unused()
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
@@ -162,6 +168,9 @@ class Capture:
 
     def module(self, alternatives: list[list[SizeGuard]]) -> TracedModule:
         """The graph module, which holds where one of these sets of guards does."""
+        for line, bodies in self.left_out.items():
+            self.recorder.decisions.check_left_out(line, bodies)
+        self.recorder.decisions.check_alike()
         check_names(self.graph)
         model, recorder, queries = self.request.model, self.recorder, self.recorder.queries
         root = torch.nn.Module()

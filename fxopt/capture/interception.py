@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from fxopt.capture.drawing import watch_random_numbers
+from fxopt.capture.loops import watch_loops
 from fxopt.capture.masks import watch_masks
 from fxopt.capture.python_numbers import watch_numbers
 from fxopt.capture.recorder import Recorder
@@ -42,4 +43,5 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         watch_numbers(stack, recorder, active)
         watch_random_numbers(stack, recorder, active)
         watch_masks(stack, recorder, active)
+        watch_loops(stack, recorder, active)
         yield

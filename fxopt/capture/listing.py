@@ -96,7 +96,7 @@ def _listed(module: InputGuard) -> Iterator[Guard]:
         )
     for decision in module.decisions:
         decided, _, where = decision.partition(": ")
-        yield Guard("", None, f"the forward decides {decided} on a value", where)
+        yield Guard("", None, decided, where)
 
 
 def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:

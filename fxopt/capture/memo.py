@@ -38,6 +38,8 @@ class CaptureFakeMode(FakeTensorMode):
     """A FakeTensorMode that makes tensors of known metadata cheaply."""
 
     _viewing = False
+    # How many operators that draw random numbers have been run.
+    drawn = 0
 
     def tensor(self, known: _Tensor) -> torch.Tensor:
         """A tensor in memory of its own."""
@@ -78,6 +80,8 @@ class CaptureFakeMode(FakeTensorMode):
                     return output
                 rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
                 return output, *rest
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn += 1
         return super().dispatch(func, types, args, kwargs)
 
 
@@ -182,6 +186,7 @@ class Call:
         self._inputs = inputs
         self._parameters = parameters
         self._versions = [tensor._version for tensor in inputs]
+        self._drawn = fake_mode.drawn
         self.known = key in results
 
     def recall(self) -> Any:
@@ -202,8 +207,12 @@ class Call:
         return self._fake_mode.tensor(known)
 
     def remember(self, result: Any) -> None:
-        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none."""
+        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
+
+        Calls that draw random numbers are made each time, to be counted.
+        """
         unchanged = self._versions == [tensor._version for tensor in self._inputs]
+        unchanged = unchanged and self._drawn == self._fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(_UncertainError):
                 self._results[self._key] = self._known(result, {})

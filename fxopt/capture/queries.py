@@ -47,3 +47,13 @@ class Queries:
         """What was asked, with the answers, to compare with another forward."""
         answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
+
+    def cover(self, other: Queries) -> bool:
+        """Whether a graph that holds for these answers alone holds for those of `other` alone."""
+        modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
+        return (
+            (other.layout_read_at is None or self.layout_read_at is not None)
+            and (other.gradients_read_at is None or self.gradients_read_at is not None)
+            and self.dtypes_read_at.keys() >= other.dtypes_read_at.keys()
+            and all(modes.get(mode) == answer for mode, (answer, _) in other.modes_read.items())
+        )

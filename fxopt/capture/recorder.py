@@ -137,8 +137,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
             return self._read_values(name, function, args, kwargs)
-        if name in ("__format__", "__repr__") and not _is_known(args):
-            return self.decisions.text(name, *args)
+        if name in ("__format__", "__repr__"):
+            if not _is_known(args[:1]):
+                return self.decisions.text(name, *args)
+            with unset_fake_temporarily():
+                return function(args[0].constant, *args[1:])
         if function is torch._assert and isinstance(args[0], torch.Tensor):
             self.record(function, args, kwargs, None)
             return None

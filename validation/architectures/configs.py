@@ -134,7 +134,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"lora_rank|_rank$", _cap(HEAD_WIDTH)),
     (r"experts?_per_tok|top_?k$|moe_k$|^num_selected", _cap(2)),
     (r"shared_experts?$|offset", _cap(1)),
-    (r"(num|n)_.*experts$|^num_experts", _cap(4)),
+    (r"(num|n)_.*experts$|^num_experts|experts?_num$", _cap(4)),
     (r"n_group$|topk_group$", _cap(1)),
     (r"first_k_dense|interval|every|frequency|_freq$|stride$|period$|_step$", _cap(2)),
     (r"layers?$|^depth$|num_.*blocks?$|.*_depth$|n_layer$", _cap(LAYERS)),

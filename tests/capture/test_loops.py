@@ -1,0 +1,309 @@
+"""Loops over the places where a mask is true, and branches that write where one is: the graph holds for all masks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from fxopt.testing import randomise
+from tests.capture.test_silent_changes import module
+
+ROWS = {0: Dim.AUTO}
+
+
+class Experts(nn.ModuleDict):
+    """As in transformers: each expert works on the tokens that are routed to it."""
+
+    def __init__(self, experts=4, width=8):
+        super().__init__({f"expert_{i}": nn.Linear(width, width) for i in range(experts)})
+
+    def forward(self, x, chosen, weights):
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, len(self)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert in hit:
+            with torch.no_grad():
+                rank, token = torch.where(mask[expert].squeeze(0))
+            y = self[f"expert_{expert[0]}"](x[None, token].reshape(-1, x.shape[-1]))
+            y *= weights[token, rank, None]
+            out.index_add_(0, token, y)
+        return out
+
+
+def routed(tokens, experts=4):
+    x = torch.randn(tokens, 8, dtype=torch.float64)
+    weights = torch.rand(tokens, 2, dtype=torch.float64)
+    one = torch.full((tokens, 2), experts - 1)
+    return [(x, chosen, weights) for chosen in (torch.randint(0, experts, (tokens, 2)), one, one * 0)]
+
+
+def test_a_mixture_of_experts_holds_for_all_routes_and_sizes():
+    model = randomise(Experts()).double().eval()
+    gm = fxopt.trace(model, routed(6)[0], dynamic_shapes=(ROWS, ROWS, ROWS))
+    names = [node.target for node in gm.graph.nodes if node.op == "call_module"][1:]
+    assert names == [f"expert_{i}" for i in range(4)]
+    for graph in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        for tokens in (6, 9, 2, 1):
+            for inputs in routed(tokens):
+                assert torch.equal(graph(*inputs), model(*inputs))
+    assert any("would write nothing" in guard.limit for guard in fxopt.guards(gm))
+
+
+def test_a_mixture_of_experts_gives_the_gradients():
+    model = randomise(Experts()).double()
+    gm = fxopt.trace(model, routed(6)[0])
+    for inputs in routed(6):
+        grads = []
+        for run in (model, gm):
+            model.zero_grad()
+            run(*inputs).square().sum().backward()
+            grads.append([0 if p.grad is None else p.grad.clone() for p in model.parameters()])
+        # Experts that are not hit get a gradient of zeros, and none from the model.
+        assert all((one - other).abs().max() == 0 for other, one in zip(*grads, strict=True))
+
+
+def filled(self, x, mask):
+    x = x + 1
+    for column in range(2):
+        if mask[:, column].any():
+            x[mask[:, column]] = self.dense(x[mask[:, column]])
+    return x
+
+
+def left_out_when_empty(self, x, mask):
+    out = x.clone()
+    for column in mask.any(0).nonzero():
+        rows = mask[:, int(column.item())].nonzero()[:, 0]
+        if rows.numel() == 0:
+            continue
+        out.index_add_(0, rows, self.dense(x[rows]))
+    return out * 2
+
+
+def out_of_range(self, x, mask):
+    """As experts with one class more than there are, for tokens that are routed nowhere."""
+    out, dense = x.clone(), self.dense.weight[:2]
+    for column in nn.functional.pad(mask.any(0), (0, 1)).nonzero():
+        rows = torch.where(mask[:, column[0]])[0]
+        out.index_add_(0, rows, x[rows] * dense[column[0]])
+    return out
+
+
+X = torch.randn(5, 4, dtype=torch.float64)
+MASKS = [
+    torch.tensor([[0, 0]] * 5).bool(),
+    torch.tensor([[1, 0]] * 5).bool(),
+    torch.tensor([[0, 0], [1, 1], [0, 0], [0, 1], [0, 0]]).bool(),
+    torch.ones(5, 2).bool(),
+]
+
+
+@pytest.mark.parametrize("forward", [filled, left_out_when_empty, out_of_range])
+@pytest.mark.parametrize("free", [None, (ROWS, ROWS)])
+def test_what_writes_nothing_may_be_left_out(forward, free):
+    model = module(forward, dense=randomise(nn.Linear(4, 4)).double())
+    for example in MASKS:
+        gm = fxopt.trace(model, (X, example), dynamic_shapes=free)
+        for mask in MASKS:
+            assert torch.equal(gm(X, mask), model(X, mask))
+            if free:
+                assert torch.equal(gm(X[:3], mask[:3]), model(X[:3], mask[:3]))
+
+
+def test_an_error_of_the_model_at_a_place_is_raised():
+    def forward(self, x, mask):
+        out = x.clone()
+        for column in mask.any(0).nonzero():
+            row = rows(mask, column)
+            out.index_add_(0, row, x[row] * self.table[column[0]])
+        return out
+
+    model = module(forward)
+    model.table = torch.randn(1, dtype=torch.float64)
+    gm = fxopt.trace(model, (X, MASKS[1]))
+    for mask in MASKS[:2]:
+        assert torch.equal(gm(X, mask), model(X, mask))
+    with pytest.raises(IndexError):
+        model(X, MASKS[2])
+    with pytest.raises(fxopt.GuardError, match=r"model raises IndexError: index 1 .*for column in mask\.any"):
+        gm(X, MASKS[2])
+
+
+def test_a_write_that_does_not_follow_the_mask_is_noticed():
+    def forward(self, x, mask, rows):
+        out = x.clone()
+        for column in mask.nonzero():
+            out.index_add_(0, rows[rows > column], x[rows[rows > column]])
+        return out
+
+    model = module(forward)
+    none, some = torch.tensor([0, 0]), torch.tensor([0, 1])
+    both, first = torch.tensor([True, True]), torch.tensor([True, False])
+    gm = fxopt.trace(model, (X, both, some))
+    assert torch.equal(gm(X, both, some), model(X, both, some))
+    assert torch.equal(gm(X, first, some), model(X, first, some))
+    assert torch.equal(gm(X, ~both, none), model(X, ~both, none))
+    with pytest.raises(fxopt.GuardError, match="would write something there.*for column in mask"):
+        gm(X, ~both, some)
+
+
+class Different:
+    """What differs where something is left out."""
+
+    @staticmethod
+    def number(self, x, mask):
+        for n, column in enumerate(mask.any(0).nonzero()):
+            x.index_add_(0, rows(mask, column), x[rows(mask, column)] * n)
+        return x
+
+    @staticmethod
+    def count(self, x, mask):
+        count = 0
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, rows(mask, column), x[rows(mask, column)])
+            count += 1
+        return x * count
+
+    @staticmethod
+    def first(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, rows(mask, column), x[rows(mask, column)])
+            break
+        return x
+
+    @staticmethod
+    def last(self, x, mask):
+        y = x
+        for column in mask.any(0).nonzero():
+            y = x[rows(mask, column)]
+        return y.sum(0)
+
+    @staticmethod
+    def before(self, x, mask):
+        y = x
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, rows(mask, column), y[rows(mask, column)])
+            y = y * 2
+        return x
+
+    @staticmethod
+    def every_second(self, x, mask):
+        kept = {}
+        for column in torch.cat([mask, mask], 1).any(0).nonzero():
+            y = x[rows(mask, column % 2)]
+            x.index_add_(0, rows(mask, column % 2), y * kept.get(int(column) % 2, y).sum())
+            kept[int(column) % 2] = y
+        return x
+
+    @staticmethod
+    def gathered(self, x, mask):
+        return torch.cat([x, *(x[rows(mask, column)] for column in mask.any(0).nonzero())])
+
+    @staticmethod
+    def everywhere(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x += x[rows(mask, column)].sum()
+        return x
+
+    @staticmethod
+    def one_row(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x[int(column)] += 1
+        return x
+
+    @staticmethod
+    def always_somewhere(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, column, x[:1])
+        return x
+
+    @staticmethod
+    def in_a_view(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x[1:].mul_(x[rows(mask, column)].sum())
+        return x
+
+    @staticmethod
+    def buffer(self, x, mask):
+        for column in mask.any(0).nonzero():
+            self.total += x[rows(mask, column)].sum()
+        return x * self.total
+
+    @staticmethod
+    def state(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, rows(mask, column), x[rows(mask, column)])
+            self.calls = "some"
+        return x
+
+    @staticmethod
+    def random(self, x, mask):
+        for column in mask.any(0).nonzero():
+            y = nn.functional.dropout(x[rows(mask, column)])
+            x.index_add_(0, rows(mask, column), y)
+        return x + torch.rand(())
+
+    @staticmethod
+    def mode(self, x, mask):
+        for column in mask.any(0).nonzero():
+            x.index_add_(0, rows(mask, column), x[rows(mask, column)])
+            torch.set_grad_enabled(False)
+        return self.dense(x)
+
+    @staticmethod
+    def statistics(self, x, mask):
+        for column in mask.any(0).nonzero():
+            y = x[rows(mask, column)].unsqueeze(-1).expand(-1, -1, 2)
+            x.index_add_(0, rows(mask, column), self.norm(y)[..., 0])
+        return x
+
+    @staticmethod
+    def assumption(self, x, mask):
+        n, m = x[0].argmax().item(), x[1].argmax().item()
+        if mask.any():
+            x[mask.any(1)] = 0
+        else:
+            torch._check(n + m < 5)
+        return x.new_ones(n), x.new_ones(m)
+
+    @staticmethod
+    def otherwise(self, x, mask):
+        if mask.any():
+            x[mask[:, 0]] = 1
+        else:
+            x = x + 1
+        return x
+
+    @staticmethod
+    def places(self, x, mask):
+        for column in mask.any(0).nonzero():
+            column += 1
+            x.index_add_(0, rows(mask, column - 1), x[rows(mask, column - 1)])
+        return x
+
+
+def rows(mask, column):
+    return torch.where(mask[:, column[0]])[0]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Different) if not name.startswith("_")])
+def test_what_makes_a_difference_is_refused(name):
+    model = module(
+        getattr(Different, name), dense=nn.Linear(4, 4), norm=nn.InstanceNorm1d(4, track_running_stats=True)
+    )
+    model.register_buffer("total", torch.zeros(()))
+    model.double().train()
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(model, (X.clone(), MASKS[2]))
+
+
+def test_a_specialised_loop_runs_as_often_as_the_example_does():
+    model = module(Different.count)
+    gm = fxopt.trace(model, (X.clone(), MASKS[1]), specialize=True)
+    assert torch.equal(gm(X.clone(), MASKS[1]), model(X.clone(), MASKS[1]))
+    with pytest.raises(fxopt.GuardError):
+        gm(X.clone(), MASKS[0])
