@@ -77,16 +77,15 @@ class Runner:
             torch.cuda.empty_cache()
 
     def _subject_of(self, case: Case) -> Subject | Staged[Architecture]:
-        subject = self._subject
-        if subject is None or (subject.entry.name, subject.device) != (case.model, case.device):
+        if self._subject is None or (self._subject.entry.name, self._subject.device) != (case.model, case.device):
             self.forget()
+            gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
             entry = self._zoo[case.model]
             if isinstance(entry, Architecture):
-                subject = Staged(entry, case.device, self._passes, self._enter)
+                self._subject = Staged(entry, case.device, self._passes, self._enter)
             else:
-                subject = Subject(entry, case.device, self._passes, self._enter)
-            self._subject = subject
-        return subject
+                self._subject = Subject(entry, case.device, self._passes, self._enter)
+        return self._subject
 
     def _enter(self, stage: str) -> None:
         assert self._case is not None

@@ -15,6 +15,7 @@ from fxopt.capture.decisions import Answers, TextQuestion, ValueQuestion, settle
 from fxopt.capture.forward import Capture
 from fxopt.capture.module import TracedModule
 from fxopt.capture.omissions import leave_out
+from fxopt.capture.ones import forget_shape_envs
 from fxopt.capture.request import Request
 from fxopt.capture.shell import containers, refused_change
 from fxopt.capture.size_guards import SizeGuard
@@ -33,6 +34,8 @@ def capture(request: Request) -> TracedModule:
         return made.module(alternatives)
     except ValueQuestion as question:
         raise TraceError(str(question)) from None
+    finally:
+        forget_shape_envs()
 
 
 def _settled(request: Request, lines: Collection[str] = ()) -> Capture:

@@ -22,6 +22,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 LEARNED = "learned"
 
 
+def forget_shape_envs() -> None:
+    """Empty the caches in which torch keeps ShapeEnvs, some for good, with all lines and fake tensors that they know."""
+    for method in vars(ShapeEnv).values():
+        if clear := getattr(method, "cache_clear", None):
+            clear()
+
+
 class CaptureShapeEnv(ShapeEnv):
     """A ShapeEnv that leaves sizes of 0 and 1 free, and keeps the model's line for each guard."""
 

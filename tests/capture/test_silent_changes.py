@@ -362,8 +362,9 @@ def test_nothing_is_kept_alive_by_a_capture():
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
         gm = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.AUTO},))
         copy.deepcopy(gm)
-        return weakref.ref(model[0].weight), weakref.ref(gm)
+        (x,) = (node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder")
+        return weakref.ref(model[0].weight), weakref.ref(gm), weakref.ref(x.fake_mode.shape_env)
 
     references = capture()
     gc.collect()
-    assert [reference() for reference in references] == [None, None]
+    assert [reference() for reference in references] == [None, None, None]

@@ -19,9 +19,11 @@ from tests.validation.planted import (
     Rough,
     entry,
 )
+from validation import build
 from validation.records import Case, Check, Outcome
 from validation.run import Runner
 from validation.subject import Subject
+from validation.zoo import Entry
 
 
 def runner(pass_: type[Transformation], **fields: Any) -> Callable[[Check], Any]:
@@ -65,6 +67,31 @@ def test_the_graphs_of_the_last_pipeline_are_let_go(request: pytest.FixtureReque
     first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
     subject.rewritten(("Rough",), torch.float32)
     assert first() is None
+
+
+def test_the_last_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[weakref.ref[torch.nn.Module]] = []  # which the graphs have, too
+    built = build.build_model
+
+    def remembered(entry: Entry) -> torch.nn.Module:
+        model = built(entry)
+        layers.append(weakref.ref(next(model.children())))
+        return model
+
+    monkeypatch.setattr(build, "build_model", remembered)
+    made = Runner([entry(name="first"), entry(name="second")], {"Inverse": Inverse()})
+    for name in ("first", "second"):
+        assert made.run(Case(name, ("Inverse",), "cpu", Check.EQUIVALENCE)).outcome is Outcome.PASS
+    gc.collect()
+    assert [layer() is None for layer in layers] == [True, False]
+
+
+def test_what_a_model_leaves_behind_is_not_collected_again() -> None:
+    run_check = runner(Inverse)
+    left: list[Any] = [[]]  # as an import or a cache of torch does
+    assert any(object_ is left for object_ in gc.get_objects())
+    run_check(Check.EQUIVALENCE)
+    assert not any(object_ is left for object_ in gc.get_objects())
 
 
 def test_a_known_failure_is_expected_and_its_absence_a_failure() -> None:
