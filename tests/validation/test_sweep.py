@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.fx import GraphModule
 
 import fxopt.passes
@@ -54,6 +55,13 @@ class Wrong(Unchanged):
         node = self.division(graph_module)
         node.args = (node.args[0], 7.0000001)
         return super().transform(graph_module)
+
+
+class Silent(Wrong):
+    """Names no site."""
+
+    def mark_as_transformed(self, node: Any) -> None:
+        pass
 
 
 class WrongAndRough(Wrong):
@@ -108,6 +116,7 @@ def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, rea
     [
         (Unchanged(), Outcome.PASS, ""),
         (Wrong(), Outcome.FAIL, "after Wrong, output is .* off in float64.*"),
+        (Silent(), Outcome.FAIL, "Silent changes the code of the graph, though it names no site"),
         (WrongAndRough(), Outcome.FAIL, "WrongAndRough: the round trip is not exact.*"),
         (NoWayBack(), Outcome.FAIL, "NoWayBack: the round trip is not exact.*"),
     ],
@@ -117,6 +126,22 @@ def test_a_wrong_pass_is_seen(pass_: Transformation, outcome: Outcome, reason: s
     assert record.outcome == outcome, record.reason
     assert re.fullmatch(reason, record.reason), record.reason
     assert record.stage == ("passes" if reason else "")
+
+
+def test_the_model_is_run_once_for_each_size_in_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[str, int, int]] = []
+
+    def forward(self: sweep_models.Good, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            runs.append((str(x.dtype), *x.shape[:2]))
+        return self.linear(x) / 7.0
+
+    monkeypatch.setattr(sweep_models.Good, "forward", forward)
+    passes: dict[str, Transformation] = {"One": Unchanged(), "Other": Unchanged()}
+    assert run("good", passes).outcome is Outcome.PASS
+    roundings = ("torch.float64", 2, 16)
+    others = [("torch.float64", *sizes) for sizes in ((3, 16), (1, 16), (2, 21), (2, 5))]
+    assert runs == [("torch.float32", 2, 16), ("torch.float64", 2, 16), roundings, *others]
 
 
 def test_a_graph_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ class _Verdict(Exception):
 class _Sample:
     """A model in one dtype, with inputs that are fresh at every call.
 
-    `tolerance` is how well a graph must agree with it, `worst` how well the graphs so far did.
+    `expected` is what it returns at the sizes of the capture, `tolerance` how well a graph must agree with it, `worst` how
+    well the graphs so far did.
     """
 
     model: nn.Module
@@ -89,6 +90,7 @@ class _Sample:
     device: str
     source: Source
     tolerance: float
+    expected: Any = None
     worst: float = 0.0
 
     def inputs(self, batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
@@ -115,16 +117,17 @@ def _samples(subject: Subject) -> tuple[_Sample, _Sample]:
     with subject.entering("eager"):
         own = _Sample(model, torch.float32, subject.device, entry.source, TOLERANCE[torch.float32])
         try:
-            output = own.run(model)
+            own.expected = own.run(model)
         except Exception as error:  # nor does one that does not run
             raise _Verdict(Outcome.SKIP, _text(error)) from error
-        if where := not_finite(output):
+        if where := not_finite(own.expected):
             raise _Verdict(Outcome.SKIP, f"{where} is not finite everywhere, so that nothing would be proved")
         wide = dataclasses.replace(
             own, model=copy.deepcopy(model).double(), dtype=torch.float64, tolerance=TOLERANCE[torch.float64]
         )
         try:
-            with _Roundings() as roundings:
+            wide.expected = wide.run(wide.model)
+            with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
                 wide.run(wide.model)
             if roundings.found:
                 wide.tolerance = ROUNDED
@@ -153,7 +156,7 @@ def _capture_and_use(subject: Subject, own: _Sample, wide: _Sample) -> None:
         traced_own = traced if own is wide else fxopt.trace(own.model, kwargs=own.inputs(), **options)
     with subject.entering("parity"):
         for sample, graph in {own.dtype: (own, traced_own), wide.dtype: (wide, traced)}.values():
-            _agree(sample, sample.run(sample.model), sample.run(graph))
+            _agree(sample, sample.expected, sample.run(graph))
     with subject.entering("other sizes"):
         for name, sizes in OTHER_SIZES.items():
             if name not in subject.facts:
@@ -220,15 +223,16 @@ def _sites(subject: Subject, pass_: Transformation, sample: _Sample, graph: Grap
     module = pass_(copy.deepcopy(graph))
     sites = len(pass_.get_transformed_nodes(module))
     if not sites:
+        if module.code != graph.code:
+            raise _Verdict(Outcome.FAIL, f"{name} changes the code of the graph, though it names no site")
         return 0
-    expected = sample.run(sample.model)
     if pass_.preserves_computation:
-        _agree(sample, expected, sample.run(module), f"after {name}, ")
+        _agree(sample, sample.expected, sample.run(module), f"after {name}, ")
     else:
         try:
             actual = sample.run(module)
             if not _sizes_follow_values(graph):
-                _difference(expected, actual, f"after {name}, ")
+                _difference(sample.expected, actual, f"after {name}, ")
             if hidden := not_finite(actual):
                 raise _Verdict(Outcome.FAIL, f"after {name}, {hidden} is not finite everywhere")
         except GuardError as error:  # in other numbers, what the graph decides by may fall otherwise
@@ -243,7 +247,6 @@ def _sites(subject: Subject, pass_: Transformation, sample: _Sample, graph: Grap
 
 def _use(sample: _Sample, graph: GraphModule) -> None:
     """What people do with a module: copy, pickle, move, and exchange weights with the model."""
-    expected = sample.run(graph)
     copied = copy.deepcopy(graph)
     copies = {"deepcopy": copied}
     if _can_be_pickled(sample.model):
@@ -251,7 +254,7 @@ def _use(sample: _Sample, graph: GraphModule) -> None:
     for way, module in copies.items():
         if module.code != graph.code:
             raise _Verdict(Outcome.FAIL, f"{way} changes the code of the graph")
-        _agree(sample, expected, sample.run(module), f"after {way}, ")
+        _agree(sample, sample.expected, sample.run(module), f"after {way}, ")
     copied.to("meta")
     if left := [name for name, tensor in _tensors(copied) if tensor.device.type != "meta"]:
         raise _Verdict(Outcome.FAIL, f"after .to('meta'), {left[0]} is not on that device")
@@ -287,7 +290,7 @@ def _export(subject: Subject, sample: _Sample) -> None:
             continue
         subject.facts["peer_sizes"] = FREE if dimensions else FIXED
         try:
-            _agree(dataclasses.replace(sample), sample.run(sample.model), actual)
+            _agree(dataclasses.replace(sample), sample.expected, actual)
         except _Verdict as verdict:
             subject.facts |= {"peer": "wrong", "peer_reason": verdict.reason}
         else:
