@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.messages import is_message
 from fxopt.capture.places import is_model_code
@@ -19,10 +20,24 @@ from fxopt.capture.replaced import replaced
 
 def watch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Let Python take such sizes for the ints that they are to the model."""
+    _lengths(stack, active)
     _extremes(stack, recorder, active)
     _rounding(stack, active)
     _keys(stack, active)
     _types(stack, recorder, active)
+
+
+def _lengths(stack: contextlib.ExitStack, active: Any) -> None:
+    """`len` of a tensor is its first size; CPython would have it as an int, and so fix it or ask for it."""
+    original: Any = builtins.len
+
+    def length(value: Any) -> Any:
+        tensor = type(value) is FakeTensor and value.dim() and active()
+        if tensor and is_model_code(sys._getframe(1).f_code.co_filename):
+            return value.shape[0]
+        return original(value)
+
+    stack.enter_context(replaced(builtins, "len", length))
 
 
 def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

@@ -14,6 +14,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.errors import GuardError
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
 from tests.capture.test_silent_changes import module
 from tests.capture.test_trace import assert_same
@@ -134,6 +135,28 @@ def test_sizes_that_an_input_holds_are_read_in_the_graph(forward):
     gm = fxopt.trace(model, (X, torch.tensor([2, 3])))
     for size in ((2, 3), (4, 2), (5, 7)):
         torch.testing.assert_close(gm(X, torch.tensor(size)), model(X, torch.tensor(size)), rtol=0, atol=0)
+
+
+def tokens_of_each_row(self, x):
+    chosen = x.flatten()[: len(x)]
+    positive = (x > 0).nonzero()
+    return chosen.sum() / len(x), positive.view(len(positive), -1), x[: max(len(x) // 2, 1)]
+
+
+def test_the_length_of_a_tensor_stays_free():
+    model = module(tokens_of_each_row)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert not checks(gm)
+    for x in (X[:2], X.abs(), torch.cat([X, -X, X])):
+        assert_same(gm(x), model(x))
+
+
+def test_a_length_that_a_loop_counts_is_fixed():
+    model = module(lambda self, x: sum(x[row] * len(x) for row in range(len(x))))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert_same(gm(X), model(X))
+    with pytest.raises(GuardError, match="dimension 0 is 2; the graph was captured for 3 alone"):
+        gm(X[:2])
 
 
 def between_tensors(self, x):
