@@ -154,12 +154,15 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from validation.scheduling import PhasedScheduling
+    from validation.store import seconds_by_group
 
     cases = config.stash[CASES]
+    seconds = seconds_by_group(ROOT / "reports" / "baseline")
     return PhasedScheduling(
         config,
         log,
         group_of=lambda item: f"{cases[case_id(item)].model}-{cases[case_id(item)].device}",
+        seconds_of=lambda group: seconds.get(group, 0.0),
         is_timed=lambda item: _is_timed(cases[case_id(item)]),
     )
 

@@ -26,6 +26,7 @@ class PhasedScheduling(WorkStealingScheduling):  # type: ignore[misc]
         config: pytest's.
         log: xdist's.
         group_of: the group of an item, by its id; a worker keeps what it has made for a group.
+        seconds_of: how long a group took in an earlier run; the longest come first, so that none is left for the end.
         is_timed: whether an item belongs to the second phase.
     """
 
@@ -35,10 +36,12 @@ class PhasedScheduling(WorkStealingScheduling):  # type: ignore[misc]
         log: Any,
         *,
         group_of: Callable[[str], str],
+        seconds_of: Callable[[str], float],
         is_timed: Callable[[str], bool],
     ) -> None:
         super().__init__(config, log)
         self._group_of = group_of
+        self._seconds_of = seconds_of
         self._is_timed = is_timed
         self._last_group: dict[WorkerController, str] = {}
         self._starting = 0  # replacements of dead workers that are not here yet: they load the machine, too
@@ -80,7 +83,7 @@ class PhasedScheduling(WorkStealingScheduling):  # type: ignore[misc]
                     self._send_tests(survivor, 1)
 
     def _deal(self, node: WorkerController) -> bool:
-        """Send the next item of the first phase: of the worker's own group, else of the largest nobody has."""
+        """Send the next item of the first phase: of the worker's own group, else of the longest nobody has."""
         assert self.collection is not None
         waiting = [index for index in self.pending if not self._is_timed(self.collection[index])]
         if not waiting:
@@ -89,7 +92,9 @@ class PhasedScheduling(WorkStealingScheduling):  # type: ignore[misc]
         taken = {group for other, group in self._last_group.items() if other is not node}
         chosen = self._last_group.get(node, "")
         if chosen not in groups:
-            chosen = max(groups, key=lambda group: (group not in taken, groups[group]))
+            chosen = max(
+                groups, key=lambda group: (group not in taken, self._seconds_of(group), groups[group])
+            )
         self._last_group[node] = chosen
         index = next(i for i in waiting if self._group_of(self.collection[i]) == chosen)
         self.pending.remove(index)

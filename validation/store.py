@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -134,6 +135,16 @@ def read_run(path: Path) -> pd.DataFrame:
         raise ReportError(f"{file}: the table of this run is empty")
     frame: pd.DataFrame = table.to_pandas()
     return frame
+
+
+def seconds_by_group(directory: Path) -> dict[str, float]:
+    """How long the cases of each model on each device took in the runs of a directory, by `<model>-<device>`."""
+    seconds: Counter[str] = Counter()
+    for file in sorted(directory.glob("*.parquet")):
+        table = read_run(file)
+        for model, device, took in zip(table["model"], table["device"], table["seconds"], strict=True):
+            seconds[f"{model}-{device}"] += took
+    return dict(seconds)
 
 
 def measurements_of(table: pd.DataFrame) -> list[str]:

@@ -47,6 +47,16 @@ def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
     assert stored[1] is None
 
 
+def test_how_long_models_took_is_summed_over_the_runs_of_a_directory(run, tmp_path):
+    other = dataclasses.replace(CASE, check=Check.TRACE)
+    for name, cases in {"one": [CASE, other], "two": [CASE]}.items():
+        records = [Record(case, Outcome.PASS, seconds=2.0) for case in cases]
+        store.write_table(store.table_of(records, run), tmp_path)
+        (tmp_path / "records.parquet").rename(tmp_path / f"{name}.parquet")
+    assert store.seconds_by_group(tmp_path) == {"bert-cpu": 6.0}
+    assert store.seconds_by_group(tmp_path / "none") == {}
+
+
 def test_csv_has_the_same_rows(records, run, tmp_path):
     table = written(records, run, tmp_path)
     csv = pd.read_csv(tmp_path / "records.csv", keep_default_na=False)
