@@ -16,6 +16,7 @@ from fxopt.capture.messages import is_message
 from fxopt.capture.places import is_model_code
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.replaced import replaced
+from fxopt.capture.sizes import has_hint
 
 
 def watch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
@@ -59,7 +60,7 @@ def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
             sizes = all(type(value) in (int, torch.SymInt) for value in values)
             if not sizes or not is_model_code(sys._getframe(1).f_code.co_filename):
                 return original(*args)
-            if not all(type(value) is int or _has_hint(value) for value in values):
+            if not all(type(value) is int or has_hint(value) for value in values):
                 decided = recorder.decisions.specialised
                 return original(*args) if decided else functools.reduce(symbolic, values)
             best = original(values, key=_hint)
@@ -117,10 +118,6 @@ def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             return str(kind(self.node.hint if is_message(frame) else self))
 
         stack.enter_context(replaced(cls, "__repr__", __repr__))
-
-
-def _has_hint(value: Any) -> bool:
-    return type(value) is torch.SymInt and bool(value.node.has_hint())
 
 
 def _hint(value: Any) -> int:

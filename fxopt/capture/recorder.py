@@ -31,6 +31,7 @@ from fxopt.capture.queries import GRAD_QUERIES, Queries
 from fxopt.capture.randomness import Draws
 from fxopt.capture.shell import Shell
 from fxopt.capture.sizes import SymbolicNumber
+from fxopt.capture.squeezing import assumed_kept, squeezed, unbound
 from fxopt.capture.switches import ModeSwitches
 from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
 from fxopt.capture.writer import GraphWriter, tensors_in
@@ -133,6 +134,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := selected(args[0], args[1], self._call)) is not None:
             return result
+        if name == "squeeze" and (result := squeezed(self._call, function, *args, **kwargs)) is not None:
+            return result
+        if name == "unbind" and (parts := unbound(*args, **kwargs)) is not None:
+            self.record(function, args, kwargs, parts)
+            return parts
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
@@ -163,7 +169,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self._call(function, args, kwargs)
         self.tensor_sizes.keep(name, args, kwargs, result)
         if name == "squeeze":
-            self._assume_kept(*args, **kwargs)
+            for fact in assumed_kept(*args, **kwargs):
+                self._shape_env.assume(fact, f"`squeeze` at {self.writer.location()}")
         if self.record(function, args, kwargs, result) and not is_write_name(name):
             self._shape_env.settle_at_one(questions, function, args, kwargs, result)
         else:
@@ -340,15 +347,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         node = self.writer.create("get_attr", self.writer.constant(real), (), {}, fake)
         self.writer.fresh.append((fake, fake._version, node))
         return fake
-
-    def _assume_kept(self, input: torch.Tensor, *dims: Any, dim: Any = None) -> None:
-        """torch takes sizes that only a run knows for such as `squeeze` keeps: the graph checks that."""
-        given = dim if dim is not None else dims[0] if len(dims) == 1 else dims or range(input.dim())
-        for size in [
-            input.shape[d] for d in (given if isinstance(given, (tuple, list, range)) else (given,))
-        ]:
-            if isinstance(size, torch.SymInt) and free_unbacked_symbols(size):
-                self._shape_env.assume(sympy.Ne(size.node.expr, 1), f"`squeeze` at {self.writer.location()}")
 
     def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:
         """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""

@@ -120,6 +120,11 @@ def _rounded(function: Callable[[Any], int], x: Any) -> Any:
     return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
 
 
+def has_hint(size: Any) -> bool:
+    """Whether a size is free, and the example says what it is there."""
+    return type(size) is torch.SymInt and bool(size.node.has_hint())
+
+
 def symbolic_context(
     tensor: torch.Tensor, dimensions: dict[int, Dimension]
 ) -> StatelessSymbolicContext[Any, Any]:

@@ -1,0 +1,57 @@
+"""`squeeze` and `unbind` of sizes that are free: whether they are 1 is what the graph was captured for, or is refused."""
+
+import pytest
+import torch
+from torch.export import Dim
+
+import fxopt
+from tests.capture.test_decisions import right_or_refused
+from tests.capture.test_silent_changes import module
+
+X = torch.randn(12, 4, dtype=torch.float64)
+ROWS = ({0: Dim.AUTO},)
+
+
+def ranked(y):
+    """Something that Python asks of a tensor, and that each run of the model asks anew."""
+    return y / (1 + y.dim())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: ranked(x[: x.shape[0] // 4].squeeze(0)),
+        lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze(dim=(0, 1))),
+        lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze()),
+        lambda self, x: ranked(x.view(2, x.shape[0] // 4, 1, -1).squeeze(1)),
+    ],
+)
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_free_size_that_is_squeezed_is_guarded(forward, rows):
+    model = module(forward)
+    gm = fxopt.trace(model, (X[:rows],), dynamic_shapes=ROWS)
+    refused = right_or_refused(gm, model, X[:4], X[:8], X)
+    assert not refused[rows // 4 - 1]
+
+
+@pytest.mark.parametrize("forward", [lambda self, x: x.squeeze(0), lambda self, x: x.squeeze()])
+def test_a_size_of_one_that_is_squeezed(forward):
+    model = module(lambda self, x: ranked(forward(self, x)))
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, X[:1], X[:2], X) == [True, False, False]
+    plain = module(lambda self, x: forward(self, x) * 2)
+    assert not any(right_or_refused(fxopt.trace(plain, (X,), dynamic_shapes=ROWS), plain, X[:1], X[:2], X))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: sum(ranked(row) for row in x.repeat(x.shape[0], 1)),
+        lambda self, x: sum(ranked(row) for row in x.repeat(x.shape[0], 1).T.unbind(1)),
+        lambda self, x: sum(ranked(row) for row in torch.unbind(input=x.repeat(x.shape[0], 1), dim=0)),
+    ],
+)
+def test_the_rows_of_a_product_of_sizes(forward):
+    model = module(forward)
+    gm = fxopt.trace(model, (X[:3],), dynamic_shapes=ROWS)
+    assert right_or_refused(gm, model, X[:3], X[:4]) == [False, True]
