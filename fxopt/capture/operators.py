@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.capture import modes
 from fxopt.capture.canonical import is_write
+from fxopt.capture.squeezing import squeezed, unbound
 from fxopt.capture.writer import GraphWriter
+
+aten = torch.ops.aten
 
 
 class Operators(TorchDispatchMode):
@@ -39,7 +42,15 @@ class Operators(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
-        result = operator(*args, **kwargs)
+        result: Any = None
+        if operator.overloadpacket is aten.squeeze:
+            result = squeezed(self._select, self._squeeze, *args, **kwargs)
+            if result is not None:
+                return result
+        if operator.overloadpacket is aten.unbind:
+            result = unbound(*args, **kwargs)
+        if result is None:
+            result = operator(*args, **kwargs)
         if is_write(operator):
             has_side_effect(operator)
         elif not self._writer.makes_something(result):
@@ -48,3 +59,9 @@ class Operators(TorchDispatchMode):
         node_args, node_kwargs = self._writer.arguments(operator.__name__, args, kwargs)
         self._writer.create("call_function", operator, node_args, node_kwargs, result)
         return result
+
+    def _select(self, *args: Any) -> Any:
+        return self.__torch_dispatch__(aten.select.int, (), args)
+
+    def _squeeze(self, *args: Any) -> Any:
+        return self.__torch_dispatch__(aten.squeeze.dims, (), args)

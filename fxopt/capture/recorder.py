@@ -134,9 +134,10 @@ class Recorder(PreDispatchTorchFunctionMode):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := selected(args[0], args[1], self._call)) is not None:
             return result
-        if name == "squeeze" and (result := squeezed(self._call, function, *args, **kwargs)) is not None:
+        operator = name.partition(".")[0]
+        if operator == "squeeze" and (result := self._squeezed(*args, **kwargs)) is not None:
             return result
-        if name == "unbind" and (parts := unbound(*args, **kwargs)) is not None:
+        if operator == "unbind" and (parts := unbound(*args, **kwargs)) is not None:
             self.record(function, args, kwargs, parts)
             return parts
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
@@ -168,7 +169,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             args, kwargs = with_numbers(args, kwargs, self._item)
             return self._call(function, args, kwargs)
         self.tensor_sizes.keep(name, args, kwargs, result)
-        if name == "squeeze":
+        if operator == "squeeze":
             for fact in assumed_kept(*args, **kwargs):
                 self._shape_env.assume(fact, f"`squeeze` at {self.writer.location()}")
         if self.record(function, args, kwargs, result) and not is_write_name(name):
@@ -347,6 +348,13 @@ class Recorder(PreDispatchTorchFunctionMode):
         node = self.writer.create("get_attr", self.writer.constant(real), (), {}, fake)
         self.writer.fresh.append((fake, fake._version, node))
         return fake
+
+    def _squeezed(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """What `squeeze` gives where torch would keep a free size of 1."""
+        select, squeeze = (
+            lambda *given, f=f: self._call(f, given, {}) for f in (torch.Tensor.select, torch.Tensor.squeeze)
+        )
+        return squeezed(select, squeeze, *args, **kwargs)
 
     def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:
         """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""

@@ -18,18 +18,21 @@ from fxopt.capture.sizes import has_hint
 
 
 def squeezed(
-    call: Callable[..., Any], function: Any, input: torch.Tensor, *dims: Any, dim: Any = None
+    select: Callable[..., torch.Tensor],
+    squeeze: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    *dims: Any,
+    dim: Any = None,
 ) -> torch.Tensor | None:
-    """What `squeeze` gives, by other calls; None where torch gives the same, now that there is a guard."""
+    """What `squeeze` gives, by calls of these functions; None where torch gives the same, now that there is a guard."""
     named = _named(input, dims, dim)
     ones = [d for d in named if has_hint(input.shape[d]) and input.shape[d] == 1]
     if not ones:
         return None
     for one in reversed(ones):
-        input = call(torch.Tensor.select, (input, one, 0), {})
+        input = select(input, one, 0)
     rest = tuple(d - sum(one < d for one in ones) for d in named if d not in ones)
-    result: torch.Tensor = call(function, (input, rest), {}) if rest else input
-    return result
+    return squeeze(input, rest) if rest else input
 
 
 def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[Any]:

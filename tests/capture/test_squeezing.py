@@ -24,6 +24,8 @@ def ranked(y):
         lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze(dim=(0, 1))),
         lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze()),
         lambda self, x: ranked(x.view(2, x.shape[0] // 4, 1, -1).squeeze(1)),
+        lambda self, x: ranked(torch.ops.aten.squeeze.dim(x[: x.shape[0] // 4], 0)),
+        lambda self, x: torch.vmap(lambda y: ranked(y[: y.shape[0] // 4].squeeze(0)), 1)(x),
     ],
 )
 @pytest.mark.parametrize("rows", [4, 8])
@@ -48,6 +50,7 @@ def test_a_size_of_one_that_is_squeezed(forward):
     [
         lambda self, x: sum(ranked(row) for row in x.repeat(x.shape[0], 1)),
         lambda self, x: sum(ranked(row) for row in x.repeat(x.shape[0], 1).T.unbind(1)),
+        lambda self, x: torch.vmap(lambda y: sum(map(ranked, y)), 1)(x.repeat(x.shape[0], 1)),
         lambda self, x: sum(ranked(row) for row in torch.unbind(input=x.repeat(x.shape[0], 1), dim=0)),
     ],
 )

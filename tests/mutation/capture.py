@@ -24,6 +24,8 @@ CAPTURE = (
     Fault("drawing: the number of the capture is used", "capture/drawing.py", "                return _Undrawn(lambda: recorder.fail(reason(name)))", "                return drawn"),
     Fault("recorder: what a legacy constructor makes is written by each run", "capture/recorder.py", "if function is _LEGACY_FROM_DATA and type(args[0]) is torch.Tensor:", "if False:"),
     Fault("masks: the mask of a window is left out", "capture/masks.py", "padding_mask is None and local_attention_size is None", "padding_mask is None"),
+    Fault("squeezing: a free size of 1 is kept", "capture/squeezing.py", "    if not ones:", "    if True:"),
+    Fault("squeezing: unbind of a product of sizes keeps the dimension", "capture/squeezing.py", " if has_hint(size) else None", " if False else None"),
     Fault("shell: a changed layer is called as it was", "capture/shell.py", "            if before != now:\n", "            if False:\n"),
     Fault("shell: changed state is forgotten", "capture/shell.py", "if self._before.get(key) != after.get(key)", "if False"),
     Fault("shell: one container becomes two", "capture/shell.py", "            if id(child) not in made:", "            if True:"),
