@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import sys
 from types import FrameType
 
 import sympy
@@ -48,7 +49,7 @@ def stack_trace(frame: FrameType | None) -> str:
         if is_model_code(code.co_filename):
             lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
-    return "".join(reversed(lines))
+    return sys.intern("".join(reversed(lines)))  # layers share their lines
 
 
 @functools.lru_cache(maxsize=4096)
