@@ -24,6 +24,8 @@ def ranked(y):
         lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze(dim=(0, 1))),
         lambda self, x: ranked(x.view(x.shape[0] // 4, 1, -1).squeeze()),
         lambda self, x: ranked(x.view(2, x.shape[0] // 4, 1, -1).squeeze(1)),
+        lambda self, x: ranked(torch.atleast_3d(x[: x.shape[0] // 4]).squeeze(0)),
+        lambda self, x: ranked(torch.atleast_3d(x[: x.shape[0] // 4]).squeeze((0, 2))),
         lambda self, x: ranked(torch.ops.aten.squeeze.dim(x[: x.shape[0] // 4], 0)),
         lambda self, x: torch.vmap(lambda y: ranked(y[: y.shape[0] // 4].squeeze(0)), 1)(x),
     ],
