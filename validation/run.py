@@ -77,7 +77,10 @@ class Runner:
             torch.cuda.empty_cache()
 
     def _subject_of(self, case: Case) -> Subject | Staged[Architecture]:
-        if self._subject is None or (self._subject.entry.name, self._subject.device) != (case.model, case.device):
+        if self._subject is None or (self._subject.entry.name, self._subject.device) != (
+            case.model,
+            case.device,
+        ):
             self.forget()
             gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
             entry = self._zoo[case.model]
