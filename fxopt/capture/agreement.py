@@ -116,10 +116,11 @@ def _assumed_of_numbers(capture: Capture, names: dict[Any, Any]) -> set[Any]:
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
     inputs = {free.symbol for free in capture.free.dimensions}
+    unused = {symbol for symbol in shape_env.dropped if not capture.sizes.has_source(symbol)}
     limits = {
         (names.get(symbol, symbol), limit)
         for symbol, limit in shape_env.var_to_range.items()
-        if symbol not in inputs
+        if symbol not in inputs | unused
     }
     return limits | {(a.expr.xreplace(names), None) for a in asserts}
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import dis
 import itertools
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,7 +22,8 @@ from fxopt.capture.checks import check_alike, check_decision, check_nothing_writ
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.messages import is_message
-from fxopt.capture.places import is_model_code, model_frame
+from fxopt.capture.places import model_frame
+from fxopt.capture.raised import CallQuestions, is_raised
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter, tensors_in
 from fxopt.errors import TraceError
@@ -140,14 +139,16 @@ class Decisions:
         answers: Answers,
         example: ExampleRun | None = None,
         reads_texts: bool = False,
+        raising: dict[tuple[Any, str], bool] | None = None,
     ) -> None:
         self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
         self._shape_env: Any = fake_mode.shape_env
         self._answers, self._example, self._reads_texts = answers, example, reads_texts
         self._answered = 0
         self._known: dict[Any, Any] = {}
-        # What was answered by line about sizes.
+        # What was answered about sizes by line, or as a call of torch requires it.
         self._supposed: dict[Any, bool] = {}
+        self.calls = CallQuestions(fake_mode, {} if raising is None else raising, self._settle)
         # The questions at each of those lines.
         self.asked_at: dict[str, list[Asked]] = collections.defaultdict(list)
         self._asked_by_line = 0
@@ -231,6 +232,8 @@ class Decisions:
         if expression in self._supposed:
             return sympy.sympify(self._supposed[expression])
         yes_or_no = not isinstance(expression, sympy.Expr)
+        if yes_or_no:
+            self.calls.ask(expression)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
         node = self._sizes.node(self._shape_env.symbolic(expression, kind))
@@ -241,16 +244,7 @@ class Decisions:
             self._suppose(expression, by_line)
             return sympy.sympify(by_line)
         answer = self._decide(node, kind)
-        if integers:
-            fact = (
-                sympy.Eq(expression, answer)
-                if not yes_or_no
-                else expression
-                if answer
-                else sympy.Not(expression)
-            )
-            if isinstance(fact, sympy.Rel):
-                self._shape_env.learn(fact)
+        self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
     def check_alike(self) -> None:
@@ -270,6 +264,18 @@ class Decisions:
                     node.graph.call_function(check_nothing_written, arguments).meta = dict(asked.node.meta)
                 self._checks.append(f"what it leaves out would write nothing: {asked.where}")
             asked.node.graph.erase_node(asked.node)
+
+    def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
+        """Answer a question about sizes, with a check: a call raises the error `otherwise` for the other answer."""
+        self._check(self._sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
+        self._supposed |= {question: answer, sympy.Not(question): not answer}
+        self._learn(question, answer)
+
+    def _learn(self, expression: Any, answer: bool) -> None:
+        """Tell the ShapeEnv of the answer to a question about integers, which the graph checks."""
+        fact = expression if answer else sympy.Not(expression)
+        if isinstance(fact, sympy.Rel) and all(symbol.is_integer for symbol in fact.free_symbols):
+            self._shape_env.learn(fact)
 
     def _suppose(self, expression: Any, answer: bool) -> None:
         """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
@@ -461,29 +467,9 @@ def _side(capture: Callable[[Answers], Any], answers: Answers, answer: bool) -> 
         return _Side(question=question)
     except TraceError as failure:
         error = failure.__cause__
-        if error is not None and last.asked and _is_raised(error):
+        if error is not None and last.asked and is_raised(error):
             return _Side(f"{type(error).__name__}: {error}")
     return _Side()
-
-
-def _is_raised(error: BaseException) -> bool:
-    """Whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
-    if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
-        return (
-            True  # by C++, which raises it on tensors with values just so: what -1 stands for cannot be told
-        )
-    last: Any = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None:
-        return False
-    code = last.tb_frame.f_code
-    inside_torch = os.path.relpath(code.co_filename, os.path.dirname(torch.__file__))
-    checks = inside_torch == "__init__.py" or inside_torch.startswith(
-        ("distributions", "nn", "functional.py")
-    )
-    raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-    return raises and (checks or is_model_code(code.co_filename))
 
 
 def _size_of_few_set_apart(expression: Any) -> sympy.Expr | None:

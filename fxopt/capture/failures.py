@@ -46,7 +46,10 @@ def _is_own(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     code = frame.f_code
     # A function of torch's in C has no frame of its own: what it raises comes from the line that makes the model's call.
-    makes_calls = code.co_name in ("_result", "_layer_result", "__torch_function__", "__torch_dispatch__")
+    makes_calls = code.co_name in (
+        *("_result", "result_of", "_layer_result"),
+        *("__torch_function__", "__torch_dispatch__"),
+    )
     return code.co_filename.startswith(os.path.dirname(__file__)) and not makes_calls
 
 

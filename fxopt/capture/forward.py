@@ -74,7 +74,7 @@ class Capture:
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
         decisions = Decisions(
-            writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts
+            writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts, request.raising
         )
         tensor_sizes = TensorSizes(writer, shell.real, request.moving)
         recorder = self.recorder = Recorder(writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import sympy
@@ -44,6 +44,8 @@ class CaptureShapeEnv(ShapeEnv):
         self.decide: Callable[[Any], Any] = lambda expression: None
         # The first question that only data could answer; a forward may catch the error.
         self.failure: GuardOnDataDependentSymNode | None = None
+        # Numbers of calls that were made anew.
+        self.dropped: set[Any] = set()
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
@@ -102,6 +104,13 @@ class CaptureShapeEnv(ShapeEnv):
     def learn(self, fact: Any) -> None:
         """Take a condition as true that the graph checks by itself."""
         self.guard_or_defer_runtime_assert(fact, LEARNED)
+
+    def drop_new(self, known: Collection[Any]) -> None:
+        """Drop what was assumed of numbers besides the `known` ones: the call that has made them is made anew."""
+        new = {symbol for symbol in self.var_to_range if symbol not in known}
+        for symbol in new:
+            self.deferred_runtime_asserts.pop(symbol, None)  # it is the newest number in each of these
+        self.dropped |= new
 
     def assume(self, condition: Any, origin: str) -> None:
         """Take a condition as true on numbers that only a run knows; the graph will check it."""

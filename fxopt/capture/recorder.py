@@ -185,7 +185,10 @@ class Recorder(PreDispatchTorchFunctionMode):
         if call is not None and call.known:
             return call.recall(), {}
         with self._shape_env.in_operator() as questions:
-            result = function(*args, **kwargs)
+            if writing:
+                result = function(*args, **kwargs)
+            else:
+                result = self.decisions.calls.result_of(functools.partial(function, *args, **kwargs))
         if isinstance(result, torch.Tensor) and not writing:
             result = self._distinct(result, args, kwargs)
         if call is not None:

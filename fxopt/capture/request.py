@@ -24,7 +24,8 @@ class Request:
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
     inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `moving` names ints
     inside objects that are free, because the forward changes them. `earlier` is the state of the model that an earlier
-    call left, and `hooks` are the hooks of each module, before and after its forward.
+    call left, and `hooks` are the hooks of each module, before and after its forward. `raising` is shared by all captures:
+    whether functions of torch were seen to raise for one answer to a question.
     """
 
     model: torch.nn.Module
@@ -38,6 +39,7 @@ class Request:
     moving: Set[str] = frozenset()
     earlier: Changes | None = None
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
 
     def device(self) -> torch.device:
         """The one device of the model (of the inputs, where it has no tensors)."""

@@ -10,6 +10,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.capture.checks import check_decision
+from fxopt.capture.forward import Capture
 from tests.capture.models import asserted
 from tests.capture.test_silent_changes import module
 
@@ -167,6 +168,87 @@ def test_both_sides_are_the_model_s_own():
 
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(module(fails_under_capture), (X,))
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The captures that are made."""
+    made, record = [], Capture.record
+    monkeypatch.setattr(Capture, "record", lambda self: made.append(self) or record(self))
+    return made
+
+
+def test_a_question_for_which_torch_raises_takes_no_capture_of_its_own(captures):
+    def forward(self, x, sizes):
+        parts = [nn.functional.unfold(x[:, :, :h, :w], 2, stride=2).flatten(1) for h, w in sizes.tolist()]
+        return torch.cat(parts, dim=1)
+
+    x, model = torch.randn(1, 3, 8, 8), module(forward)
+    gm = fxopt.trace(model, (x, torch.tensor([[4, 6], [2, 8]])))
+    assert len(captures) == 1
+    for sizes in ([[4, 6], [2, 8]], [[2, 2], [3, 5]]):
+        assert torch.equal(gm(x, torch.tensor(sizes)), model(x, torch.tensor(sizes)))
+    for sizes in ([[4, 6], [0, 8]], [[1, 2], [2, 2]]):
+        with pytest.raises(RuntimeError):
+            model(x, torch.tensor(sizes))
+        with pytest.raises((fxopt.GuardError, RuntimeError)):
+            gm(x, torch.tensor(sizes))
+
+
+@torch.library.custom_op("fxopt_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 5:
+        raise ValueError("too many")
+    return x[x > 0].clone()
+
+
+@positive.register_fake
+def _(x):
+    number = torch.library.get_ctx().new_dynamic_size()
+    torch._check(number <= x.shape[0])
+    if x.shape[0] > 5:
+        raise ValueError("too many")
+    return x.new_empty(number)
+
+
+def test_what_a_call_gives_where_it_is_tried_is_not_kept():
+    def forward(self, x):
+        for row in x[x[:, 0] > 0]:
+            x = x * row
+        return x
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), specialize=True)
+    assert right_or_refused(gm, model, X, X * 2, -X) == [False, False, True]
+
+
+def test_a_call_that_asks_after_it_has_made_a_number(captures):
+    model = module(lambda self, x: torch.ops.fxopt_tests.positive(x[x > -2]) + 1)
+    gm = fxopt.trace(model, (torch.arange(9.0) - 6,))
+    assert not any(capture.request.answers.settled for capture in captures)
+    for x in (torch.arange(9.0) - 6, torch.arange(9.0) - 9):
+        assert torch.equal(gm(x), model(x))
+    with pytest.raises(fxopt.GuardError, match="the model raises ValueError: too many"):
+        gm(torch.arange(9.0))
+
+
+def different(x):
+    return x[: 3 if x.shape[0] > 3 else 1].clone()
+
+
+def never(x):
+    raise ValueError("too many" if x.shape[0] > 3 else "too few")
+
+
+@pytest.mark.parametrize("fake", [different, never])
+def test_a_call_that_raises_for_neither_answer_or_for_both_is_left_open(fake):
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    operator = torch.library.custom_op(f"fxopt_tests::{fake.__name__}", copied, mutates_args=())
+    operator.register_fake(fake)
+    with pytest.raises(fxopt.TraceError, match=r"test_decisions\.py:\d+.*x.shape\[0\] > 3"):
+        fxopt.trace(module(lambda self, x: operator(x[x > 0])), (X,))
 
 
 def test_a_caught_error_is_no_error_of_the_model():
