@@ -2,8 +2,8 @@
 
 Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
 not as its module declares. A graph has the mask. Both are the same where the module declares what
-the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones:
-a decision on values, which is refused, or taken by the example inputs in a specialised graph.
+the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
+The graph then computes a mask that lets through what the module declares if padding hides nothing.
 
 A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
 eager model does. Some models rely on that, and could not use the mask if it were there.
@@ -36,6 +36,9 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     # For each mask that may be left out, whether it is causal, and what it was made from.
     made_from: dict[torch.fx.Node, tuple[bool, dict[str, Any]]] = {}
 
+    # The masks that such attention gets in their place.
+    replaced: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+
     @functools.cache
     def origins(mask: torch.fx.Node) -> list[tuple[bool, dict[str, Any]]]:
         return [made_from[node] for node in _sources(mask) if node in made_from]
@@ -55,16 +58,15 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
         if active() and made_from and isinstance(attention_mask, torch.Tensor) and not one_query:
             given = options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
-            for is_causal, made in origins(recorder.writer.argument(attention_mask)):
+            node = recorder.writer.argument(attention_mask)
+            for is_causal, made in origins(node):
                 if is_causal == declared:
                     continue
-                # In a window, or with more keys than queries, the mask is left out on other grounds as well.
-                whole = not made.get("local_size") and made["q_length"] == made["kv_length"]
-                if not recorder.decisions.specialised or not whole:
+                if node not in made_from or not _is_whole(made):
                     recorder.fail(_reason(type(module).__name__, declared))
-                padding = made.get("attention_mask")
-                if padding is None or bool(padding.all()):
-                    attention_mask = None
+                if (node, declared) not in replaced:
+                    replaced[node, declared] = _as_declared(attention_mask, made, declared)
+                attention_mask = replaced[node, declared]
         return attend(module, query, key, value, attention_mask, *args, **options)
 
     for interface, original, watched in (
@@ -87,6 +89,24 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
     stack.callback(setattr, masking, original.__name__, original)
 
 
+def _is_whole(made: dict[str, Any]) -> bool:
+    """Whether a mask is left out for its padding alone: in a window, or with more keys than queries, it is not."""
+    padding, keys = made.get("attention_mask"), made["kv_length"]
+    whole = not made.get("local_size") and made["q_length"] == keys
+    return bool(whole and (padding is None or padding.shape[-1] == keys))
+
+
+def _as_declared(mask: torch.Tensor, made: dict[str, Any], is_causal: bool) -> torch.Tensor | None:
+    """The mask (batch, 1 or heads, queries, keys) of an attention that is causal, or not, where padding hides nothing."""
+    padding: torch.Tensor | None = made.get("attention_mask")
+    if padding is None:
+        return None
+    if not is_causal:
+        return mask | padding.all()
+    position = torch.arange(made["kv_length"], device=mask.device)
+    return mask & ((position[:, None] >= position) | ~padding.all())
+
+
 def _reason(attention: str, declared: bool) -> str:
     with_mask, without = (
         ("in both directions", "causally") if declared else ("causally", "in both directions")
@@ -94,8 +114,8 @@ def _reason(attention: str, declared: bool) -> str:
     return (
         f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
         "transformers then leaves the mask out, and the module declares "
-        f"is_causal={declared}. A graph cannot be both: with attn_implementation='eager' the model always "
-        f"attends {with_mask}, and specialize=True takes what the example inputs give"
+        f"is_causal={declared}. A graph cannot be both, for a mask of a window, of other keys than queries, or that the model "
+        f"has changed: with attn_implementation='eager' the model always attends {with_mask}"
     )
 
 

@@ -1,11 +1,14 @@
 """Masks that transformers' eager code leaves out where they hide nothing, and a graph cannot."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.export import Dim
 from transformers import Aimv2TextConfig, Aimv2TextModel, masking_utils, modeling_utils
 
 import fxopt
-from fxopt.errors import GuardError, TraceError
+from fxopt.errors import TraceError
 from fxopt.testing import assert_equivalent
 
 
@@ -43,19 +46,45 @@ def test_the_eager_model_attends_otherwise_where_no_token_is_hidden() -> None:
         assert torch.allclose(*outputs, rtol=0, atol=1e-12) is same
 
 
-def test_a_mask_that_is_not_what_attention_does_without_it_is_refused() -> None:
-    model = text_model("sdpa", False)
-    with pytest.raises(TraceError, match=r"declares is_causal=False.*attn_implementation='eager'.*layers\.0"):
-        fxopt.trace(model, kwargs=inputs(1))
-
-
+@pytest.mark.parametrize("specialize", [False, True])
 @pytest.mark.parametrize("hidden", [0, 1])
-def test_a_specialised_graph_attends_as_the_example_inputs_have_it(hidden: int) -> None:
+def test_attention_is_what_it_is_in_the_eager_model_with_padding_and_without(
+    hidden: int, specialize: bool
+) -> None:
     model = text_model("sdpa", False)
-    traced = fxopt.trace(model, kwargs=inputs(hidden), specialize=True)
-    assert_equivalent(model, traced, kwargs=inputs(hidden))
-    with pytest.raises(GuardError, match="decides on a value"):
-        traced(**inputs(1 - hidden))
+    free = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs(0)}
+    traced = fxopt.trace(model, kwargs=inputs(hidden), dynamic_shapes=free, specialize=specialize)
+    for given in (inputs(0), inputs(1), inputs(3), inputs(0, length=9), inputs(2, length=9)):
+        assert_equivalent(model, traced, kwargs=given)
+
+
+class BothWays(torch.nn.Module):
+    """A mask in both directions for attention that declares to be causal; `change` is what is done to the mask."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda mask: mask) -> None:
+        super().__init__()
+        self.inner = text_model("sdpa", True)
+        self.change = change
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        mask = masking_utils.create_bidirectional_mask(self.inner.config, x, attention_mask)
+        mask = None if mask is None else self.change(mask)
+        return self.inner.encoder.layers[0].attention(x, attention_mask=mask)[0]
+
+
+def test_attention_that_is_causal_without_padding_is_that_in_the_graph() -> None:
+    model, x = BothWays(), torch.randn(2, 6, 16, dtype=torch.float64)
+    traced = fxopt.trace(model, (x, inputs(1)["attention_mask"]))
+    for hidden in (0, 1, 3):
+        assert_equivalent(model, traced, (x, inputs(hidden)["attention_mask"]))
+
+
+def test_a_mask_that_the_model_changes_and_attention_would_not_want_is_refused() -> None:
+    model, x = BothWays(lambda mask: mask & mask.any()), torch.randn(2, 6, 16, dtype=torch.float64)
+    with pytest.raises(
+        TraceError, match=r"declares is_causal=True.*the model has changed.*attn_implementation='eager'"
+    ):
+        fxopt.trace(model, (x, inputs(1)["attention_mask"]))
 
 
 @pytest.mark.parametrize(("attention", "is_causal"), [("sdpa", True), ("eager", False)])
@@ -96,9 +125,7 @@ class AlwaysMasked(torch.nn.Module):
 
 def test_a_mask_that_is_left_out_for_want_of_padding_is_none_either() -> None:
     model, x = AlwaysMasked(), torch.randn(2, 6, 16, dtype=torch.float64)
-    with pytest.raises(TraceError, match=r"declares is_causal=False"):
-        fxopt.trace(model, (x,))
-    assert_equivalent(model, fxopt.trace(model, (x,), specialize=True), (x,))
+    assert_equivalent(model, fxopt.trace(model, (x,)), (x,))
 
 
 class WithoutPadding(torch.nn.Module):

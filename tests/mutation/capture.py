@@ -76,4 +76,7 @@ CAPTURE = (
     Fault("decisions: a loop that ends early is not checked", "capture/decisions.py", "            self._check(node, False, error)\n", ""),
     Fault("checks: what is left out may write", "capture/checks.py", "if any(part.numel() == 0 for part in parts) or bool(value) == answer:", "if True:"),
     Fault("agreement: more may be assumed without a check", "capture/agreement.py", "not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names)", "False"),
+    Fault("masks: padding is always taken to hide something", "capture/masks.py", "        return mask | padding.all()", "        return mask"),
+    Fault("masks: causal attention sees all", "capture/masks.py", "(position[:, None] >= position) | ~padding.all()", "(position[:, None] >= position) | True"),
+    Fault("masks: what the model has made of a mask is not seen", "capture/masks.py", "                if node not in made_from or not _is_whole(made):", "                if not _is_whole(made):"),
 )  # fmt: skip
