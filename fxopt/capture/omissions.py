@@ -1,13 +1,15 @@
 """What a forward does after one answer to a question on a value, and leaves out after the other.
 
-`for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, of which there are none
-where the answer is the other one. A graph that always does it then holds for both answers. What has to be shown: that
+`for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ at
+some places, of which there are none where the answer is the other one. A graph that always does it then holds for both answers. What has to be shown: that
 two captures differ by nothing else, that nothing later uses what is left out, and that it writes only where an index or
 a mask says. The graph checks that these are empty whenever the forward would have left it out.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,17 +19,17 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxopt.capture import modes
 from fxopt.capture.agreement import covers, holds_for
 from fxopt.capture.checks import MASKS, check_alike, check_decision, check_nothing_written, check_value
-from fxopt.capture.comparison import calls_of, is_call
-from fxopt.capture.decisions import Body
+from fxopt.capture.comparison import Pairs, calls_of, is_call
+from fxopt.capture.decisions import Asked, Body
 from fxopt.capture.forward import Capture
 from fxopt.capture.writer import storage_of, tensors_in
 from fxopt.effects import written_by, written_parameters
 
-# The functions that write at some places of their first argument, with the position and the name of the index.
+# The functions that write at some places of their first argument, or of a copy, with the position and the name of the index.
 _INDEXED = {
     **dict.fromkeys(("index_add_", "index_copy_", "index_fill_", "index_reduce_"), (2, "index")),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), (2, "index")),
-    **dict.fromkeys(("masked_fill_", "masked_scatter_"), (1, "mask")),
+    **dict.fromkeys(("masked_fill_", "masked_scatter_", "masked_fill"), (1, "mask")),
     "index_put_": (1, "indices"),
     "setitem": (1, ""),
 }
@@ -46,26 +48,15 @@ def leave_out(capture: Capture, other: Capture, line: str) -> bool:
     asked, of_other = capture.recorder.decisions.asked_at[line], other.recorder.decisions.asked_at[line]
     if len(asked) != len(of_other):
         return False
-    mine = _parts(capture, [question.node for question in asked])
-    its = _parts(other, [question.node for question in of_other])
-    drawn = [[question.drawn for question in questions] for questions in (asked, of_other)]
-    if len(mine[0]) != len(its[0]) or not asked:
+    aligned = _aligned(calls_of(capture.graph), calls_of(other.graph), [question.node for question in asked])
+    if aligned is None or not any(aligned[1]):
         return holds_for(capture, other)
-    if _differences(drawn[0], capture) != _differences(drawn[1], other):
+    pairs, bodies = aligned
+    answered = zip(asked, of_other, bodies, strict=True)
+    if any(body and mine.answer == its.answer for mine, its, body in answered):
         return False
-    pairs = list(zip(mine[0], its[0], strict=True))
-    bodies: list[list[torch.fx.Node]] = []
-    for question, answer, calls, of_other_calls in zip(
-        asked, (question.answer for question in of_other), mine[1:], its[1:], strict=True
-    ):
-        # What is left out comes first, after the question itself.
-        more = len(calls) - len(of_other_calls)
-        if more < 0 or (more and question.answer == answer):
-            return False
-        pairs += zip([calls[0], *calls[1 + more :]], of_other_calls, strict=True)
-        bodies.append(calls[1 : 1 + more])
-    if not any(bodies):
-        return holds_for(capture, other)
+    if _draws(asked, capture) != _draws(of_other, other):
+        return False
     memory = _Memory(capture, bodies)
     written = [memory.written_by(number, body) for number, body in enumerate(bodies)]
     if not covers(capture, other, pairs, memory.aliases) or any(body is None for body in written):
@@ -74,30 +65,49 @@ def leave_out(capture: Capture, other: Capture, line: str) -> bool:
     return True
 
 
-def _differences(counts: Sequence[int], capture: Capture) -> list[int]:
+def _aligned(
+    calls: Sequence[torch.fx.Node], others: Sequence[torch.fx.Node], questions: Sequence[torch.fx.Node]
+) -> tuple[Pairs, list[list[torch.fx.Node]]] | None:
+    """The pairs of calls that come from the same lines, and for each question what comes after it in `calls` alone.
+
+    None if `others` has more, or if something is left out before the first question.
+    """
+    pairs: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+    bodies: list[list[torch.fx.Node]] = []
+    left = list(reversed(others))
+    for node in calls:
+        if left and _made_at(node) == _made_at(left[-1]):
+            pairs.append((node, left.pop()))
+        elif bodies:
+            bodies[-1].append(node)
+        else:
+            return None
+        if len(bodies) < len(questions) and node is questions[len(bodies)]:
+            bodies.append([])
+    return None if left else (pairs, bodies)
+
+
+def _made_at(node: torch.fx.Node) -> tuple[Any, ...]:
+    """What a node calls, and where in the model."""
+    modules = list(node.meta.get("nn_module_stack", ()))
+    return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
+
+
+def _draws(asked: Sequence[Asked], capture: Capture) -> list[int]:
     """How often random numbers were drawn after each question and before the next one."""
-    return [
-        after - before for before, after in zip(counts, [*counts[1:], capture.fake_mode.drawn], strict=True)
-    ]
-
-
-def _parts(capture: Capture, questions: Sequence[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """The calls before the first question, and from each question on."""
-    parts: list[list[torch.fx.Node]] = [[]]
-    for node in calls_of(capture.graph):
-        if len(parts) <= len(questions) and node is questions[len(parts) - 1]:
-            parts.append([])
-        parts[-1].append(node)
-    return parts
+    counts = [*(question.drawn for question in asked), capture.fake_mode.drawn]
+    return [after - before for before, after in itertools.pairwise(counts)]
 
 
 class _Memory:
     """What the bodies that may be left out use and write."""
 
     def __init__(self, capture: Capture, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
-        self._model = capture.request.model
+        self._capture = capture
         # For nodes that write into memory that is not the body's own, the tensor whose value they give.
         self.aliases: dict[torch.fx.Node, torch.fx.Node] = {}
+        # For a copy, also of another shape, what it is a copy of.
+        self._first: dict[torch.fx.Node, torch.fx.Node] = {}
         self._body_of = {node: number for number, body in enumerate(bodies) for node in body}
         # To which bodies the values in a memory belong; None is the forward around them.
         self._owners: dict[int, set[int | None]] = {}
@@ -118,10 +128,12 @@ class _Memory:
                 if not self._switches_back(node, number):
                     return None
                 continue
-            module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+            module = self._module(node)
             written = written_by(node, module)
             if written is None or (module is not None and list(written_parameters(module))):
                 return None
+            if not written:
+                writes += self._copied(node)
             if all(self._belongs(value, number) for value in written):
                 continue
             index = _index(node)
@@ -130,6 +142,35 @@ class _Memory:
             writes.append((node, index))
             self.aliases[node] = written[0]
         return writes
+
+    def _copied(self, node: torch.fx.Node) -> Body:
+        """Take note of a copy that differs where a mask is true, `masked_fill`, and of what only reshapes one."""
+        source, made = node.args[0] if node.args else None, node.meta.get("val")
+        if not isinstance(source, torch.fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+            return []
+        name = _name(node)
+        mask = _index(node) if name == "masked_fill" else None
+        if not isinstance(made, torch.Tensor) or (mask is None and name not in ("view", "reshape")):
+            return []
+        first = self._first[node] = self._first.get(source, source)
+        known = {storage_of(value.meta["val"]) for value in (node, first)}
+        if _shape(first.meta["val"]) == _shape(made) and self._written_at_all.isdisjoint(known):
+            self.aliases[node] = first
+        return [] if mask is None else [(node, mask)]
+
+    def _module(self, node: torch.fx.Node) -> torch.nn.Module | None:
+        model = self._capture.request.model
+        return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    @functools.cached_property
+    def _written_at_all(self) -> set[int]:
+        """The memory that any call of the graph may write into."""
+        written: set[int] = set()
+        for node in self._capture.graph.nodes:
+            values = () if node.target in _MODES | _CHECKS else written_by(node, self._module(node))
+            for value in node.all_input_nodes if values is None else values:
+                written.update(map(storage_of, tensors_in(value.meta.get("val"))))
+        return written
 
     def _bodies(self, node: torch.fx.Node) -> Iterator[int]:
         """The bodies that make what a node gives, or what it is a part or a size of."""
@@ -155,9 +196,18 @@ class _Memory:
         )
 
 
+def _shape(tensor: torch.Tensor) -> list[Any]:
+    """The sizes of a tensor as they are known, to compare them without a question."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _index(node: torch.fx.Node) -> Any:
     """The index or mask of a write, which says where in a tensor; None for other writes."""
-    position, name = _INDEXED.get(getattr(node.target, "__name__", ""), (0, ""))
+    position, name = _INDEXED.get(_name(node), (0, ""))
     if not position or node.kwargs.get("out") is not None:
         return None
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)

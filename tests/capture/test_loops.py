@@ -114,6 +114,43 @@ def test_what_writes_nothing_may_be_left_out(forward, free):
                 assert torch.equal(gm(X[:3], mask[:3]), model(X[:3], mask[:3]))
 
 
+def padded(self, x, mask):
+    """As attention that takes no mask where nothing is padded."""
+    padding = mask if mask.any() else None
+    for _ in range(2):
+        scores = self.dense(x)[:, :2]
+        if padding is not None:
+            scores = scores.view(-1, 2, 1).masked_fill(padding.unsqueeze(-1), -1e9)
+            scores = scores.view(-1, 2)
+        x = x * scores.softmax(0).sum(1, keepdim=True)
+    return x
+
+
+@pytest.mark.parametrize("free", [None, (ROWS, ROWS)])
+def test_a_mask_that_is_none_where_it_hides_nothing(free):
+    model = module(padded, dense=randomise(nn.Linear(4, 4)).double())
+    gm = fxopt.trace(model, (X, MASKS[2]), dynamic_shapes=free)
+    for mask in MASKS:
+        assert_equal(gm(X, mask), model(X, mask))
+        if free:
+            assert_equal(gm(X[:3], mask[:3]), model(X[:3], mask[:3]))
+
+
+def test_a_mask_that_hides_something_else_is_noticed():
+    def forward(self, x, mask, other):
+        y = x + 1
+        if mask.any():
+            y = y.masked_fill(other, 0.0)
+        return y * 2
+
+    model, wide = module(forward), torch.ones(5, 4).bool()
+    gm = fxopt.trace(model, (X, MASKS[2], wide))
+    assert_equal(gm(X, MASKS[2], wide), model(X, MASKS[2], wide))
+    assert_equal(gm(X, MASKS[0], ~wide), model(X, MASKS[0], ~wide))
+    with pytest.raises(fxopt.GuardError, match="would write something there.*if mask.any"):
+        gm(X, MASKS[0], wide)
+
+
 def test_an_error_of_the_model_at_a_place_is_raised():
     def forward(self, x, mask):
         out = x.clone()
@@ -222,6 +259,36 @@ class Different:
         return x
 
     @staticmethod
+    def written_copy(self, x, mask):
+        y = x * 2
+        first, z = y[0], y
+        if mask.any():
+            z = y.masked_fill(mask[:, :1], 0.0)
+        z += 1
+        return z, first
+
+    @staticmethod
+    def reshaped(self, x, mask):
+        y = x[:3] * 2
+        if mask.any():
+            y = y.masked_fill(mask[:3, :1], 0.0).view(2, 6)
+        return y[1, 0]
+
+    @staticmethod
+    def other_mask(self, x, mask):
+        found = [m if m.any() else None for m in (mask, x > 1)]
+        if found[0] is not None:
+            x = x.masked_fill(x > 0, 0.0)
+        return x * 2
+
+    @staticmethod
+    def transposed(self, x, mask):
+        y = x[:4] * 2
+        if mask.any():
+            y = y.masked_fill(mask[:4, :1], 0.0).t()
+        return y + x[:4]
+
+    @staticmethod
     def in_a_view(self, x, mask):
         for column in mask.any(0).nonzero():
             x[1:].mul_(x[rows(mask, column)].sum())
@@ -284,6 +351,10 @@ class Different:
             column += 1
             x.index_add_(0, rows(mask, column - 1), x[rows(mask, column - 1)])
         return x
+
+
+def assert_equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def rows(mask, column):

@@ -68,7 +68,7 @@ CAPTURE = (
     Fault("omissions: any write may be left out", "capture/omissions.py", "            if written != node.args[:1] or not _may_be_nowhere(index):", "            if False:"),
     Fault("omissions: all memory belongs to a body", "capture/omissions.py", "self._owners[storage_of(tensor)] == {number}", "True"),
     Fault("omissions: statistics may be left out", "capture/omissions.py", "written is None or (module is not None and list(written_parameters(module)))", "written is None"),
-    Fault("omissions: random numbers may be left out", "capture/omissions.py", "    if _differences(drawn[0], capture) != _differences(drawn[1], other):", "    if False:"),
+    Fault("omissions: random numbers may be left out", "capture/omissions.py", "    if _draws(asked, capture) != _draws(of_other, other):", "    if False:"),
     Fault("omissions: a mode may stay switched", "capture/omissions.py", "                if not self._switches_back(node, number):", "                if False:"),
     Fault("omissions: an index that is never empty", "capture/omissions.py", "        if isinstance(tensor, torch.Tensor) and (", "        if True or ("),
     Fault("decisions: what counts is left out", "capture/decisions.py", "if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):", "if not all(held):"),
@@ -79,4 +79,8 @@ CAPTURE = (
     Fault("masks: padding is always taken to hide something", "capture/masks.py", "        return mask | padding.all()", "        return mask"),
     Fault("masks: causal attention sees all", "capture/masks.py", "(position[:, None] >= position) | ~padding.all()", "(position[:, None] >= position) | True"),
     Fault("masks: what the model has made of a mask is not seen", "capture/masks.py", "                if node not in made_from or not _is_whole(made):", "                if not _is_whole(made):"),
+    Fault("omissions: a copy that is written is the same", "capture/omissions.py", " and self._written_at_all.isdisjoint(known):", ":"),
+    Fault("omissions: a copy of another shape is the same", "capture/omissions.py", '        if _shape(first.meta["val"]) == _shape(made) and', "        if"),
+    Fault("omissions: any view is a copy", "capture/omissions.py", '(mask is None and name not in ("view", "reshape"))', "False"),
+    Fault("omissions: a question with one answer may leave out", "capture/omissions.py", "    if any(body and mine.answer == its.answer for mine, its, body in answered):", "    if False:"),
 )  # fmt: skip
