@@ -11,12 +11,13 @@ from torch.export import Dim
 
 from fxopt.capture.agreement import guards_at_one, holds_for, repeats
 from fxopt.capture.assumptions import guards_of
-from fxopt.capture.decisions import Answers, TextQuestion, ValueQuestion, settled
 from fxopt.capture.forward import Capture
 from fxopt.capture.module import TracedModule
 from fxopt.capture.omissions import leave_out
 from fxopt.capture.ones import forget_shape_envs
+from fxopt.capture.questions import Answers, TextQuestion, ValueQuestion
 from fxopt.capture.request import Request
+from fxopt.capture.settling import settled
 from fxopt.capture.shell import containers, refused_change
 from fxopt.capture.size_guards import SizeGuard
 from fxopt.capture.surroundings import Surroundings, refused_outside

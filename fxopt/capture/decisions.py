@@ -1,7 +1,8 @@
 """Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer.
 
-`if mask.all():` asks. There are four ways on. Where one side raises, the other is taken, and a check in the place of
-the question raises in its stead. Where both sides give the same graph, it is taken. `specialize=True` takes the side
+`if mask.all():` asks. There are five ways on. Where one side raises, the other is taken, and a check in the place of
+the question raises in its stead. Where both sides give the same graph, it is taken. Where one side does more, and that
+writes only at the places of a mask, it does it always, with checks (`omissions`). `specialize=True` takes the side
 that the example inputs decide for, with a check as well. Otherwise the capture ends, with the line that asks.
 """
 
@@ -11,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import sympy
@@ -23,12 +24,10 @@ from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.messages import is_message
 from fxopt.capture.places import model_frame
-from fxopt.capture.raised import CallQuestions, is_raised
+from fxopt.capture.questions import Answers, LoopQuestion, TextQuestion, ValueQuestion
+from fxopt.capture.raised import CallQuestions
 from fxopt.capture.sizes import Sizes
 from fxopt.capture.writer import GraphWriter, tensors_in
-from fxopt.errors import TraceError
-
-T = TypeVar("T")
 
 # The methods that make a Python value of a tensor, and functions that return one, with its type.
 READS: dict[str, type] = {
@@ -39,76 +38,12 @@ READS: dict[str, type] = {
 }
 ARRAYS = {"numpy", "__array__"}
 
-# Each question that is settled by looking at both sides costs two captures.
-_MOST_QUESTIONS = 50
-# Lines whose answers make no difference cost a capture for each combination of answers.
-_MOST_LINES = 3
 # A loop that goes on while the answer is the same would not end.
 _MOST_QUESTIONS_BY_LINE = 1000
 
 
-class ValueQuestion(TraceError):
-    """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
-
-    `line` is where the question stands in the source, in whichever module.
-    """
-
-    def __init__(self, message: str, kind: type, where: str, line: str) -> None:
-        super().__init__(message)
-        self.kind, self.where, self.line = kind, where, line
-
-
-class LoopQuestion(ValueQuestion):
-    """The forward loops over the places where a mask is true: is there one?"""
-
-
-class PlaceError(TraceError):
-    """What a loop does at a place is an error of the model's: `error`, as for an index that is out of range."""
-
-    def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
-        super().__init__(message)
-        self.line, self.position, self.error = line, position, f"{type(error).__name__}: {error}"
-
-
-class TextQuestion(ValueQuestion):
-    """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
-
-
 Q = TypeVar("Q", bound=ValueQuestion)
 
-
-@dataclasses.dataclass
-class Settled:
-    """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""
-
-    answer: bool
-    otherwise: str = ""
-    asked: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Answers:
-    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking.
-
-    A line has two answers, which are given in turn: mostly one answer twice. Loops that start at one of the lines in `ends`
-    end before a place, at which the model would raise an error.
-    """
-
-    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
-    settled: tuple[Settled, ...] = ()
-    ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
-
-    def and_then(self, settled: Settled) -> Answers:
-        return dataclasses.replace(self, settled=(*self.settled, settled))
-
-    def with_line(self, line: str, answers: tuple[bool, bool]) -> Answers:
-        return dataclasses.replace(self, at_lines={**self.at_lines, line: answers})
-
-    def with_end(self, failure: PlaceError) -> Answers:
-        return dataclasses.replace(self, ends={**self.ends, failure.line: (failure.position, failure.error)})
-
-
-ALWAYS, NEVER = (True, True), (False, False)
 
 # The writes after a question, each with the index that says where in a tensor.
 Body = list[tuple[torch.fx.Node, Any]]
@@ -346,130 +281,6 @@ class Decisions:
             self._writer.where(),
             self._writer.location(),
         )
-
-
-def settled(
-    capture: Callable[[Answers], T],
-    agree: Callable[[T, T], bool],
-    leave_out: Callable[[T, T, str], bool],
-    lines: Collection[str] = (),
-) -> T:
-    """What `capture` returns, with each question settled of which one side raises or that makes no difference.
-
-    `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
-    whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
-    whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
-    It is tried at `lines` without asking.
-    """
-    answers, pending = Answers(dict.fromkeys(lines, ALWAYS)), None
-    question: ValueQuestion | None = None
-    while True:
-        if question is None:
-            try:
-                made = capture(answers)
-                break
-            except ValueQuestion as asked:
-                question = asked
-            except PlaceError as failure:
-                answers = answers.with_end(failure)
-                continue
-            except TraceError:
-                if pending is None:
-                    raise
-                raise pending from None
-        known = question.line in answers.at_lines
-        if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
-            raise question
-        both = () if isinstance(question, LoopQuestion) else (True, False)
-        sides = {answer: _side(capture, answers, answer) for answer in both}
-        if sides and (sides[True].error is None) != (sides[False].error is None):
-            answer = sides[True].error is None
-            answers = answers.and_then(Settled(answer, sides[not answer].error or ""))
-            question = sides[answer].question  # what a capture with these answers would ask
-        elif len(answers.at_lines) < _MOST_LINES:
-            pending = pending or question
-            answers = answers.with_line(question.line, ALWAYS)
-            question = None
-        else:
-            raise question
-    variants = {tuple(answers.at_lines.values()): made}
-
-    def variant(of_lines: Sequence[tuple[bool, bool]]) -> T:
-        """The capture with these answers at the lines."""
-        if (key := tuple(of_lines)) not in variants:
-            at_lines = dict(zip(answers.at_lines, key, strict=True))
-            variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
-        return variants[key]
-
-    try:
-        lines = list(answers.at_lines)
-        return _of_any_answers(variant, agree, lines) or _of_most(variant, leave_out, lines)
-    except TraceError as error:
-        raise (pending or error) from None
-
-
-def _of_any_answers(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T], agree: Callable[[T, T], bool], lines: Sequence[str]
-) -> T | None:
-    """One of the captures with all combinations of answers at the lines, whose graph holds for all of them, if any does."""
-    variants = [capture(answers) for answers in itertools.product((ALWAYS, NEVER), repeat=len(lines))]
-    for candidate in variants:
-        if all(candidate is other or agree(candidate, other) for other in variants):
-            return candidate
-    return None
-
-
-def _of_most(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T],
-    leave_out: Callable[[T, T, str], bool],
-    lines: Sequence[str],
-) -> T:
-    """The capture that does most after the questions at each line, if leaving that out makes no difference.
-
-    Raises TraceError where it does.
-    """
-    most = [ALWAYS] * len(lines)
-
-    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> T:
-        return capture([*answers[:position], given, *answers[position + 1 :]])
-
-    for position, line in reversed(list(enumerate(lines))):
-        if not leave_out(capture(most), replaced(most, position, NEVER), line):
-            most[position] = NEVER
-    for position, line in enumerate(lines):
-        always = most[position][0]
-        fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the answers at the other lines are; and every other time, as Python may count what is left out.
-        others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
-        held = [
-            leave_out(capture(answers), replaced(answers, position, fewer), line)
-            for answers in itertools.product(*others)
-        ]
-        if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):
-            raise TraceError(f"answers make a difference at {line}.")
-    return capture(most)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """Where an answer leads: to an error of the model's own before anything else is asked, or to the next question."""
-
-    error: str | None = None
-    question: ValueQuestion | None = None
-
-
-def _side(capture: Callable[[Answers], Any], answers: Answers, answer: bool) -> _Side:
-    """Where the answer to the question after `answers` leads."""
-    last = Settled(answer)
-    try:
-        capture(answers.and_then(last))
-    except ValueQuestion as question:
-        return _Side(question=question)
-    except TraceError as failure:
-        error = failure.__cause__
-        if error is not None and last.asked and is_raised(error):
-            return _Side(f"{type(error).__name__}: {error}")
-    return _Side()
 
 
 def _size_of_few_set_apart(expression: Any) -> sympy.Expr | None:

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from fxopt.capture import metadata, randomness
 from fxopt.capture.assumptions import Condition, FreeSizes
 from fxopt.capture.checks import check_value
-from fxopt.capture.decisions import Body, Decisions, PlaceError, ValueQuestion
+from fxopt.capture.decisions import Body, Decisions
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.failures import explained, raise_caught
 from fxopt.capture.guards import InputGuard
@@ -25,6 +25,7 @@ from fxopt.capture.names import check_names
 from fxopt.capture.ones import LEARNED, CaptureShapeEnv
 from fxopt.capture.placeholders import Placeholders
 from fxopt.capture.places import RUN_FORWARD
+from fxopt.capture.questions import PlaceError, ValueQuestion
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.request import Request
 from fxopt.capture.shell import Changes, Shell, containers, copy_tree

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.decisions import Answers
 from fxopt.capture.expected import same_value
+from fxopt.capture.questions import Answers
 from fxopt.capture.shell import Changes
 from fxopt.errors import TraceError
 
