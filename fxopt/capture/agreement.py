@@ -92,6 +92,8 @@ def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
     if not _free(other).keys() <= _free(capture).keys():
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
+    if capture.left_out.keys() != other.left_out.keys():
+        return None  # there, the graph would need checks that it does not have
     translation = _translation(capture, other, {})
 
     def at_one(expression: Any) -> Any:

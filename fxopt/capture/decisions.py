@@ -24,6 +24,7 @@ from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.memo import CaptureFakeMode
 from fxopt.capture.messages import is_message
 from fxopt.capture.places import model_frame
+from fxopt.capture.python_state import State, python_state
 from fxopt.capture.questions import Answers, LoopQuestion, TextQuestion, ValueQuestion
 from fxopt.capture.raised import CallQuestions
 from fxopt.capture.sizes import Sizes
@@ -51,12 +52,16 @@ Body = list[tuple[torch.fx.Node, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question at a line: the node of its check, where, the answer, and how often random numbers were drawn before."""
+    """A question at a line: the node of its check, where, and the answer.
+
+    `drawn` is how often random numbers were drawn before, and `state` what Python held then.
+    """
 
     node: torch.fx.Node
     where: str
     answer: bool
     drawn: int
+    state: State
 
 
 class Decisions:
@@ -195,10 +200,11 @@ class Decisions:
         for asked, body in reversed(list(zip(self.asked_at.pop(line), bodies, strict=True))):
             for node, index in body:
                 with node.graph.inserting_before(node):
-                    arguments = (asked.node.args[0], asked.answer, index, asked.where)
+                    arguments = (asked.node, asked.answer, index, asked.where)
                     node.graph.call_function(check_nothing_written, arguments).meta = dict(asked.node.meta)
                 self._checks.append(f"what it leaves out would write nothing: {asked.where}")
-            asked.node.graph.erase_node(asked.node)
+            if not asked.node.users:
+                asked.node.graph.erase_node(asked.node)
 
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
         """Answer a question about sizes, with a check: a call raises the error `otherwise` for the other answer."""
@@ -240,7 +246,7 @@ class Decisions:
         where, earlier = self._writer.where(), self.asked_at[line]
         answer = answers[len(earlier) % 2]
         check = self._writer.create("call_function", check_alike, (node, None, where), {}, None)
-        earlier.append(Asked(check, where, answer, self._fake_mode.drawn))
+        earlier.append(Asked(check, where, answer, self._fake_mode.drawn, python_state(sys._getframe(1))))
         return answer
 
     def _decide(self, node: torch.fx.Node, kind: type) -> Any:

@@ -8,7 +8,10 @@ at a place where it is not true.
 from __future__ import annotations
 
 import contextlib
+import dis
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +29,8 @@ def watch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callabl
     places: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
 
     def __iter__(self: torch.Tensor) -> Iterator[Any]:
-        length = _length(recorder, self) if active() and not recorder.decisions.specialised else None
+        watched = active() and not recorder.decisions.specialised and _is_loop(sys._getframe(1))
+        length = _length(recorder, self) if watched else None
         if length is None:
             yielded: Iterator[Any] = original(self)
             return yielded
@@ -37,6 +41,11 @@ def watch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callabl
         return _loop(recorder, found, places[key])
 
     stack.enter_context(replaced(torch.Tensor, "__iter__", __iter__))
+
+
+def _is_loop(frame: FrameType) -> bool:
+    """Whether a frame starts a loop of its own; `enumerate` and `zip` count what they give, out of sight."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
 
 
 def _loop(recorder: Recorder, found: torch.Tensor, places: list[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -22,6 +22,7 @@ from fxopt.capture.checks import MASKS, check_alike, check_decision, check_nothi
 from fxopt.capture.comparison import Pairs, calls_of, is_call
 from fxopt.capture.decisions import Asked, Body
 from fxopt.capture.forward import Capture
+from fxopt.capture.python_state import same_state
 from fxopt.capture.writer import storage_of, tensors_in
 from fxopt.effects import written_by, written_parameters
 
@@ -32,6 +33,22 @@ _INDEXED = {
     **dict.fromkeys(("masked_fill_", "masked_scatter_", "masked_fill"), (1, "mask")),
     "index_put_": (1, "indices"),
     "setitem": (1, ""),
+}
+# What copies a tensor or gives it as it is, depending on its strides, dtype or device.
+_MAY_COPY = {
+    *(
+        "contiguous",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "ravel",
+        "to",
+        "type",
+        "type_as",
+        "expand_as",
+        "unflatten",
+    ),
+    *("float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda", "dropout", "view_as"),
 }
 _CHECKS = {check_alike, check_decision, check_nothing_written, check_value}
 _MODES = {
@@ -55,6 +72,10 @@ def leave_out(capture: Capture, other: Capture, line: str) -> bool:
     answered = zip(asked, of_other, bodies, strict=True)
     if any(body and mine.answer == its.answer for mine, its, body in answered):
         return False
+    both = list(zip(asked, of_other, strict=True))
+    opposite = all(mine.answer != its.answer for mine, its in both)
+    if opposite and not all(same_state(mine.state, its.state) for mine, its in both):
+        return False  # Python counts what is left out, or keeps it for a later time
     if _draws(asked, capture) != _draws(of_other, other):
         return False
     memory = _Memory(capture, bodies)
@@ -111,10 +132,20 @@ class _Memory:
         self._body_of = {node: number for number, body in enumerate(bodies) for node in body}
         # To which bodies the values in a memory belong; None is the forward around them.
         self._owners: dict[int, set[int | None]] = {}
+        self._source: dict[int, int] = {}
         for node in capture.graph.nodes:
             owners: set[int | None] = {*self._bodies(node)} or {None}
             for tensor in tensors_in(node.meta.get("val")):
-                self._owners.setdefault(storage_of(tensor), set()).update(owners)
+                source = next(
+                    iter(tensors_in([value.meta.get("val") for value in node.all_input_nodes])), None
+                )
+                if (
+                    _name(node) in _MAY_COPY
+                    and source is not None
+                    and storage_of(source) != storage_of(tensor)
+                ):
+                    self._source[storage_of(tensor)] = storage_of(source)
+                self._owners.setdefault(self._memory(tensor), set()).update(owners)
 
     def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body | None:
         """The writes of a body to what is not its own; None where they cannot be told, or it uses what another one made."""
@@ -132,6 +163,8 @@ class _Memory:
             written = written_by(node, module)
             if written is None or (module is not None and list(written_parameters(module))):
                 return None
+            if isinstance(module, torch.nn.RNNBase) and module.training and module.dropout:
+                return None  # a fake run of it draws no random numbers
             if not written:
                 writes += self._copied(node)
             if all(self._belongs(value, number) for value in written):
@@ -153,8 +186,8 @@ class _Memory:
         if not isinstance(made, torch.Tensor) or (mask is None and name not in ("view", "reshape")):
             return []
         first = self._first[node] = self._first.get(source, source)
-        known = {storage_of(value.meta["val"]) for value in (node, first)}
-        if _shape(first.meta["val"]) == _shape(made) and self._written_at_all.isdisjoint(known):
+        of = first.meta["val"]
+        if of.dtype == made.dtype and _shape(of) == _shape(made) and self._is_never_written(node, first):
             self.aliases[node] = first
         return [] if mask is None else [(node, mask)]
 
@@ -162,15 +195,38 @@ class _Memory:
         model = self._capture.request.model
         return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
+    def _is_never_written(self, *nodes: torch.fx.Node) -> bool:
+        """Whether no call writes into the memory of these values; inputs may share theirs."""
+        memory = {self._memory(tensor) for node in nodes for tensor in tensors_in(node.meta.get("val"))}
+        if memory & self._inputs and self._written_at_all & self._inputs:
+            return False
+        return self._written_at_all.isdisjoint(memory)
+
+    @functools.cached_property
+    def _inputs(self) -> set[int]:
+        inputs = (node.meta.get("val") for node in self._capture.graph.nodes if node.op == "placeholder")
+        return {self._memory(tensor) for value in inputs for tensor in tensors_in(value)}
+
     @functools.cached_property
     def _written_at_all(self) -> set[int]:
-        """The memory that any call of the graph may write into."""
+        """The memory that any call of the graph may write into; a layer that writes into one tensor may into each."""
         written: set[int] = set()
-        for node in self._capture.graph.nodes:
-            values = () if node.target in _MODES | _CHECKS else written_by(node, self._module(node))
-            for value in node.all_input_nodes if values is None else values:
-                written.update(map(storage_of, tensors_in(value.meta.get("val"))))
+        nodes = list(self._capture.graph.nodes)
+        attributes = [node for node in nodes if node.op == "get_attr"]
+        for node in nodes:
+            module = self._module(node)
+            values = () if node.target in _MODES | _CHECKS else written_by(node, module)
+            of_layer = attributes if module is not None and list(written_parameters(module)) else ()
+            for value in (*(node.all_input_nodes if values is None else values), *of_layer):
+                written.update(map(self._memory, tensors_in(value.meta.get("val"))))
         return written
+
+    def _memory(self, tensor: torch.Tensor) -> int:
+        """The memory of a tensor; what may be a copy, by strides that nothing guards, counts as that of its source."""
+        memory = storage_of(tensor)
+        while memory in self._source:
+            memory = self._source[memory]
+        return memory
 
     def _bodies(self, node: torch.fx.Node) -> Iterator[int]:
         """The bodies that make what a node gives, or what it is a part or a size of."""
@@ -185,15 +241,21 @@ class _Memory:
     def _belongs(self, node: torch.fx.Node, number: int) -> bool:
         """Whether the memory of a value belongs to a body alone."""
         tensors = list(tensors_in(node.meta.get("val")))
-        return bool(tensors) and all(self._owners[storage_of(tensor)] == {number} for tensor in tensors)
+        return bool(tensors) and all(self._owners[self._memory(tensor)] == {number} for tensor in tensors)
 
     def _switches_back(self, node: torch.fx.Node, number: int) -> bool:
         """Whether a node that enters or leaves a mode has its counterpart in the same body."""
         if isinstance(node.args[0], torch.fx.Node):
             return self._body_of.get(node.args[0]) == number
-        return len(node.users) == 1 and all(
-            user.target in _MODES and self._body_of.get(user) == number for user in node.users
-        )
+        user = next(iter(node.users), None)
+        if len(node.users) != 1 or user is None or user.target not in _MODES:
+            return False
+        between = node.next
+        while between is not user:
+            if is_call(between) and self._body_of.get(between) != number:
+                return False
+            between = between.next
+        return self._body_of.get(user) == number
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:

@@ -1,5 +1,6 @@
 """Loops over the places where a mask is true, and branches that write where one is: the graph holds for all masks."""
 
+import contextlib
 import copy
 import pickle
 
@@ -13,6 +14,7 @@ from fxopt.testing import randomise
 from tests.capture.test_silent_changes import module
 
 ROWS = {0: Dim.AUTO}
+COUNTS: list[int] = []
 
 
 class Experts(nn.ModuleDict):
@@ -237,6 +239,80 @@ class Different:
         return x
 
     @staticmethod
+    def count_of_one(self, x, mask):
+        count, found = 0, torch.cat([mask, mask], 1).any(0)
+        for column in found.nonzero():
+            x.index_add_(0, rows(mask, column % 2), x[rows(mask, column % 2)])
+            count += 1
+        return x * 2 if count == 1 else x
+
+    @staticmethod
+    def third(self, x, mask):
+        for n, column in enumerate(torch.cat([mask, mask], 1).any(0).nonzero()):
+            y = x[rows(mask, column % 2)]
+            x.index_add_(0, rows(mask, column % 2), y * 5 if n == 2 else y)
+        return x
+
+    @staticmethod
+    def count_in_a_global(self, x, mask):
+        COUNTS.clear()
+        for column in torch.cat([mask, mask], 1).any(0).nonzero():
+            x.index_add_(0, rows(mask, column % 2), x[rows(mask, column % 2)])
+            COUNTS.append(1)
+        return x * 2 if len(COUNTS) == 1 else x
+
+    @staticmethod
+    def one_line_for_two(self, x, mask):
+        first, second = (bool(m.any()) for m in (mask[:, 0], mask[:, 1]))
+        if first:
+            x[mask[:, 0]] = 1
+        if second:
+            x[mask[:, 1]] = 2
+        return x * 2 if first and not second else x
+
+    @staticmethod
+    def bits(self, x, mask):
+        if mask.any():
+            x = x.view(torch.int64)
+        return x.to(torch.float32)
+
+    @staticmethod
+    def mode_around(self, x, mask):
+        with torch.no_grad() if mask.any() else contextlib.nullcontext():
+            y = self.dense(x)
+        return y + self.dense(x)
+
+    @staticmethod
+    def copy_of_statistics(self, x, mask):
+        mean = self.batch_norm.running_mean
+        if mask.any():
+            mean = mean.masked_fill(mask[:4, 0], 0.0)
+        return self.batch_norm(x) + mean
+
+    @staticmethod
+    def perhaps_a_copy(self, x, mask):
+        y = x.t().contiguous().t()
+        if mask.any():
+            z = y.contiguous()
+            z.add_(1)
+            x[mask.any(1)] = z[mask.any(1)]
+        return x + y
+
+    @staticmethod
+    def inputs_that_share_memory(self, x, mask):
+        y = x
+        if mask.any():
+            y = y.masked_fill(mask[:, :1], 0.0)
+        mask.logical_not_()
+        return y * 2
+
+    @staticmethod
+    def dropped_out(self, x, mask):
+        if mask.any():
+            x[mask.any(1)] = self.lstm(x)[0][mask.any(1)]
+        return x + torch.rand(())
+
+    @staticmethod
     def gathered(self, x, mask):
         return torch.cat([x, *(x[rows(mask, column)] for column in mask.any(0).nonzero())])
 
@@ -366,6 +442,7 @@ def test_what_makes_a_difference_is_refused(name):
     model = module(
         getattr(Different, name), dense=nn.Linear(4, 4), norm=nn.InstanceNorm1d(4, track_running_stats=True)
     )
+    model.batch_norm, model.lstm = nn.BatchNorm1d(4), nn.LSTM(4, 4, 2, dropout=0.5)
     model.register_buffer("total", torch.zeros(()))
     model.double().train()
     with pytest.raises(fxopt.TraceError):
@@ -378,3 +455,40 @@ def test_a_specialised_loop_runs_as_often_as_the_example_does():
     assert torch.equal(gm(X.clone(), MASKS[1]), model(X.clone(), MASKS[1]))
     with pytest.raises(fxopt.GuardError):
         gm(X.clone(), MASKS[0])
+
+
+def test_the_answer_is_that_of_the_question_and_not_of_a_later_time():
+    def forward(self, x, mask):
+        found, out = mask.any(), x.clone()
+        seen = bool(found)
+        found.logical_not_()
+        if seen:
+            out[mask] = 9.0
+        return out
+
+    wide = torch.cat([mask[:, :1].expand(-1, 4) for mask in MASKS[:1]])
+    model = module(forward)
+    gm = fxopt.trace(model, (X, ~wide))
+    for mask in (wide, ~wide):
+        assert torch.equal(gm(X, mask), model(X, mask))
+
+
+def test_a_size_of_one_has_the_checks_that_it_needs():
+    def forward(self, x, found, mask):
+        out = x.clone()
+        many = True if x.shape[0] > 1 else False  # noqa: SIM210 - a size that is compared is a question
+        hit = bool(found.any())
+        if hit or many:
+            out[:, mask] = 7.0
+        return out
+
+    model, some = module(forward), torch.tensor([False, False, False, True])
+    found = torch.tensor([True, False])
+    gm = fxopt.trace(model, (X, found, some), dynamic_shapes=(ROWS, None, None))
+    for x in (X, X[:1]):
+        for given in (found, ~found & found):
+            try:
+                result = gm(x, given, some)
+            except fxopt.GuardError:
+                continue
+            assert torch.equal(result, model(x, given, some))
