@@ -19,6 +19,8 @@ from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxopt.effects import written_parameters
+
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -145,6 +147,8 @@ class CallMemo:
         """The call of a layer; None where it is not certain what the result depends on."""
         if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
             return None
+        if list(written_parameters(layer)):
+            return None  # a call that is remembered would write no statistics
         try:
             what = (type(layer), *_settings(layer))
         except _UncertainError:

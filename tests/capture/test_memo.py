@@ -220,3 +220,24 @@ def test_numbers_that_are_known_stay_known():
     model = module(lambda self, x: x[: torch.tensor(3).relu()] * int(torch.tensor(-1).relu() + 2))
     gm = fxopt.trace(model, (X,))
     assert torch.equal(gm(X), X[:3] * 2)
+
+
+class Counted(nn.Module):
+    """Asks twice for a statistic that the second of two equal layers writes in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        y = self.first(x)
+        tracked = self.second.num_batches_tracked
+        if tracked:
+            raise ValueError("called before")
+        y = y + self.second(x)
+        return y * 2 if tracked else y
+
+
+def test_a_layer_that_writes_statistics_is_called_each_time():
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(Counted().train(), (X,))
