@@ -29,9 +29,7 @@ def holds_for(capture: Capture, other: Capture) -> bool:
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
     translated = _translation(capture, other, names)
-
-    def same_size(mine: Any, its: Any) -> bool:
-        return same_expression(capture.shape_env.replace(mine), translated(its))
+    same_size = _same_size(capture, translated)
 
     return (
         capture.changes == other.changes
@@ -54,9 +52,7 @@ def covers(
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
     translated = _translation(capture, other, names)
-
-    def same_size(mine: Any, its: Any) -> bool:
-        return same_expression(capture.shape_env.replace(mine), translated(its))
+    same_size = _same_size(capture, translated)
 
     constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
     guards = guards_of(capture.relied_on(), capture.shape_env.replace)
@@ -76,9 +72,7 @@ def covers(
 def repeats(capture: Capture, again: Capture) -> bool:
     """Whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
     translated = _translation(capture, again, {})
-
-    def same_size(mine: Any, its: Any) -> bool:
-        return same_expression(capture.shape_env.replace(mine), translated(its))
+    same_size = _same_size(capture, translated)
 
     return (
         _same_guards(capture, again, translated)
@@ -106,6 +100,11 @@ def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list
         return None
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
+
+
+def _same_size(capture: Capture, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
+    """What compares a size of `capture` with one of another capture, which is translated first."""
+    return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
 def _free(capture: Capture) -> dict[tuple[str, int | None], Any]:

@@ -1,9 +1,10 @@
 """What a forward does after one answer to a question on a value, and leaves out after the other.
 
 `for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ at
-some places, of which there are none where the answer is the other one. A graph that always does it then holds for both answers. What has to be shown: that
-two captures differ by nothing else, that nothing later uses what is left out, and that it writes only where an index or
-a mask says. The graph checks that these are empty whenever the forward would have left it out.
+some places, of which there are none where the answer is the other one. A graph that always does it then holds for both
+answers. What has to be shown: that two captures differ by nothing else, that nothing later uses what is left out, Python's
+variables among it, and that it writes only where an index or a mask says. The graph checks that these are empty whenever
+the forward would have left it out.
 """
 
 from __future__ import annotations
@@ -41,14 +42,13 @@ _MAY_COPY = {
         "reshape",
         "reshape_as",
         "flatten",
-        "ravel",
-        "to",
-        "type",
-        "type_as",
-        "expand_as",
         "unflatten",
+        "ravel",
+        "view_as",
+        "expand_as",
+        "dropout",
     ),
-    *("float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda", "dropout", "view_as"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
 }
 _CHECKS = {check_alike, check_decision, check_nothing_written, check_value}
 _MODES = {
@@ -132,6 +132,7 @@ class _Memory:
         self._body_of = {node: number for number, body in enumerate(bodies) for node in body}
         # To which bodies the values in a memory belong; None is the forward around them.
         self._owners: dict[int, set[int | None]] = {}
+        # For a memory that may be a copy, that of which it may be one.
         self._source: dict[int, int] = {}
         for node in capture.graph.nodes:
             owners: set[int | None] = {*self._bodies(node)} or {None}

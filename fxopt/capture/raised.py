@@ -76,7 +76,7 @@ class CallQuestions:
             self._function, self._asked = call.func, None
             try:
                 result = call()
-            except Exception:
+            except Exception:  # torch may raise an error of its own in the place of AskedInCallError
                 if self._asked is None:
                     raise
             finally:
@@ -120,7 +120,7 @@ def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: Capt
         asked = True
         raise AskedInCallError
 
-    outer, cached = shape_env.decide, fake_mode.cache_enabled
+    outer, cached, drawn = shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn
     shape_env.decide, fake_mode.cache_enabled = decide, False
     try:
         with shape_env.suppress_guards(), torch.no_grad():
@@ -128,5 +128,5 @@ def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: Capt
     except Exception as error:
         return f"{type(error).__name__}: {error}" if is_raised(error) and not asked else None
     finally:
-        shape_env.decide, fake_mode.cache_enabled = outer, cached
+        shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn = outer, cached, drawn
     return None

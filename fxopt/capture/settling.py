@@ -118,7 +118,7 @@ def _of_most(
     for position, line in enumerate(lines):
         always = most[position][0]
         fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the answers at the other lines are; and every other time, as Python may count what is left out.
+        # Whatever the answers at the other lines are; and every other time, as one part may lead to another.
         others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
         held = [
             leave_out(capture(answers), replaced(answers, position, fewer), line)
