@@ -73,7 +73,13 @@ class FreeSizes:
         return conditions
 
     def check_example(self) -> None:
-        """Raise TraceError where the example inputs are not as `dynamic_shapes` says."""
+        """Raise TraceError where the example inputs are not as `dynamic_shapes` says, or a free size is 0."""
+        for free in self.dimensions:
+            if free.dim is not None and free.hint == 0:
+                raise TraceError(
+                    f"dimension {free.dim} of {free.where} is 0 in the example inputs, and was asked to be free: a free size "
+                    "is at least 1. Give an example that is not empty, or fix this size."
+                )
         hints = {free.symbol: free.hint for free in self.dimensions}
         for condition, origin in self.asked():
             if condition.xreplace(hints) == sympy.false:

@@ -174,6 +174,12 @@ def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], defe
                     f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured for {wanted} "
                     f"alone. {_why_fixed(expected, dim)}"
                 )
+        elif size == 0:
+            raise GuardError(
+                f"input {describe(expected)!r}, dimension {dim} is 0; it takes at least 1, as all sizes that are free: "
+                "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
+                "with this size fixed."
+            )
         elif not wanted.isidentifier():
             deferred.append((f"input {describe(expected)!r}, dimension {dim}", size, wanted))
         elif sizes.setdefault(wanted, size) != size:

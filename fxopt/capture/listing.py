@@ -66,6 +66,7 @@ def guards(gm: torch.fx.GraphModule) -> list[Guard]:
         >>> gm = fxopt.trace(model, (torch.zeros(5, 3, 4),), dynamic_shapes=({0: rows},))
         >>> print(*fxopt.guards(gm), sep="\\n")
         input: a tensor of 3 dimensions, floating  (the example input)
+        input, dimension 0: input.shape[0] >= 1  (as all free sizes)
         input, dimension 1: input.shape[1] == 3  (the example input)
         input, dimension 2: input.shape[2] == 4  (the example input)
         input, dimension 0: input.shape[0] <= 64  (dynamic_shapes: Dim('rows', min=0, max=64))
@@ -113,6 +114,8 @@ def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:
         if module.words.get(str(size)) != place:
             source = dict(expected.fixed_by).get(dim, example)
             yield Guard(name, dim, f"{place} == {module.words.get(str(size), size)}", source)
+        if not isinstance(size, int):
+            yield Guard(name, dim, f"{place} >= 1", "as all free sizes")
 
 
 def _of_value(expected: ConstantInput | NumberInput | StructureInput, module: InputGuard) -> str:

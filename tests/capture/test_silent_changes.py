@@ -303,6 +303,33 @@ def test_a_free_size_is_an_int_to_the_model():
     assert torch.equal(gm(X[:2]), X[:2] * 2)
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x * 2 if len(x) else x.sum(0),
+        lambda self, x: x.sum(0) if x.shape[0] == 0 else x * 2,
+        lambda self, x: x * 2 if x.numel() > 0 else x.sum(0),
+        lambda self, x: x.sum(0) / max(len(x), 1),
+        lambda self, x: x.new_ones(x[-1:].shape),  # torch itself takes it for one row
+    ],
+)
+def test_a_free_size_is_not_0(forward):
+    gm = fxopt.trace(module(forward), (X,), dynamic_shapes=({0: Dim("rows")},))
+    assert_same(gm(X[:1]), module(forward)(X[:1]))
+    with pytest.raises(fxopt.GuardError, match="input 'x', dimension 0 is 0; it takes at least 1"):
+        gm(X[:0])
+    assert "x, dimension 0: x.shape[0] >= 1  (as all free sizes)" in map(str, fxopt.guards(gm))
+
+
+def test_a_size_of_0_may_be_fixed_but_is_no_example_of_a_free_one():
+    def forward(self, x):
+        return x * 2 if len(x) else x.sum(0)
+
+    assert_same(fxopt.trace(module(forward), (X[:0],))(X[:0]), module(forward)(X[:0]))
+    with pytest.raises(fxopt.TraceError, match="dimension 0 of input x is 0 in the example inputs"):
+        fxopt.trace(module(forward), (X[:0],), dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_enums_ranges_and_named_results_come_back_as_they_are():
     def forward(self, x):
         return Mode.ADD, torch.max(x, 1), x[range(2)]

@@ -39,6 +39,7 @@ CAPTURE = (
     Fault("comparison: arguments are not compared", "capture/comparison.py", "        if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):", "        if False:"),
     Fault("comparison: a missing call is not seen", "capture/comparison.py", "return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None", "return list(zip(mine, its, strict=False))"),
     Fault("guards: fixed sizes are not checked", "capture/guards.py", "            if size != wanted:", "            if False:"),
+    Fault("guards: a free size may be 0", "capture/guards.py", "        elif size == 0:", "        elif False:"),
     Fault("guards: equal sizes are not checked", "capture/guards.py", "        elif sizes.setdefault(wanted, size) != size:", "        elif False:"),
     Fault("guards: derived sizes are not checked", "capture/guards.py", "            if wanted != size:\n                raise GuardError(", "            if False:\n                raise GuardError("),
     Fault("guards: one alternative too many", "capture/guards.py", "if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):", "if not any(any(guard.holds(sizes) for guard in guards) for guards in self.alternatives):"),
