@@ -98,11 +98,13 @@ def _keys(stack: contextlib.ExitStack, active: Any) -> None:
 def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
     original: Any = builtins.isinstance
+    sym_int = torch.SymInt
 
     def is_instance(value: Any, kinds: Any) -> bool:
-        if type(value) is not torch.SymInt or original(value, kinds):
-            return bool(original(value, kinds))
-        return active() and is_model_code(sys._getframe(1).f_code.co_filename) and bool(original(0, kinds))
+        if original(value, kinds):  # first, as all of torch asks millions of times
+            return True
+        of_model = type(value) is sym_int and active() and is_model_code(sys._getframe(1).f_code.co_filename)
+        return of_model and bool(original(0, kinds))
 
     stack.enter_context(replaced(builtins, "isinstance", is_instance))
     for cls, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):

@@ -48,18 +48,28 @@ def groupvit() -> Subject:
     return Subject("GroupViT", GroupViTModel(GroupViTConfig()).eval(), text | image, free_sizes)
 
 
-def llama(layers: int = 24) -> Subject:
-    """A Llama of so many layers, narrow: a capture computes nothing, so that width costs it nothing."""
+def llama(layers: int = 24, hidden_size: int = 256) -> Subject:
+    """A Llama of so many layers, by default narrow: a capture computes nothing, so that width costs it nothing."""
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 43 // 16,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         use_cache=False,
     )
     inputs = text_inputs()
-    return Subject(f"Llama, {layers} layers", LlamaModel(config).eval(), inputs, free(inputs, 0, 1))
+    return Subject(
+        f"Llama, {layers} layers, hidden size {hidden_size}",
+        LlamaModel(config).eval(),
+        inputs,
+        free(inputs, 0, 1),
+    )
+
+
+def wide_llama() -> Subject:
+    """A Llama of 24 layers as wide as small ones are in use, 1.3 GB: for what is measured against the weights."""
+    return llama(hidden_size=1024)
 
 
 def text_inputs(batch: int = 3, sequence: int = 7) -> dict[str, Any]:
@@ -78,3 +88,6 @@ def free(inputs: dict[str, Any], *dimensions: int) -> dict[str, dict[int, Any]]:
 
 # The models that every capture is measured on.
 SUBJECTS = (bert_base, resnet50, groupvit, llama)
+
+# And those of which a capture's memory is measured.
+WEIGHED = (*SUBJECTS, wide_llama)

@@ -162,9 +162,10 @@ def _capture_and_use(subject: Subject, own: _Sample, wide: _Sample) -> None:
             if name not in subject.facts:
                 subject.facts[name] = _other_sizes(wide, traced, sizes)
     with subject.entering("passes"):
+        unchanged: dict[GraphModule, GraphModule] = {}
         for name, pass_ in subject.passes.items():
             sample, graph = (wide, traced) if pass_.preserves_computation else (own, traced_own)
-            subject.measurements[f"sites_{name}"] = _sites(subject, pass_, sample, graph)
+            subject.measurements[f"sites_{name}"] = _sites(subject, pass_, sample, graph, unchanged)
     with subject.entering("usable"):
         _use(wide, traced)
 
@@ -217,14 +218,24 @@ def _other_sizes(sample: _Sample, graph: GraphModule, sizes: tuple[tuple[int, in
     )  # what is free at one size the model itself may forbid at the other
 
 
-def _sites(subject: Subject, pass_: Transformation, sample: _Sample, graph: GraphModule) -> int:
-    """How many sites the pass rewrites in a copy of the graph: rightly, and back again if it can be undone."""
+def _sites(
+    subject: Subject,
+    pass_: Transformation,
+    sample: _Sample,
+    graph: GraphModule,
+    unchanged: dict[GraphModule, GraphModule],
+) -> int:
+    """How many sites the pass rewrites in a copy of the graph: rightly, and back again if it can be undone.
+
+    A copy in which a pass found nothing is in `unchanged`, by its graph, for the next pass.
+    """
     name = type(pass_).__name__
-    module = pass_(copy.deepcopy(graph))
+    module = pass_(unchanged.pop(graph) if graph in unchanged else copy.deepcopy(graph))
     sites = len(pass_.get_transformed_nodes(module))
     if not sites:
         if module.code != graph.code:
             raise _Verdict(Outcome.FAIL, f"{name} changes the code of the graph, though it names no site")
+        unchanged[graph] = module
         return 0
     if pass_.preserves_computation:
         _agree(sample, sample.expected, sample.run(module), f"after {name}, ")
