@@ -5,6 +5,9 @@ not as its module declares. A graph has the mask. Both are the same where the mo
 the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
 The graph then computes a mask that lets through what the module declares if padding hides nothing.
 
+A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the
+eager model has none; it is refused, or with `specialize=True` decided.
+
 A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
 eager model does. Some models rely on that, and could not use the mask if it were there.
 """
@@ -12,16 +15,45 @@ eager model does. Some models rely on that, and could not use the mask if it wer
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from fxopt.capture.recorder import Recorder
+from fxopt.capture.replaced import replaced
 
-_IMPLEMENTATION = "sdpa"  # the one of transformers' implementations that leaves masks out
+# The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
+# both leave out masks in both directions.
+_SDPA, _EAGER = "sdpa", "eager"
+# What gives a mask, or rows and columns of it, as it is.
+_KEEPS = {
+    *("getitem", "expand", "unsqueeze", "squeeze", "view", "reshape", "repeat", "repeat_interleave"),
+    *("to", "bool", "type", "type_as", "float", "contiguous", "clone", "detach", "narrow", "select"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A mask that may be left out, how often it had been written then, whether it is causal, and what it was made from."""
+
+    mask: torch.Tensor
+    writes: int
+    is_causal: bool
+    options: dict[str, Any]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is left out for its padding alone: in a window, or with more keys than queries, it is not."""
+        padding, keys = self.options.get("attention_mask"), self.options["kv_length"]
+        whole = not self.options.get("local_size") and self.options["q_length"] == keys
+        return bool(whole and (padding is None or padding.shape[-1] == keys))
+
+    @property
+    def is_written(self) -> bool:
+        return _writes(self.mask) != self.writes
 
 
 def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
@@ -30,51 +62,98 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     if masking is None or modeling is None:
         return
     _leave_out_masks_without_padding(stack, masking, active)
+    watch = _Watch(recorder, active)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
-    make_mask: Any = masking.AttentionMaskInterface._global_mapping[_IMPLEMENTATION]
-    attend: Any = modeling.AttentionInterface._global_mapping[_IMPLEMENTATION]
-    # For each mask that may be left out, whether it is causal, and what it was made from.
-    made_from: dict[torch.fx.Node, tuple[bool, dict[str, Any]]] = {}
+    masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
+    for interface, name, watched in (
+        (masks, _SDPA, watch.making),
+        (masks, _EAGER, watch.making),
+        (attentions, _SDPA, lambda name, attend: watch.attending(attend)),
+    ):
+        original = interface._global_mapping[name]
+        interface.register(name, watched(name, original))
+        stack.callback(interface.register, name, original)
+    get_interface: Any = attentions.get_interface
 
-    # The masks that such attention gets in their place.
-    replaced: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+    def get(self: Any, name: Any, default: Any) -> Any:
+        found = get_interface(self, name, default)
+        return watch.attending_with_masks_alone(found) if name == _EAGER else found
 
-    @functools.cache
-    def origins(mask: torch.fx.Node) -> list[tuple[bool, dict[str, Any]]]:
-        return [made_from[node] for node in _sources(mask) if node in made_from]
+    stack.enter_context(replaced(attentions, "get_interface", get))
 
-    def mask(*args: Any, **options: Any) -> Any:
-        made = make_mask(*args, **options)
-        if active() and isinstance(made, torch.Tensor):
-            is_causal = options.get("allow_is_causal_skip", True)
-            if is_causal or options.get("allow_is_bidirectional_skip", False):
-                made_from[recorder.writer.argument(made)] = is_causal, options
-        return made
 
-    def attention(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
-    ) -> Any:
-        one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
-        if active() and made_from and isinstance(attention_mask, torch.Tensor) and not one_query:
+class _Watch:
+    """The masks of one capture that may be left out."""
+
+    def __init__(self, recorder: Recorder, active: Callable[[], bool]) -> None:
+        self._recorder, self._active = recorder, active
+        self._made: dict[torch.fx.Node, _Made] = {}
+        self._origins: dict[torch.fx.Node, list[_Made]] = {}
+        # The masks that attention gets in the place of one that says something else than it declares.
+        self._as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+
+    def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, of the implementation with this name, with note taken of the masks that it makes."""
+
+        def mask(*args: Any, **options: Any) -> Any:
+            made = make(*args, **options)
+            if self._active() and isinstance(made, torch.Tensor):
+                is_causal = options.get("allow_is_causal_skip", True)
+                if (is_causal and name == _SDPA) or options.get("allow_is_bidirectional_skip", False):
+                    node = self._recorder.writer.argument(made)
+                    self._made[node] = _Made(made, _writes(made), is_causal, options)
+            return made
+
+        return mask
+
+    def attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention that is causal or not, as its module declares, where it has no mask."""
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
+        ) -> Any:
+            one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
             given = options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
-            node = recorder.writer.argument(attention_mask)
-            for is_causal, made in origins(node):
-                if is_causal == declared:
-                    continue
-                if node not in made_from or not _is_whole(made):
-                    recorder.fail(_reason(type(module).__name__, declared))
-                if (node, declared) not in replaced:
-                    replaced[node, declared] = _as_declared(attention_mask, made, declared)
-                attention_mask = replaced[node, declared]
-        return attend(module, query, key, value, attention_mask, *args, **options)
+            mask = attention_mask
+            for made in self._unchanged(module, attention_mask):
+                if made.is_causal != declared and not one_query:
+                    mask = self._declared(module, attention_mask, made, declared)
+            return attend(module, query, key, value, mask, *args, **options)
 
-    for interface, original, watched in (
-        (masking.AttentionMaskInterface, make_mask, mask),
-        (modeling.AttentionInterface, attend, attention),
-    ):
-        interface.register(_IMPLEMENTATION, watched)
-        stack.callback(interface.register, _IMPLEMENTATION, original)
+        return attention
+
+    def attending_with_masks_alone(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention that sees every key where it has no mask."""
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
+        ) -> Any:
+            self._unchanged(module, attention_mask)
+            return attend(module, query, key, value, attention_mask, *args, **options)
+
+        return attention
+
+    def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
+        """What a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
+        if not (self._active() and self._made and isinstance(mask, torch.Tensor)):
+            return []
+        node = self._recorder.writer.argument(mask)
+        if node not in self._origins:
+            self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
+        for made in self._origins[node]:
+            if (made.is_written or not _is_part(node, self._made)) and not _is_there(self._recorder, made):
+                self._recorder.fail(_changed(type(module).__name__, self._recorder.writer.origin(node)))
+        return self._origins[node]
+
+    def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
+        """What an attention gets that declares to be causal and whose mask is not, or the other way round."""
+        node = self._recorder.writer.argument(mask)
+        if node not in self._made or not made.is_whole:
+            self._recorder.fail(_reason(type(module).__name__, declared))
+        if (node, declared) not in self._as_declared:
+            self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
+        return self._as_declared[node, declared]
 
 
 def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, active: Any) -> None:
@@ -89,11 +168,26 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
     stack.callback(setattr, masking, original.__name__, original)
 
 
-def _is_whole(made: dict[str, Any]) -> bool:
-    """Whether a mask is left out for its padding alone: in a window, or with more keys than queries, it is not."""
-    padding, keys = made.get("attention_mask"), made["kv_length"]
-    whole = not made.get("local_size") and made["q_length"] == keys
-    return bool(whole and (padding is None or padding.shape[-1] == keys))
+def _is_there(recorder: Recorder, made: _Made) -> bool:
+    """Whether the eager model has this mask too, as the example inputs decide and the graph checks."""
+    padding: torch.Tensor | None = made.options.get("attention_mask")
+    decides = recorder.decisions.specialised and made.is_whole and padding is not None
+    return decides and padding is not None and not bool(padding.all())
+
+
+def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
+    """Whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
+    while mask not in made:
+        name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
+        if name not in _KEEPS or not isinstance(mask.args[0], torch.fx.Node):
+            return False
+        mask = mask.args[0]
+    return True
+
+
+def _writes(mask: torch.Tensor) -> int:
+    """How often a mask has been written; under inference mode, torch does not count."""
+    return 0 if mask.is_inference() else mask._version
 
 
 def _as_declared(mask: torch.Tensor, made: dict[str, Any], is_causal: bool) -> torch.Tensor | None:
@@ -114,8 +208,18 @@ def _reason(attention: str, declared: bool) -> str:
     return (
         f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
         "transformers then leaves the mask out, and the module declares "
-        f"is_causal={declared}. A graph cannot be both, for a mask of a window, of other keys than queries, or that the model "
-        f"has changed: with attn_implementation='eager' the model always attends {with_mask}"
+        f"is_causal={declared}. A graph cannot be both, for a mask of a window, or of other keys than queries, or for a "
+        f"part of one: with attn_implementation='eager' the model always attends {with_mask}"
+    )
+
+
+def _changed(attention: str, origin: str) -> str:
+    return (
+        f"the forward changes the attention mask that {attention} gets, which transformers leaves out where padding hides no "
+        "token: the change is then left out as well, and a graph has both. Give the change to "
+        "transformers as and_mask_function, with which the mask is always there; or capture with specialize=True and an "
+        "example in which padding hides a token. The mask that it gets is "
+        f"{origin}"
     )
 
 

@@ -79,10 +79,86 @@ def test_attention_that_is_causal_without_padding_is_that_in_the_graph() -> None
         assert_equivalent(model, traced, (x, inputs(hidden)["attention_mask"]))
 
 
-def test_a_mask_that_the_model_changes_and_attention_would_not_want_is_refused() -> None:
-    model, x = BothWays(lambda mask: mask & mask.any()), torch.randn(2, 6, 16, dtype=torch.float64)
+class Changed(BothWays):
+    """Attention under a mask in both directions, as it declares, or under one that is causal."""
+
+    def __init__(
+        self, change: Callable[[torch.Tensor], torch.Tensor], attention: str, is_causal: bool
+    ) -> None:
+        super().__init__(change)
+        self.inner = text_model(attention, is_causal)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        if not self.inner.encoder.layers[0].attention.is_causal:
+            return super().forward(x, attention_mask)
+        mask = masking_utils.create_causal_mask(self.inner.config, x, attention_mask, None)
+        mask = None if mask is None else self.change(mask)
+        return self.inner.encoder.layers[0].attention(x, attention_mask=mask)[0]
+
+
+def joined(mask: torch.Tensor) -> torch.Tensor:
+    hides = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return mask.masked_fill(torch.arange(mask.shape[-1]) == 2, hides)
+
+
+def written(mask: torch.Tensor) -> torch.Tensor:
+    mask[..., 2] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return mask
+
+
+@pytest.mark.parametrize("change", [joined, written])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_that_the_model_changes_is_refused_unless_the_eager_model_has_one(
+    change: Callable[[torch.Tensor], torch.Tensor], is_causal: bool
+) -> None:
+    model, x = Changed(change, "sdpa", is_causal), torch.randn(2, 6, 16, dtype=torch.float64)
+    full, hidden = (inputs(count)["attention_mask"] for count in (0, 1))
+    unchanged = Changed(lambda mask: mask, "sdpa", is_causal)
+    assert torch.equal(model(x, full), unchanged(x, full))
+    assert not torch.equal(model(x, hidden), unchanged(x, hidden))
+    with pytest.raises(TraceError, match=r"changes the attention mask.*The mask that it gets is ") as refused:
+        fxopt.trace(model, (x, hidden))
+    assert "and_mask_function" in str(refused.value)
+    assert ("test_masks.py:" in str(refused.value)) is (change is joined)  # the line that makes the mask
+    with pytest.raises(TraceError, match="an example in which padding hides a token"):
+        fxopt.trace(model, (x, full), specialize=True)
+    specialised = fxopt.trace(model, (x, hidden), specialize=True)
+    for count in (1, 3):
+        assert_equivalent(model, specialised, (x, inputs(count)["attention_mask"]))
+    with pytest.raises(fxopt.GuardError):
+        specialised(x, full)
+
+
+@pytest.mark.parametrize("change", [joined, written])
+def test_a_mask_that_eager_attention_leaves_out_may_not_be_changed(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    both_ways = Changed(change, "eager", False)  # causal masks are always there
+    with pytest.raises(TraceError, match="changes the attention mask"):
+        fxopt.trace(both_ways, (x, inputs(1)["attention_mask"]))
+    causal = Changed(change, "eager", True)
+    traced = fxopt.trace(causal, (x, inputs(1)["attention_mask"]))
+    for count in (0, 1):
+        assert_equivalent(causal, traced, (x, inputs(count)["attention_mask"]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_parts_and_copies_of_a_mask_are_no_change(attention: str, is_causal: bool) -> None:
+    def copied(mask: torch.Tensor) -> torch.Tensor:
+        return mask[:, :, -mask.shape[-1] :].expand(-1, 2, -1, -1).contiguous()
+
+    model, x = Changed(copied, attention, is_causal), torch.randn(2, 6, 16, dtype=torch.float64)
+    traced = fxopt.trace(model, (x, inputs(1)["attention_mask"]))
+    for hidden in (0, 1, 3):
+        assert_equivalent(model, traced, (x, inputs(hidden)["attention_mask"]))
+
+
+def test_a_part_of_a_mask_that_attention_would_not_want_is_refused() -> None:
+    model, x = BothWays(lambda mask: mask.clone()), torch.randn(2, 6, 16, dtype=torch.float64)
     with pytest.raises(
-        TraceError, match=r"declares is_causal=True.*the model has changed.*attn_implementation='eager'"
+        TraceError, match=r"declares is_causal=True.*part of one.*attn_implementation='eager'"
     ):
         fxopt.trace(model, (x, inputs(1)["attention_mask"]))
 
