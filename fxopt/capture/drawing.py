@@ -21,6 +21,7 @@ _OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subcla
 def watch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
     _seeds(stack, recorder, active)
+    _states(stack, recorder, active)
     _draws(stack, recorder, active)
     _entropy(stack, recorder, active)
 
@@ -36,6 +37,23 @@ def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             original(*args, **kwargs)
 
         stack.enter_context(replaced(sys.modules[name], "seed", seed))
+
+
+def _states(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What was drawn out of sight shows in the state, until that is restored."""
+    for name, function in (("random", "setstate"), ("numpy.random", "set_state")):
+        if name not in generators():
+            continue
+        original: Any = sys.modules[name].__dict__[function]
+
+        def restored(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            if active() and name in recorder.draws.drawn_from():
+                recorder.fail(reason(name))
+            original(*args, **kwargs)
+            if active():
+                recorder.draws.restored(name)
+
+        stack.enter_context(replaced(sys.modules[name], function, restored))
 
 
 def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

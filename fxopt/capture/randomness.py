@@ -29,6 +29,11 @@ class Draws:
         if name not in self.drawn_from():
             self._seeded.add(name)
 
+    def restored(self, name: str) -> None:
+        """Take note that one of these modules has been given a state: what follows the one that was found is not known."""
+        if _states()[name][1] == self._before[name][1]:
+            self._seeded.discard(name)
+
     def is_seeded(self, name: str) -> bool:
         """Whether the numbers of this module follow a seed."""
         return name in self._seeded
@@ -52,7 +57,8 @@ def state_of(name: str) -> Any:
 
 def restore(name: str, state: Any) -> None:
     """Give the generator of a module a state that it had."""
-    random.setstate(state) if name == "random" else sys.modules[name].set_state(state)
+    generator = generators()[name]
+    generator.setstate(state) if name == "random" else generator.set_state(state)
 
 
 def reason(name: str) -> str:

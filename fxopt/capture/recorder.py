@@ -111,6 +111,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and write the node for it."""
+        name = getattr(function, "__name__", "")
         if function is _enter_autocast or function is _exit_autocast:
             return self.switches.autocast(function, args)
         if function is torch._C._set_grad_enabled:
@@ -121,6 +122,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self._tensor_from_data(function, args, kwargs)
         if function is torch.tensor and args and are_numbers(args[0]) and not kwargs.get("requires_grad"):
             return self._tensor_from_numbers(args[0], kwargs)
+        if name == "__get__" and property_name(function) == "data":
+            # It is the same memory, and counts its writes by itself: what is known of the one would not be forgotten.
+            data = args[0].detach()
+            self.record(function, args, kwargs, data)
+            return data
         if kwargs.get("out") is not None:
             out = kwargs["out"]
             return self._written(out, function, args, {key: kwargs[key] for key in kwargs if key != "out"})
@@ -129,7 +135,6 @@ class Recorder(PreDispatchTorchFunctionMode):
             if bound.arguments.get("inplace"):
                 bound.arguments["inplace"] = False
                 return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
-        name = getattr(function, "__name__", "")
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := selected(args[0], args[1], self._call)) is not None:

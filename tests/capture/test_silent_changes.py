@@ -196,6 +196,74 @@ def test_any_use_of_a_number_that_is_drawn_is_refused(draw, use):
         fxopt.trace(model, (X,), leaf_modules=["leaf"])
 
 
+IMPORTED = random.random, numpy.random.rand
+
+
+@pytest.mark.parametrize(
+    ("draw", "states"),
+    [
+        (IMPORTED[0], (random.getstate, "random.setstate")),
+        (IMPORTED[1], (numpy.random.get_state, "numpy.random.set_state")),
+        (lambda: random.sample(range(99), 1)[0], (random.getstate, "random.setstate")),
+    ],
+)
+def test_a_number_that_is_drawn_before_the_state_is_restored_is_refused(draw, states):
+    get_state, set_state = states
+
+    def forward(self, x):
+        state = get_state()
+        drawn = draw()
+        random.setstate(state) if set_state == "random.setstate" else numpy.random.set_state(state)
+        return x + drawn
+
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(fxopt.TraceError, match="draws random numbers from Python's '(numpy.)?random'"):
+        fxopt.trace(module(forward), (X,))
+    assert before == (random.getstate(), numpy.random.get_state()[1].tolist())
+
+
+def test_a_seed_reaches_until_the_state_is_restored():
+    def seeded(self, x):
+        state = random.getstate()
+        random.seed(3)
+        drawn = random.random()
+        random.setstate(state)
+        return x + drawn
+
+    def after(self, x):
+        return seeded(self, x) * random.random()
+
+    assert torch.equal(fxopt.trace(module(seeded), (X,))(X), module(seeded)(X))
+    with pytest.raises(fxopt.TraceError, match="draws random numbers"):
+        fxopt.trace(module(after), (X,))
+
+
+def test_a_flag_that_is_written_through_data_is_asked_again():
+    def forward(self, x, mask):
+        flag = mask.any()
+        if flag:
+            raise ValueError("none may be hidden")
+        data = flag.data
+        data.fill_(True)
+        return x * 2 if flag else x
+
+    model, mask = module(forward), torch.zeros(3, dtype=torch.bool)
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(model, (X, mask))
+    assert_same(fxopt.trace(model, (X, mask), specialize=True)(X, mask), model(X, mask))
+
+
+def test_a_constant_that_is_written_through_data_is_fresh_at_each_call():
+    def forward(self, x):
+        count = torch.tensor([1.0])
+        count.data.add_(1)
+        return x * count
+
+    gm = fxopt.trace(module(forward), (X,))
+    for _ in range(2):
+        assert_same(gm(X), X * 2)
+
+
 def test_a_refusal_of_a_number_that_is_drawn_may_not_be_caught():
     def forward(self, x):
         try:
