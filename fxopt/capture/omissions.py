@@ -50,6 +50,17 @@ _MAY_COPY = {
     ),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
 }
+# What raises an error for a tensor without entries, unless it is told a dimension.
+_NEEDS_ENTRIES = {"max", "min", "amax", "amin", "argmax", "argmin", "aminmax"}
+# What gives finite gradients for finite values, besides views, copies and layers: gradients of zeros then stay zeros.
+_SMOOTH = {
+    *("add", "sub", "rsub", "mul", "neg", "matmul", "mm", "bmm", "linear", "baddbmm", "addmm", "einsum"),
+    *("sum", "mean", "relu", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "layer_norm"),
+    *("clamp", "round", "cat", "stack", "where", "masked_fill", "zero", "fill", "copy", "repeat", "item"),
+    *("index_select", "gather", "getattr", "getitem", "select", "narrow", "chunk", "split", "unbind", "t"),
+    *("view", "expand", "permute", "transpose", "squeeze", "unsqueeze", "swapaxes", "movedim", "clone"),
+    "detach",
+}
 _CHECKS = {check_alike, check_decision, check_nothing_written, check_value}
 _MODES = {
     *(modes.set_grad_enabled, modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel),
@@ -164,6 +175,8 @@ class _Memory:
             written = written_by(node, module)
             if written is None or (module is not None and list(written_parameters(module))):
                 return None
+            if module is None and not _is_harmless(node):
+                return None
             if isinstance(module, torch.nn.RNNBase) and module.training and module.dropout:
                 return None  # a fake run of it draws no random numbers
             if not written:
@@ -266,6 +279,27 @@ def _shape(tensor: torch.Tensor) -> list[Any]:
 
 def _name(node: torch.fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_harmless(node: torch.fx.Node) -> bool:
+    """Whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
+
+    The gradient of what has no entries adds nothing.
+    """
+    name, made = _name(node).removesuffix("_"), node.meta.get("val")
+    sources = [source.meta.get("val") for source in node.all_input_nodes]
+    whole = name in _NEEDS_ENTRIES and len(node.args) == 1 and not node.kwargs
+    if whole and any(map(_may_be_empty, sources)):
+        return False
+    by_number = name in ("truediv", "div") and not isinstance(node.args[-1], torch.fx.Node)
+    if by_number or name in _SMOOTH | _MAY_COPY or _name(node) in _INDEXED:
+        return True
+    numbers = ([t for t in tensors_in(value) if t.is_floating_point()] for value in (made, sources))
+    return any(all(map(_may_be_empty, tensors)) for tensors in numbers)
+
+
+def _may_be_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(free_unbacked_symbols(value.numel()))
 
 
 def _index(node: torch.fx.Node) -> Any:

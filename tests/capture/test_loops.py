@@ -95,6 +95,14 @@ def out_of_range(self, x, mask):
     return out
 
 
+def averaged(self, x, mask):
+    """What is written is one number, of a part of `x` that may have no entries."""
+    out, hidden = x.clone(), mask.any(1)
+    if hidden.any():
+        out[hidden] = x[hidden].abs().sqrt().mean() + self.dense.weight.sum()
+    return out
+
+
 X = torch.randn(5, 4, dtype=torch.float64)
 MASKS = [
     torch.tensor([[0, 0]] * 5).bool(),
@@ -104,7 +112,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("forward", [filled, left_out_when_empty, out_of_range])
+@pytest.mark.parametrize("forward", [filled, left_out_when_empty, out_of_range, averaged])
 @pytest.mark.parametrize("free", [None, (ROWS, ROWS)])
 def test_what_writes_nothing_may_be_left_out(forward, free):
     model = module(forward, dense=randomise(nn.Linear(4, 4)).double())
@@ -419,6 +427,17 @@ class Different:
             x[mask[:, 0]] = 1
         else:
             x = x + 1
+        return x
+
+    @staticmethod
+    def gradient(self, x, mask):
+        """At 0, `sqrt` makes NaN of the gradient of a number that is written nowhere."""
+        return x.masked_fill(mask.any(1, keepdim=True), x.sqrt().mean()) if mask.any() else x
+
+    @staticmethod
+    def entries(self, x, mask):
+        if mask.any():
+            x[mask.any(1)] = x[mask.any(1)].max()  # an error for a mask without places
         return x
 
     @staticmethod

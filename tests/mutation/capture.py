@@ -73,6 +73,8 @@ CAPTURE = (
     Fault("omissions: all memory belongs to a body", "capture/omissions.py", "self._owners[self._memory(tensor)] == {number}", "True"),
     Fault("omissions: statistics may be left out", "capture/omissions.py", "written is None or (module is not None and list(written_parameters(module)))", "written is None"),
     Fault("omissions: random numbers may be left out", "capture/omissions.py", "    if _draws(asked, capture) != _draws(of_other, other):", "    if False:"),
+    Fault("omissions: gradients may become NaN", "capture/omissions.py", "    return any(all(map(_may_be_empty, tensors)) for tensors in numbers)", "    return True"),
+    Fault("omissions: the greatest of nothing is left out", "capture/omissions.py", "    whole = name in _NEEDS_ENTRIES and", "    whole = False and"),
     Fault("omissions: a mode may stay switched", "capture/omissions.py", "                if not self._switches_back(node, number):", "                if False:"),
     Fault("omissions: an index that is never empty", "capture/omissions.py", "        if isinstance(tensor, torch.Tensor) and (", "        if True or ("),
     Fault("settling: what counts is left out", "capture/settling.py", "if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):", "if not all(held):"),
