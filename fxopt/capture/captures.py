@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.export import Dim
@@ -39,10 +39,10 @@ def capture(request: Request) -> TracedModule:
         forget_shape_envs()
 
 
-def _settled(request: Request, lines: Collection[str] = ()) -> Capture:
+def _settled(request: Request, like: Answers | None = None) -> Capture:
     """A capture whose forward has run, with the questions on values settled that can be.
 
-    Those at `lines` made no difference in another capture of this forward.
+    `like` are the answers of another capture of this forward, whose graph is to hold for this one.
     """
 
     def record(answers: Answers) -> Capture:
@@ -63,7 +63,7 @@ def _settled(request: Request, lines: Collection[str] = ()) -> Capture:
         request = dataclasses.replace(request, moving=request.moving | moved)
         return record(answers)
 
-    return record(Answers()) if request.specialize else settled(record, holds_for, leave_out, lines)
+    return record(Answers()) if request.specialize else settled(record, holds_for, leave_out, like)
 
 
 def _check_next_call(made: Capture) -> None:
@@ -123,7 +123,7 @@ def _captured_with_ones(made: Capture, ones: Sequence[Any]) -> list[SizeGuard] |
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
     request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
     try:
-        other = _settled(request, made.request.answers.at_lines)
+        other = _settled(request, made.request.answers)
     except TraceError:
         return None  # sizes of 1 stay excluded, and the guard says so
     return guards_at_one(made, other, ones)

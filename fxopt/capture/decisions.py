@@ -21,7 +21,7 @@ import torch
 from fxopt.capture.canonical import canonical
 from fxopt.capture.checks import check_alike, check_decision, check_nothing_written, check_value
 from fxopt.capture.example_run import ExampleRun
-from fxopt.capture.memo import CaptureFakeMode
+from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.messages import is_message
 from fxopt.capture.places import model_frame
 from fxopt.capture.python_state import State, python_state

@@ -17,9 +17,10 @@ from fxopt.capture.checks import check_value
 from fxopt.capture.decisions import Body, Decisions
 from fxopt.capture.example_run import ExampleRun
 from fxopt.capture.failures import explained, raise_caught
+from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.guards import InputGuard
 from fxopt.capture.interception import intercepted
-from fxopt.capture.memo import CaptureFakeMode
+from fxopt.capture.memo import CallMemo
 from fxopt.capture.module import TracedModule
 from fxopt.capture.names import check_names
 from fxopt.capture.ones import LEARNED, CaptureShapeEnv
@@ -78,7 +79,10 @@ class Capture:
             writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts, request.raising
         )
         tensor_sizes = TensorSizes(writer, shell.real, request.moving)
-        recorder = self.recorder = Recorder(writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes)
+        memo = CallMemo(self.fake_mode, request.results)
+        recorder = self.recorder = Recorder(
+            writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo
+        )
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)
         surroundings = Surroundings(module for _, module in containers(request.model, request.layers))

@@ -4,6 +4,9 @@ A model repeats itself: the same layers and functions on tensors of the same siz
 out, as far as a fake tensor knows, is the same each time, and finding it out on free sizes costs thousands of
 operations on sympy expressions; so it is remembered, and later calls make the output tensors alone. Whatever
 the first call asked of the sizes is among the guards by then, and holds for the later ones.
+
+The captures of one forward, with other answers or at other sizes, repeat each other as well. A call whose result follows from
+what is known of the sizes of its arguments gives the same in each capture that knows the same of them.
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
-from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxopt.capture.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 
 _PLAIN = (
@@ -29,92 +33,6 @@ _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wra
 _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 # What these give depends on more than the sizes and strides of their arguments.
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
-# The output is like the input, in its dtype too.
-_GIVE_SIZES_OF_INPUT = {
-    torch.ops.aten.relu.default,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
-}
-
-
-class CaptureFakeMode(FakeTensorMode):
-    """A FakeTensorMode that makes tensors of known metadata cheaply."""
-
-    _viewing = False
-    # How many operators that draw random numbers have been run.
-    drawn = 0
-
-    def tensor(self, known: _Tensor) -> torch.Tensor:
-        """A tensor in memory of its own."""
-        with torch._C._DisableTorchDispatch():
-            bare = torch.Tensor._make_wrapper_subclass(
-                _Bare,
-                known.shape,
-                strides=known.stride,
-                storage_offset=known.offset,
-                dtype=known.dtype,
-                device=torch.device("meta"),
-                storage_size=known.bytes,
-            )
-            return FakeTensor(self, bare, known.device)
-
-    def view(self, tensor: torch.Tensor, known: _Tensor) -> torch.Tensor:
-        """A view of `tensor`, for autograd as well."""
-        self._viewing = True
-        try:
-            return tensor.as_strided(known.shape, known.stride, known.offset)
-        finally:
-            self._viewing = False
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._viewing and func is torch.ops.aten.as_strided.default:
-            with in_kernel_invocation_manager(self):
-                return FakeTensor(self, torch.as_strided(*args), args[0].fake_device)
-        if func is torch.ops.aten.convolution.default and _are_contiguous(args[:2]):
-            # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
-            with in_kernel_invocation_manager(self):
-                return FakeTensor(self, func(*args), args[0].fake_device)
-        if func in _GIVE_SIZES_OF_INPUT and _are_contiguous(args[:1]):
-            # torch would compute these as a dozen operators, for each of which it compares all sizes.
-            with in_kernel_invocation_manager(self):
-                made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
-                output = FakeTensor(self, made, args[0].fake_device)
-                if func is torch.ops.aten.relu.default:
-                    return output
-                rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
-                return output, *rest
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drawn += 1
-        return super().dispatch(func, types, args, kwargs)
-
-
-def _are_contiguous(tensors: Sequence[Any]) -> bool:
-    """Whether all are fake, of values that are not known, and known to be contiguous at every size."""
-    return all(
-        isinstance(tensor, FakeTensor) and tensor.constant is None and is_contiguous_or_false(tensor)
-        for tensor in tensors
-    )
-
-
-class _Bare(torch.Tensor):
-    """What a FakeTensor is made of here: sizes, and memory of which nothing but its size is known."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(func)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """The metadata of an output; `view_of` is the position of the input whose memory it shares."""
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
-    bytes: Any
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    view_of: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +43,21 @@ class _Sequence:
     items: tuple[Any, ...]
 
 
+# For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
+Earlier = dict[Any, dict[frozenset[Any], Any]]
+
+
 class _UncertainError(Exception):
     """Metadata does not tell all about a value."""
 
 
 class CallMemo:
-    """What the calls of one capture (one ShapeEnv) gave."""
+    """What the calls of one capture (one ShapeEnv) gave; `earlier` is what those of other captures of the forward gave."""
 
-    def __init__(self, fake_mode: CaptureFakeMode) -> None:
+    def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
         self._fake_mode = fake_mode
         self._results: dict[Any, Any] = {}
+        self._earlier = earlier
 
     def function_call(self, function: Any, args: Any, kwargs: Any) -> Call | None:
         """The call of a function; None where it is not certain what the result depends on."""
@@ -166,11 +89,11 @@ class CallMemo:
         except _UncertainError:
             return None
         key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
-        return Call(self._fake_mode, self._results, key, inputs, parameters)
+        return Call(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
 
     def forget(self) -> None:
         """Start anew: something has changed that results depend on besides the arguments."""
-        self._results.clear()
+        self._results, self._earlier = {}, {}
 
 
 class Call:
@@ -180,6 +103,7 @@ class Call:
         self,
         fake_mode: CaptureFakeMode,
         results: dict[Any, Any],
+        earlier: Earlier,
         key: Any,
         inputs: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
@@ -191,12 +115,14 @@ class Call:
         self._parameters = parameters
         self._versions = [tensor._version for tensor in inputs]
         self._drawn = fake_mode.drawn
-        self.known = key in results
+        shape_env: Any = fake_mode.shape_env
+        self._shape_env, self._state = shape_env, shape_env.state
+        self._earlier = earlier
+        self.known = key in results or self._was_made_before()
 
     def recall(self) -> Any:
         """The result of a known call, in new tensors."""
-        shape_env: Any = self._fake_mode.shape_env
-        with shape_env.suppress_guards():
+        with self._shape_env.suppress_guards():
             return self._made(self._results[self._key])
 
     def _made(self, known: Any) -> Any:
@@ -210,16 +136,41 @@ class Call:
             return _Made.apply(self._fake_mode, known, *self._sources())  # type: ignore[no-untyped-call]
         return self._fake_mode.tensor(known)
 
-    def remember(self, result: Any) -> None:
+    def _was_made_before(self) -> bool:
+        """Whether another capture made this call, with the same knowledge of the sizes."""
+        if self._key not in self._earlier:
+            return False
+        facts, _ = self._shape_env.facts(_symbols(self._key))
+        if facts not in self._earlier[self._key]:
+            return False
+        known = self._earlier[self._key][facts]
+        self._results[self._key] = _with_sizes(known, lambda size: self._shape_env.symbolic(size, int))
+        return True
+
+    def remember(self, result: Any, questions: Mapping[Any, bool]) -> None:
         """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
 
-        Calls that draw random numbers are made each time, to be counted.
+        Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
+        if it asked no `questions` about sizes of 1, and from what was known of its sizes answered all others.
         """
         unchanged = self._versions == [tensor._version for tensor in self._inputs]
         unchanged = unchanged and self._drawn == self._fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(_UncertainError):
-                self._results[self._key] = self._known(result, {})
+                known = self._results[self._key] = self._known(result, {})
+                if not questions and self._state == self._shape_env.state:
+                    self._keep(known)
+
+    def _keep(self, known: Any) -> None:
+        """Keep what the call gave for other captures."""
+        facts, related = self._shape_env.facts(_symbols(self._key))
+
+        def expression(size: Any) -> Any:
+            if not size.node.expr.free_symbols <= related:
+                raise _UncertainError
+            return size.node.expr
+
+        self._earlier.setdefault(self._key, {})[facts] = _with_sizes(known, expression)
 
     def _known(self, result: Any, memories: dict[int, Any]) -> Any:
         """The metadata of a result; `memories` holds what is new in it, of which no two may share any."""
@@ -246,7 +197,7 @@ class Call:
             raise _UncertainError
         if not owners:
             memories[storage._cdata] = storage
-        return _Tensor(
+        return Metadata(
             tuple(result.shape),
             result.stride(),
             result.storage_offset(),
@@ -266,7 +217,9 @@ class _Made(torch.autograd.Function):
     """A tensor that autograd knows to depend on others, as the call's output does."""
 
     @staticmethod
-    def forward(ctx: Any, fake_mode: CaptureFakeMode, known: _Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, fake_mode: CaptureFakeMode, known: Metadata, *sources: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(*sources)
         return fake_mode.tensor(known)
 
@@ -274,6 +227,32 @@ class _Made(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # Gradients that the forward itself asks for have the shape of the source, and no values.
         return None, None, *(torch.zeros_like(source) for source in ctx.saved_tensors)
+
+
+def _symbols(key: Any) -> set[Any]:
+    """The symbols in the sizes of the arguments."""
+    if isinstance(key, tuple):
+        return set().union(*map(_symbols, key))
+    return key.free_symbols if isinstance(key, sympy.Basic) else set()
+
+
+def _with_sizes(known: Any, replaced: Callable[[Any], Any]) -> Any:
+    """The metadata of a result with its free sizes replaced."""
+    if isinstance(known, _Sequence):
+        return _Sequence(known.type, tuple(_with_sizes(item, replaced) for item in known.items))
+    if known is None:
+        return None
+
+    def size(value: Any) -> Any:
+        return value if isinstance(value, int) else replaced(value)
+
+    return dataclasses.replace(
+        known,
+        shape=tuple(map(size, known.shape)),
+        stride=tuple(map(size, known.stride)),
+        offset=size(known.offset),
+        bytes=size(known.bytes),
+    )
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import sympy
@@ -46,6 +46,10 @@ class CaptureShapeEnv(ShapeEnv):
         self.failure: GuardOnDataDependentSymNode | None = None
         # Numbers of calls that were made anew.
         self.dropped: set[Any] = set()
+        # How many questions there were that only data can answer.
+        self._open_questions = 0
+        self._facts: dict[Any, tuple[frozenset[Any], set[Any]]] = {}
+        self._facts_at: Any = None
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
@@ -77,6 +81,7 @@ class CaptureShapeEnv(ShapeEnv):
         try:
             return self._evaluate(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
+            self._open_questions += 1
             answer = self.decide(self.replace(orig_expr))
             if answer is None:
                 self.failure = self.failure or error
@@ -99,7 +104,35 @@ class CaptureShapeEnv(ShapeEnv):
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
         while len(self._origins) < len(self.guards):
             self._origins.append(self.location())
+            self._version_counter += 1  # torch would go on with what it could not tell before
         return answer
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """What differs once more is known of sizes, or a question was asked that only data can answer."""
+        return self._version_counter, len(self.var_to_range), self._open_questions
+
+    def facts(self, symbols: Collection[Any]) -> tuple[frozenset[Any], set[Any]]:
+        """All that is known of some symbols and of those to which that relates them, and these symbols."""
+        if self._facts_at != self.state:
+            self._facts_at, self._facts = self.state, _by_symbol(self._all_facts())
+        related = [self._facts.get(symbol, (frozenset(), {symbol})) for symbol in symbols]
+        return frozenset(facts for facts, _ in related), set().union(*(about for _, about in related))
+
+    def _all_facts(self) -> Iterator[tuple[Any, set[Any]]]:
+        for symbol, bounds in self.var_to_range.items():
+            hint, size_like = self.backed_var_to_val.get(symbol), symbol in self.size_like
+            yield (symbol, bounds.lower, bounds.upper, hint, size_like), {symbol}
+        for symbol, expression in self.replacements.items():
+            yield (symbol, expression), {symbol} | expression.free_symbols
+        for expression in self.divisible:
+            yield expression, expression.free_symbols
+        for condition, answer in self.axioms.items():
+            yield (condition, answer), condition.free_symbols
+
+    def _update_var_to_range(self, *args: Any, **kwargs: Any) -> None:
+        super()._update_var_to_range(*args, **kwargs)
+        self._version_counter += 1
 
     def learn(self, fact: Any) -> None:
         """Take a condition as true that the graph checks by itself."""
@@ -206,6 +239,20 @@ class CaptureShapeEnv(ShapeEnv):
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             return object()  # equal to nothing
         return value
+
+
+def _by_symbol(facts: Iterable[tuple[Any, set[Any]]]) -> dict[Any, tuple[frozenset[Any], set[Any]]]:
+    """For each symbol all facts about it and about the symbols to which they relate it, and these symbols."""
+    groups: dict[Any, tuple[list[Any], set[Any]]] = {}
+    for fact, about in facts:
+        joined = {id(groups[symbol]): groups[symbol] for symbol in about if symbol in groups}.values()
+        group = [fact], set(about)
+        for its_facts, its_symbols in joined:
+            group[0].extend(its_facts)
+            group[1].update(its_symbols)
+        groups.update(dict.fromkeys(group[1], group))
+    made = {id(group): (frozenset(group[0]), group[1]) for group in groups.values()}
+    return {symbol: made[id(group)] for symbol, group in groups.items()}
 
 
 def _at_one(relation: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import sympy
 import torch
 
-from fxopt.capture.memo import CaptureFakeMode
+from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.places import is_model_code
 
 T = TypeVar("T")

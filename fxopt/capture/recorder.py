@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture.canonical import canonical, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
+from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.indexing import are_numbers, selected, with_tensors
-from fxopt.capture.memo import CallMemo, CaptureFakeMode
+from fxopt.capture.memo import CallMemo
 from fxopt.capture.ones import CaptureShapeEnv
 from fxopt.capture.operators import Operators
 from fxopt.capture.queries import GRAD_QUERIES, Queries
@@ -67,12 +68,13 @@ class Recorder(PreDispatchTorchFunctionMode):
         shell: Shell,
         decisions: Decisions,
         tensor_sizes: TensorSizes,
+        memo: CallMemo,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.writer = writer
         self.decisions = decisions
         self.tensor_sizes = tensor_sizes
-        self.memo = CallMemo(fake_mode)
+        self.memo = memo
         self._fake_mode = fake_mode
         self.switches = ModeSwitches(writer)
         self.queries = Queries(writer)
@@ -197,7 +199,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if isinstance(result, torch.Tensor) and not writing:
             result = self._distinct(result, args, kwargs)
         if call is not None:
-            call.remember(result)
+            call.remember(result, questions)
         return result, questions
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -273,7 +275,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
             result = self._distinct(result, args, kwargs)
         if call is not None:
-            call.remember(result)
+            call.remember(result, questions)
         return result, questions
 
     def call_container(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.expected import same_value
+from fxopt.capture.memo import Earlier
 from fxopt.capture.questions import Answers
 from fxopt.capture.shell import Changes
 from fxopt.errors import TraceError
@@ -24,8 +25,8 @@ class Request:
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
     inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `moving` names ints
     inside objects that are free, because the forward changes them. `earlier` is the state of the model that an earlier
-    call left, and `hooks` are the hooks of each module, before and after its forward. `raising` is shared by all captures:
-    whether functions of torch were seen to raise for one answer to a question.
+    call left, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
+    whether functions of torch were seen to raise for one answer to a question, and `results`, what calls gave.
     """
 
     model: torch.nn.Module
@@ -40,6 +41,7 @@ class Request:
     earlier: Changes | None = None
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
+    results: Earlier = dataclasses.field(default_factory=dict)
 
     def device(self) -> torch.device:
         """The one device of the model (of the inputs, where it has no tensors)."""

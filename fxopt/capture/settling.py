@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fxopt.capture.questions import (
@@ -31,16 +31,18 @@ def settled(
     capture: Callable[[Answers], T],
     agree: Callable[[T, T], bool],
     leave_out: Callable[[T, T, str], bool],
-    lines: Collection[str] = (),
+    like: Answers | None = None,
 ) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
     whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
     whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
-    It is tried at `lines` without asking.
+    `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
+    no others: at its lines nothing is asked, and a question beyond those that it settled is raised.
     """
-    answers, pending = Answers(dict.fromkeys(lines, ALWAYS)), None
+    answers, pending = Answers(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
+    most_questions = _MOST_QUESTIONS if like is None else len(like.settled)
     question: ValueQuestion | None = None
     while True:
         if question is None:
@@ -57,15 +59,20 @@ def settled(
                     raise
                 raise pending from None
         known = question.line in answers.at_lines
-        if question.kind is not bool or known or len(answers.settled) == _MOST_QUESTIONS:
+        if question.kind is not bool or known or len(answers.settled) == most_questions:
             raise question
-        both = () if isinstance(question, LoopQuestion) else (True, False)
-        sides = {answer: _side(capture, answers, answer) for answer in both}
-        if sides and (sides[True].error is None) != (sides[False].error is None):
-            answer = sides[True].error is None
-            answers = answers.and_then(Settled(answer, sides[not answer].error or ""))
-            question = sides[answer].question  # what a capture with these answers would ask
-        elif len(answers.at_lines) < _MOST_LINES:
+        no, yes = _Side(), _Side()
+        if not isinstance(question, LoopQuestion):
+            no = _side(capture, answers, Settled(False))
+            yes = _side(capture, answers, Settled(True, no.error or ""))
+        if (yes.error is None) != (no.error is None):
+            last = Settled(False, yes.error) if yes.error else Settled(True, no.error or "")
+            answers = answers.and_then(last)
+            question = no.question if yes.error else yes.question  # a capture with these answers would ask it
+            if yes.made is not None:
+                made = yes.made
+                break
+        elif like is None and len(answers.at_lines) < _MOST_LINES:
             pending = pending or question
             answers = answers.with_line(question.line, ALWAYS)
             question = None
@@ -131,17 +138,17 @@ def _of_most(
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where an answer leads: to an error of the model's own before anything else is asked, or to the next question."""
+    """Where an answer leads: to an error of the model's own before anything else is asked, to the next question, or through."""
 
     error: str | None = None
     question: ValueQuestion | None = None
+    made: Any = None
 
 
-def _side(capture: Callable[[Answers], Any], answers: Answers, answer: bool) -> _Side:
-    """Where the answer to the question after `answers` leads."""
-    last = Settled(answer)
+def _side(capture: Callable[[Answers], Any], answers: Answers, last: Settled) -> _Side:
+    """Where `last`, the answer to the question after `answers`, leads."""
     try:
-        capture(answers.and_then(last))
+        return _Side(made=capture(answers.and_then(last)))
     except ValueQuestion as question:
         return _Side(question=question)
     except TraceError as failure:

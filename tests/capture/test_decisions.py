@@ -195,6 +195,27 @@ def test_a_question_for_which_torch_raises_takes_no_capture_of_its_own(captures)
             gm(x, torch.tensor(sizes))
 
 
+def test_a_capture_goes_on_where_the_other_side_raises(captures):
+    gm = fxopt.trace(module(not_too_small), (X,))
+    assert len(captures) == 3  # up to the question, and each answer
+    with pytest.raises(fxopt.GuardError, match="the model raises ValueError: too small"):
+        gm(X - 1000)
+
+
+def test_a_question_that_is_asked_at_a_size_of_1_alone_ends_the_capture_there(captures):
+    def forward(self, x):
+        if x.shape[0] == 1 and x.sum() > 0:
+            return x + 1
+        return x * 2
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    assert len(captures) == 2  # a graph for all other sizes has no check of an answer
+    assert torch.equal(gm(X[:2]), model(X[:2]))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(X[:1])
+
+
 @torch.library.custom_op("fxopt_tests::positive", mutates_args=())
 def positive(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] > 5:

@@ -1,13 +1,18 @@
 """A capture that remembers what calls give is the same as one that makes every call."""
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch._dynamo.source import ConstantSource
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic, guard_or_false, guard_or_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxopt
+from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.memo import CallMemo
+from fxopt.capture.ones import CaptureShapeEnv
 from tests.capture.test_silent_changes import module
 from tests.capture.test_transformers import bert, groupvit, resnet, text
 
@@ -152,8 +157,8 @@ def test_short_ways_give_what_torch_does(dimensions, monkeypatch):
     )
     free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
     short = captured(model, inputs, free)
-    monkeypatch.setattr("fxopt.capture.memo._are_contiguous", lambda tensors: False)
-    monkeypatch.setattr("fxopt.capture.memo._GIVE_SIZES_OF_INPUT", ())
+    monkeypatch.setattr("fxopt.capture.fake_mode._are_contiguous", lambda tensors: False)
+    monkeypatch.setattr("fxopt.capture.fake_mode._GIVE_SIZES_OF_INPUT", ())
     assert short[:2] == captured(model, inputs, free)[:2]  # of the guards, torch's own way needs more
 
 
@@ -163,6 +168,129 @@ def test_calls_are_remembered(monkeypatch):
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(self) or original(self, x))
     fxopt.trace(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), (X,))
     assert len(made) == 2  # on the input, and on what depends on parameters
+
+
+class Asks(nn.Module):
+    """Calls before and after a question whose answer changes nothing, some under another kernel of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        rows = self.before(x).nonzero()
+        if rows.shape[0] > 2:
+            pass
+        image = self.after(x)[None, None]
+        with sdpa_kernel(SDPBackend.MATH):
+            under = nn.functional.scaled_dot_product_attention(image, image, image)
+        return under, nn.functional.scaled_dot_product_attention(image, image, image), rows[:2], x[:2]
+
+
+@pytest.mark.parametrize("dimensions", [(), (0,)])
+def test_the_captures_of_a_forward_remember_for_each_other(dimensions, monkeypatch):
+    made = []
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(x.shape) or original(self, x))
+    model, free = Asks(), {"x": dict.fromkeys(dimensions, Dim.AUTO)}
+    remembered = captured(model, {"x": X}, free)
+    assert len(made) == 2
+    monkeypatch.setattr(CallMemo, "_call", lambda *args: None)
+    assert remembered == captured(model, {"x": X}, free)
+    assert len(made) > 10  # each layer, in each capture
+
+
+def test_what_follows_from_an_answer_is_not_remembered_for_the_other():
+    class Takes(nn.Module):
+        def forward(self, x):
+            rows = x.nonzero()
+            if rows.shape[0] >= 2:
+                pass
+            taken = rows[:2]
+            return taken * 1, taken.shape[0]
+
+    model, x = Takes(), torch.tensor([1.0, 2.0, 0.0, 3.0])
+    gm = fxopt.trace(model, (x,))
+    for given in (x, x * 0, torch.tensor([0.0, 1.0, 0.0, 0.0])):
+        try:
+            rows, number = gm(given)
+        except fxopt.GuardError:
+            continue
+        assert (rows.tolist(), number) == (model(given)[0].tolist(), model(given)[1])
+
+
+def a_capture(earlier):
+    """The ShapeEnv of a capture, three sizes and a number that only a run knows, and a function that calls relu on rows."""
+    shape_env = CaptureShapeEnv()
+    mode = CaptureFakeMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    symbols = [shape_env.create_symbol(n, ConstantSource(f"x{n}"), DimDynamic.DYNAMIC) for n in (5, 6, 7)]
+    sizes = [shape_env.create_symintnode(symbol, hint=n) for n, symbol in enumerate(symbols, 5)]
+    sizes.append(shape_env.create_unbacked_symint())
+    memo = CallMemo(mode, earlier)
+
+    def call(rows):
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True), mode:
+            x = torch.empty(rows, 4)
+            return memo.function_call(torch.relu, (x,), {}), torch.relu(x)
+
+    return shape_env, sizes, call
+
+
+def test_a_result_is_taken_where_as_much_is_known_of_its_sizes():
+    earlier = {}
+    for known, assumed in ((False, False), (True, False), (False, True), (True, True)):
+        shape_env, (a, b, *_), call = a_capture(earlier)
+        if assumed:
+            shape_env.assume(sympy.Lt(a.node.expr, b.node.expr), "a test")
+        made, result = call(a)
+        assert made.known == known
+        if known:
+            assert made.recall().shape[0].node.expr == a.node.expr
+        made.remember(result, {})
+
+
+def test_what_is_known_of_other_sizes_does_not_matter():
+    shape_env, sizes, _ = a_capture({})
+    symbols = [size.node.expr for size in sizes[:3]]
+    before = [shape_env.facts([symbol]) for symbol in symbols]
+    shape_env.assume(sympy.Lt(symbols[0], symbols[1]), "a test")
+    after = [shape_env.facts([symbol]) for symbol in symbols]
+    assert [known[0] == knew[0] for known, knew in zip(before, after, strict=True)] == [False, False, True]
+    assert after[0][1] == after[1][1] == set(symbols[:2])
+
+
+def test_what_torch_could_not_tell_is_asked_again_once_more_is_known():
+    _, (a, b, *_), _ = a_capture({})
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        assert not guard_or_false(a * 3 < b * 2)
+        assert guard_or_true(a * 3 <= b * 2)
+        assert a * 3 > b * 2
+        assert not guard_or_true(a * 3 <= b * 2)
+
+
+def of_ones(shape_env, sizes):
+    return {sympy.Ne(sizes[0].node.expr, 1): True}
+
+
+def of_sizes(shape_env, sizes):
+    assert sizes[0] * 3 < sizes[1] * 3
+    return {}
+
+
+def of_data(shape_env, sizes):
+    shape_env.decide = lambda expression: sympy.true
+    assert sizes[-1] > 7
+    return {}
+
+
+@pytest.mark.parametrize("ask", [of_ones, of_sizes, of_data])
+def test_a_call_that_asks_is_made_by_each_capture(ask):
+    earlier = {}
+    for _ in range(2):
+        shape_env, sizes, call = a_capture(earlier)
+        made, result = call(sizes[0])
+        assert not made.known
+        made.remember(result, ask(shape_env, sizes))
 
 
 def test_tensors_of_another_default_dtype_are_not_remembered():

@@ -1,0 +1,98 @@
+"""The FakeTensorMode of a capture, with short ways for what costs torch much on free sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+# The output is like the input, in its dtype too.
+_GIVE_SIZES_OF_INPUT = {
+    torch.ops.aten.relu.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """The metadata of an output; `view_of` is the position of the input whose memory it shares."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    bytes: Any
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    view_of: int | None
+
+
+class CaptureFakeMode(FakeTensorMode):
+    """A FakeTensorMode that makes tensors of known metadata cheaply."""
+
+    _viewing = False
+    # How many operators that draw random numbers have been run.
+    drawn = 0
+
+    def tensor(self, known: Metadata) -> torch.Tensor:
+        """A tensor in memory of its own."""
+        with torch._C._DisableTorchDispatch():
+            bare = torch.Tensor._make_wrapper_subclass(
+                _Bare,
+                known.shape,
+                strides=known.stride,
+                storage_offset=known.offset,
+                dtype=known.dtype,
+                device=torch.device("meta"),
+                storage_size=known.bytes,
+            )
+            return FakeTensor(self, bare, known.device)
+
+    def view(self, tensor: torch.Tensor, known: Metadata) -> torch.Tensor:
+        """A view of `tensor`, for autograd as well."""
+        self._viewing = True
+        try:
+            return tensor.as_strided(known.shape, known.stride, known.offset)
+        finally:
+            self._viewing = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._viewing and func is torch.ops.aten.as_strided.default:
+            with in_kernel_invocation_manager(self):
+                return FakeTensor(self, torch.as_strided(*args), args[0].fake_device)
+        if func is torch.ops.aten.convolution.default and _are_contiguous(args[:2]):
+            # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
+            with in_kernel_invocation_manager(self):
+                return FakeTensor(self, func(*args), args[0].fake_device)
+        if func in _GIVE_SIZES_OF_INPUT and _are_contiguous(args[:1]):
+            # torch would compute these as a dozen operators, for each of which it compares all sizes.
+            with in_kernel_invocation_manager(self):
+                made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+                output = FakeTensor(self, made, args[0].fake_device)
+                if func is torch.ops.aten.relu.default:
+                    return output
+                rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
+                return output, *rest
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn += 1
+        return super().dispatch(func, types, args, kwargs)
+
+
+def _are_contiguous(tensors: Sequence[Any]) -> bool:
+    """Whether all are fake, of values that are not known, and known to be contiguous at every size."""
+    return all(
+        isinstance(tensor, FakeTensor) and tensor.constant is None and is_contiguous_or_false(tensor)
+        for tensor in tensors
+    )
+
+
+class _Bare(torch.Tensor):
+    """What a FakeTensor is made of here: sizes, and memory of which nothing but its size is known."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
