@@ -87,6 +87,7 @@ def test_what_is_right_passes_every_stage_and_is_measured() -> None:
     assert (measured["sites_ChangeTrueDivToMulByInverse"], measured["sites_ReplaceActivation"]) == (1, 0)
     assert 0 < measured["trace_seconds"] < record.seconds
     assert 0 < measured["peer_seconds"] < record.seconds
+    assert 0 < measured["peer_work_seconds"] < record.seconds
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,10 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             failure = error
         subject.measurements["relative_error"] = wide.worst
         if subject.entry.peer:
+            started = time.perf_counter()
             with subject.entering("torch.export"):
                 _export(subject, wide)
+            subject.measurements["peer_work_seconds"] = time.perf_counter() - started
         if failure is not None:
             raise failure
     except _Verdict as verdict:

@@ -80,6 +80,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             "torch.export: captured and right": _of(ran["peer"] == "right", ran),
             "torch.export: wrong without an error": f"{(ran['peer'] == 'wrong').sum():,}",
             "time to capture, fxopt / torch.export": f"{ratio:.2f}, median of {len(both):,} with free sizes in both",
+            "work in all cases": f"{rows['seconds'].sum():,.0f} s, {ran['peer_work_seconds'].sum():,.0f} s of it torch.export's",
         }
     return pd.DataFrame(numbers.items(), columns=["of this sweep", ""])
 
@@ -99,14 +100,14 @@ def _lines(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds")
+NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds", "peer_work_seconds")
 FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
 
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
     view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
-    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:]):
+    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:5]):
         view[tables.heading(name).removeprefix("sites ")] = [
             tables.shown(name, value) for value in rows[name]
         ]
