@@ -184,7 +184,7 @@ class Call:
         if type(result) is not FakeTensor or any(result is tensor for tensor in self._inputs):
             raise _UncertainError
         _metadata(result)
-        if free_unbacked_symbols(result):
+        if free_unbacked_symbols(result) - _symbols(self._key):
             raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
         owners = [i for i, tensor in enumerate(self._inputs) if _memory(tensor) == storage._cdata]

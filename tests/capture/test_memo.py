@@ -200,6 +200,33 @@ def test_the_captures_of_a_forward_remember_for_each_other(dimensions, monkeypat
     assert len(made) > 10  # each layer, in each capture
 
 
+def test_calls_on_as_many_rows_as_a_run_finds_are_remembered(monkeypatch):
+    class Finds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(5)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            found, other = x[x[:, 0] > 0], x[x[:, 1] > 0]
+            for layer in self.layers:
+                found, other = layer(found), layer(other)
+            return found, other
+
+    made = []
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(x) or original(self, x))
+    model = Finds()
+    gm = fxopt.trace(model, (X,))
+    assert (
+        len(made) == 4
+    )  # on the input, on what depends on parameters, and on as many rows as each index finds
+    for given in (X, -X, X[:0].new_ones(4, 4)):
+        for result, expected in zip(gm(given), model(given), strict=True):
+            assert torch.equal(result, expected)
+
+
 def test_what_follows_from_an_answer_is_not_remembered_for_the_other():
     class Takes(nn.Module):
         def forward(self, x):
