@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -136,11 +137,16 @@ class Call:
             return _Made.apply(self._fake_mode, known, *self._sources())  # type: ignore[no-untyped-call]
         return self._fake_mode.tensor(known)
 
+    @functools.cached_property
+    def _symbols(self) -> set[Any]:
+        """The symbols in the sizes of the arguments; where no size is free, there is none to look for."""
+        return _symbols(self._key) if self._shape_env.var_to_range else set()
+
     def _was_made_before(self) -> bool:
         """Whether another capture made this call, with the same knowledge of the sizes."""
         if self._key not in self._earlier:
             return False
-        facts, _ = self._shape_env.facts(_symbols(self._key))
+        facts, _ = self._shape_env.facts(self._symbols)
         if facts not in self._earlier[self._key]:
             return False
         known = self._earlier[self._key][facts]
@@ -163,7 +169,7 @@ class Call:
 
     def _keep(self, known: Any) -> None:
         """Keep what the call gave for other captures."""
-        facts, related = self._shape_env.facts(_symbols(self._key))
+        facts, related = self._shape_env.facts(self._symbols)
 
         def expression(size: Any) -> Any:
             if not size.node.expr.free_symbols <= related:
@@ -184,7 +190,7 @@ class Call:
         if type(result) is not FakeTensor or any(result is tensor for tensor in self._inputs):
             raise _UncertainError
         _metadata(result)
-        if free_unbacked_symbols(result) - _symbols(self._key):
+        if free_unbacked_symbols(result) - self._symbols:
             raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
         owners = [i for i, tensor in enumerate(self._inputs) if _memory(tensor) == storage._cdata]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ def interleaved(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[flo
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(rounds + 1):
         for run, seconds in zip(runs, times, strict=True):
+            gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
             start = time.perf_counter()
             run()
             if turn:
