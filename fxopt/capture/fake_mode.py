@@ -77,9 +77,20 @@ class CaptureFakeMode(FakeTensorMode):
                     return output
                 rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
                 return output, *rest
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0.0:
             self.drawn += 1
         return super().dispatch(func, types, args, kwargs)
+
+
+def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
+    """The share that an operator for attention drops: where it is 0, nothing is drawn. None for other operators."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = (
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
+            return float(given)
+    return None
 
 
 def _are_contiguous(tensors: Sequence[Any]) -> bool:

@@ -170,6 +170,47 @@ def test_calls_are_remembered(monkeypatch):
     assert len(made) == 2  # on the input, and on what depends on parameters
 
 
+def test_attention_draws_random_numbers_for_dropout_alone():
+    mode = CaptureFakeMode(allow_non_fake_inputs=True)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with mode:
+        x = torch.ones(1, 1, 4, 4)
+        attend(x, x, x)
+        nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.0)
+        assert mode.drawn == 0
+        attend(x, x, x, 0.5)
+        attend(x, x, x, dropout_p=0.5)
+        assert mode.drawn == 2
+        nn.functional.dropout(x)
+        assert mode.drawn > 2
+
+
+def test_attention_is_remembered(monkeypatch):
+    class Attends(nn.Module):
+        def forward(self, x):
+            x = x[None, None]
+            for _ in range(4):
+                x = nn.functional.scaled_dot_product_attention(x, x, x)
+            return x
+
+    asked = []
+    original = CallMemo.function_call
+    monkeypatch.setattr(
+        CallMemo,
+        "function_call",
+        lambda self, function, *args: (
+            asked.append((function, original(self, function, *args))) or asked[-1][1]
+        ),
+    )
+    fxopt.trace(Attends(), (X,))
+    assert [call.known for function, call in asked if "attention" in function.__name__] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
 class Asks(nn.Module):
     """Calls before and after a question whose answer changes nothing, some under another kernel of attention."""
 

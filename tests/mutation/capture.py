@@ -33,6 +33,7 @@ CAPTURE = (
     Fault("shell: training flags are lost", "capture/shell.py", "        new.training = old.training", "        pass"),
     Fault("layers: the memo forgets strides", "capture/memo.py", "        tuple(map(_expression, tensor.stride())),\n", ""),
     Fault("layers: the memo forgets the grad mode", "capture/memo.py", "torch.is_grad_enabled(), torch.get_default_dtype())", "torch.get_default_dtype())"),
+    Fault("fake mode: dropout of attention is not counted", "capture/fake_mode.py", "_dropout(func, args, kwargs or {}) != 0.0:", "_dropout(func, args, kwargs or {}) is None:"),
     Fault("memo: nothing need be known of the sizes", "capture/memo.py", "        facts, _ = self._shape_env.facts(self._symbols)\n", "        facts = next(iter(self._earlier[self._key]))\n"),
     Fault("memo: what a call asked is not asked by other captures", "capture/memo.py", "if not questions and self._state == self._shape_env.state:", "if True:"),
     Fault("memo: a forgotten result is remembered for other captures", "capture/memo.py", "self._results, self._earlier = {}, {}", "self._results = {}"),
