@@ -171,17 +171,19 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
 def _is_there(recorder: Recorder, made: _Made) -> bool:
     """Whether the eager model has this mask too, as the example inputs decide and the graph checks."""
     padding: torch.Tensor | None = made.options.get("attention_mask")
-    decides = recorder.decisions.specialised and made.is_whole and padding is not None
-    return decides and padding is not None and not bool(padding.all())
+    if padding is None or not made.is_whole or not recorder.decisions.specialised:
+        return False
+    return not bool(padding.all())
 
 
 def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
     """Whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
     while mask not in made:
         name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
-        if name not in _KEEPS or not isinstance(mask.args[0], torch.fx.Node):
+        source = mask.args[0] if mask.args else mask.kwargs.get("input")
+        if name not in _KEEPS or not isinstance(source, torch.fx.Node):
             return False
-        mask = mask.args[0]
+        mask = source
     return True
 
 

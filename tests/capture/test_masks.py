@@ -129,6 +129,14 @@ def test_a_mask_that_the_model_changes_is_refused_unless_the_eager_model_has_one
         specialised(x, full)
 
 
+def test_a_part_of_a_mask_may_be_taken_by_keyword() -> None:
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    model = Changed(lambda mask: torch.unsqueeze(input=mask[:, 0], dim=1), "sdpa", False)
+    traced = fxopt.trace(model, (x, inputs(1)["attention_mask"]))
+    for hidden in (0, 1, 3):
+        assert_equivalent(model, traced, (x, inputs(hidden)["attention_mask"]))
+
+
 @pytest.mark.parametrize("change", [joined, written])
 def test_a_mask_that_eager_attention_leaves_out_may_not_be_changed(
     change: Callable[[torch.Tensor], torch.Tensor],

@@ -92,7 +92,7 @@ CAPTURE = (
     Fault("masks: what the model has made of a mask is not seen", "capture/masks.py", "        if node not in self._made or not made.is_whole:", "        if not made.is_whole:"),
     Fault("masks: a mask may be joined with others", "capture/masks.py", "        if name not in _KEEPS or not", "        if not"),
     Fault("masks: a mask may be written", "capture/masks.py", "return _writes(self.mask) != self.writes", "return False"),
-    Fault("masks: a changed mask is always there", "capture/masks.py", "and padding is not None and not bool(padding.all())", "and padding is not None"),
+    Fault("masks: a changed mask is always there", "capture/masks.py", "    return not bool(padding.all())", "    return True"),
     Fault("omissions: a copy that is written is the same", "capture/omissions.py", " and self._is_never_written(node, first):", ":"),
     Fault("omissions: a copy of another shape is the same", "capture/omissions.py", '        if of.dtype == made.dtype and _shape(of) == _shape(made) and', "        if"),
     Fault("omissions: any view is a copy", "capture/omissions.py", '(mask is None and name not in ("view", "reshape"))', "False"),
