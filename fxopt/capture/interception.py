@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
-from fxopt.capture.drawing import watch_random_numbers
 from fxopt.capture.loops import watch_loops
 from fxopt.capture.masks import watch_masks
 from fxopt.capture.python_numbers import watch_numbers
+from fxopt.capture.random_numbers import watch_random_numbers
 from fxopt.capture.recorder import Recorder
 from fxopt.capture.replaced import replaced
 from fxopt.capture.torch_functions import watch_torch
