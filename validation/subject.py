@@ -32,7 +32,8 @@ class Rewritten:
 
     Attributes:
         module: the rewritten graph module.
-        sites: for each pass of the pipeline in order, how many nodes it marked as transformed.
+        sites: for each pass of the pipeline in order, how many nodes it marked as transformed; 1 if it marked none,
+            but changed the graph module.
         refusals: what the passes left alone, as (pass, node, reason).
         tampered: the tensors and modules of the graph it was made from that a pass changed in place.
     """
@@ -181,9 +182,35 @@ def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> R
         explain = getattr(pass_, "explain", None)  # a pass that only has `transform` explains nothing
         if explain is not None:
             refusals += [(name, node, reason) for node, _, reason in explain(module).refusals]
+        before = copy.deepcopy(module) if sites else traced
         module = pass_(module)
-        sites.append(len(pass_.get_transformed_nodes(module)))
+        sites.append(len(pass_.get_transformed_nodes(module)) or int(differ(before, module)))
     return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept)))
+
+
+def differ(before: GraphModule, after: GraphModule) -> bool:
+    """True if two graph modules differ in code, called modules, or parameters and buffers, be it in one value."""
+    if before.code != after.code or _called(before) != _called(after):
+        return True
+    mine, its = (_tensors(module) for module in (before, after))
+    return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
+
+
+def _called(module: GraphModule) -> list[tuple[str, str, bool]]:
+    called = sorted({str(node.target) for node in module.graph.nodes if node.op == "call_module"})
+    return [(name, repr(child), child.training) for name in called for child in [module.get_submodule(name)]]
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    found = (module.named_parameters, module.named_buffers)
+    return {name: tensor for named in found for name, tensor in named("", recurse, remove_duplicate=False)}
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    facts = [(type(t), t.dtype, t.shape, t.requires_grad) for t in (left, right)]
+    return facts[0] == facts[1] and torch.equal(
+        *(t.detach().reshape(-1).view(torch.uint8) for t in (left, right))  # so that NaN is itself
+    )
 
 
 def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -194,15 +221,8 @@ def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[st
         other = kept[name]
         if repr(module) != repr(other) or module.training != other.training:
             yield name
-        mine, its = (dict(_own_tensors(m)) for m in (module, other))
+        mine, its = (_tensors(m, recurse=False) for m in (module, other))
         if mine.keys() != its.keys():
             yield name
             continue
-        for key, tensor in mine.items():
-            if tensor.dtype != its[key].dtype or not torch.equal(tensor, its[key]):
-                yield f"{name}.{key}"
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
+        yield from (f"{name}.{key}" for key, tensor in mine.items() if not _same(tensor, its[key]))

@@ -139,6 +139,57 @@ class Unmarked(Inverse):
         pass
 
 
+class MulToAdd(Transformation):
+    """The first example of the guide, which marks nothing: a division, here."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function" and node.target == operator.truediv:
+                node.target = operator.add
+        return graph_module
+
+
+class RoundWeights(Transformation):
+    """Rounds the weights of both linears, and leaves the code and the shapes as they are."""
+
+    digits = 1
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_module"):
+            linear = graph_module.get_submodule(node.target)
+            if isinstance(linear, nn.Linear):
+                linear = copy.deepcopy(linear)
+                linear.weight = nn.Parameter(linear.weight.detach().round(decimals=self.digits))
+                graph_module.set_submodule(node.target, linear)
+                self.mark(node)
+        return graph_module
+
+    def mark(self, node: torch.fx.Node) -> None:
+        self.mark_as_transformed(node)
+
+
+class RoundUnmarked(RoundWeights):
+    """So roughly that the outputs are other ones; and it says that they are not."""
+
+    preserves_computation = True
+    digits = 0
+
+    def mark(self, node: torch.fx.Node) -> None:
+        pass
+
+
+class BadUnmarkedReverse(BadReverse):
+    """The undo is not exact, and goes by the operator, because nothing is marked."""
+
+    def mark_as_transformed(self, node: torch.fx.Node) -> None:
+        pass
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.mul):
+            node.target, node.args = operator.truediv, (node.args[0], self.divisor(node.args[1]))
+        return graph_module
+
+
 class Idle(Inverse):
     def transform(self, graph_module: GraphModule) -> GraphModule:
         return graph_module
@@ -173,6 +224,10 @@ def entry(model: str = "Net", **fields: Any) -> Entry:
 
 
 def run(check: Check, pass_: type[Transformation] | None = None, **fields: Any) -> Finding:
-    passes = {pass_.__name__: pass_()} if pass_ else {}
+    return run_pipeline(check, *([pass_] if pass_ else []), **fields)
+
+
+def run_pipeline(check: Check, *pipeline: type[Transformation], **fields: Any) -> Finding:
+    passes = {pass_.__name__: pass_() for pass_ in pipeline}
     subject = Subject(entry(**fields), "cpu", passes)
     return checks.available()[check](subject, tuple(passes))

@@ -12,18 +12,23 @@ from fxopt.transformation import Transformation
 from tests.validation.planted import (
     AlmostInverse,
     BadReverse,
+    BadUnmarkedReverse,
     ChangeInPlace,
     ForgetBatchNorm,
     ForgetBias,
     Idle,
     Inverse,
     MarkOnly,
+    MulToAdd,
     Negate,
     Overflow,
     ReplaceFirst,
     Rough,
+    RoundUnmarked,
+    RoundWeights,
     Unmarked,
     run,
+    run_pipeline,
 )
 from validation import checks
 from validation.comparison import judge
@@ -125,7 +130,6 @@ def test_effect_counts_what_was_done() -> None:
     [
         (ChangeInPlace, "shares with the user's model: first.bias"),
         (MarkOnly, "the graph module is the same"),
-        (Unmarked, "marked no node"),
     ],
 )
 def test_effect_fails_a_pass_that_says_one_thing_and_does_another(
@@ -134,6 +138,33 @@ def test_effect_fails_a_pass_that_says_one_thing_and_does_another(
     finding = run(Check.EFFECT, pass_)
     assert finding.outcome is Outcome.FAIL
     assert reason in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sites"),
+    [
+        ([MulToAdd], 1),
+        ([Unmarked], 1),
+        ([RoundWeights], 2),
+        ([RoundUnmarked], 1),
+        ([Idle, RoundUnmarked], 1),
+        ([Inverse, RoundUnmarked], 2),
+        ([RoundUnmarked, Idle], 1),
+    ],
+)
+def test_effect_goes_by_what_changed_and_not_by_marks(
+    pipeline: list[type[Transformation]], sites: int
+) -> None:
+    finding = run_pipeline(Check.EFFECT, *pipeline)
+    assert finding.outcome is Outcome.PASS, finding.reason
+    assert finding.measurements["sites"] == sites
+
+
+def test_what_marks_nothing_is_compared_like_others() -> None:
+    assert run(Check.EQUIVALENCE, Unmarked).outcome is Outcome.PASS
+    assert run(Check.EQUIVALENCE, RoundUnmarked).outcome is Outcome.FAIL
+    with pytest.raises(AssertionError, match="not exact"):
+        run(Check.ROUND_TRIP, BadUnmarkedReverse)
 
 
 @pytest.mark.parametrize(
