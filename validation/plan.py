@@ -31,7 +31,7 @@ def plan(
         if isinstance(entry, Architecture):
             cases.append(Case(entry.name, (), device, Check.ARCHITECTURE))
             continue
-        cases.append(Case(entry.name, (), device, Check.TRACE))
+        cases.append(Case(entry.name, (), device, Check.PARITY))
         for pipeline in pipelines(entry, passes):
             cases += [Case(entry.name, pipeline, device, check) for check in checks(entry, pipeline, passes)]
     return sorted(cases)

@@ -10,7 +10,7 @@ from typing import Any
 class Check(enum.StrEnum):
     """What a case measures."""
 
-    TRACE = "trace"
+    PARITY = "parity"
     EQUIVALENCE = "equivalence"
     ROUND_TRIP = "round-trip"
     EFFECT = "effect"
@@ -54,7 +54,7 @@ FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
 class Case:
     """One model, one pipeline of passes, one device, one check.
 
-    `pipeline` is empty for what is checked before any pass (trace parity).
+    `pipeline` is empty for what is checked before any pass (parity).
     """
 
     model: str
@@ -72,7 +72,7 @@ class Case:
 class Record:
     """What came of a case.
 
-    `stage` is where it ended (`load`, `trace`, `transform`, `compare`, ...), `reason` says in one sentence
+    `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
     why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
     columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason).
     """

@@ -129,7 +129,7 @@ class Subject(Staged[Entry]):
         """The captured graph of the model; it shares its leaves with the model, so rewrite a copy."""
         if dtype not in self._traced:
             model = self.model(dtype)
-            with self.entering("trace"), torch.no_grad():  # as it is run: some forwards read the mode
+            with self.entering("capture"), torch.no_grad():  # as it is run: some forwards read the mode
                 if self.entry.sizes == "dynamic":
                     traced = capture.symbolic_trace(model, list(self.entry.inputs))
                 else:

@@ -13,7 +13,7 @@ from validation.zoo import ZooError
 SOURCES = {"transformers": "validation.architectures"}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
-STAGES = ("build", "eager", "trace", "parity", "other sizes", "passes", "usable")
+STAGES = ("build", "eager", "capture", "parity", "other sizes", "passes", "usable")
 """What an architecture goes through, in order."""
 
 DEFAULT, SPECIALIZE = "default arguments", "specialize=True"

@@ -40,33 +40,33 @@ def test_every_check_has_a_file() -> None:
     assert set(checks.available()) == set(Check)
 
 
-def test_trace_passes_and_counts_what_it_compared() -> None:
-    finding = run(Check.TRACE)
+def test_parity_passes_and_counts_what_it_compared() -> None:
+    finding = run(Check.PARITY)
     assert finding.outcome is Outcome.PASS
     assert (finding.measurements["tensors_compared"], finding.measurements["values_compared"]) == (1, 15)
 
 
 def test_a_graph_is_captured_in_the_grad_mode_in_which_it_is_run() -> None:
-    assert run(Check.TRACE, model="ReadsGradMode").outcome is Outcome.PASS
+    assert run(Check.PARITY, model="ReadsGradMode").outcome is Outcome.PASS
 
 
-def test_trace_fails_when_the_graph_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_fails_when_the_graph_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = Subject.traced
     monkeypatch.setattr(
         Subject, "traced", lambda self, dtype: AlmostInverse()(copy.deepcopy(traced(self, dtype)))
     )
-    finding = run(Check.TRACE)
+    finding = run(Check.PARITY)
     assert finding.outcome is Outcome.FAIL
     assert "in float64, output.logits is 1e-07 off" in finding.reason
 
 
 def test_an_output_with_nothing_to_compare_fails() -> None:
     with pytest.raises(AssertionError, match="nothing was compared"):
-        run(Check.TRACE, model="Nothing")
+        run(Check.PARITY, model="Nothing")
 
 
 def test_an_output_that_is_not_finite_fails() -> None:
-    finding = run(Check.TRACE, model="NotFinite")
+    finding = run(Check.PARITY, model="NotFinite")
     assert finding.outcome is Outcome.FAIL
     assert "not finite" in finding.reason
 

@@ -37,7 +37,7 @@ def test_report_writes_the_views_beside_the_table(runs, call):
     for name in ("report.html", "summary.md", "compatibility/bert-base.md"):
         assert "bert-base" in (runs[1] / name).read_text()
         assert str(runs[1] / name) in result.output
-    assert "FAIL bert-base-eager-cpu-trace" in result.output
+    assert "FAIL bert-base-eager-cpu-parity" in result.output
 
 
 def test_report_writes_where_it_is_told(runs, call, tmp_path):

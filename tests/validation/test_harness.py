@@ -167,13 +167,13 @@ def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness)
     rows = harness.records()
     compared = rows[rows.check == "equivalence"].set_index("model")
     assert dict(zip(compared.index, zip(compared.outcome, compared.stage, strict=True), strict=True)) == {
-        "segfault": ("crash", "trace"),
-        "exit": ("crash", "trace"),
-        "systemexits": ("error", "trace"),
-        "hang": ("timeout", "trace"),
-        "hanginc": ("timeout", "trace"),
+        "segfault": ("crash", "capture"),
+        "exit": ("crash", "capture"),
+        "systemexits": ("error", "capture"),
+        "hang": ("timeout", "capture"),
+        "hanginc": ("timeout", "capture"),
         "memory": ("out-of-memory", "run the model"),
-        "error": ("error", "trace"),
+        "error": ("error", "capture"),
         "good": ("pass", ""),
     }, run.stdout
     assert "Segmentation fault, in before (zoo_of_faults.py" in compared.reason["segfault"]

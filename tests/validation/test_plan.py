@@ -52,7 +52,7 @@ def test_every_model_pass_and_device_is_planned() -> None:
     cases = plan([entry("a"), entry("b", Exact=0)], PASSES, ["cpu", "cuda"])
     planned = {(case.model, case.device, name) for case in cases for name in case.pipeline}
     assert {(m, d, p) for m in "ab" for d in ("cpu", "cuda") for p in PASSES} <= planned
-    traced = [(case.model, case.device) for case in cases if case.check is Check.TRACE]
+    traced = [(case.model, case.device) for case in cases if case.check is Check.PARITY]
     assert traced == [("a", "cpu"), ("a", "cuda"), ("b", "cpu"), ("b", "cuda")]
 
 

@@ -129,12 +129,12 @@ def test_failures_come_with_stage_and_reason_the_worst_first(table):
 
 def test_one_reason_is_one_row_and_the_simplest_case_comes_first(run, tmp_path):
     cases = [dataclasses.replace(CASE, check=check) for check in (Check.LATENCY, Check.EQUIVALENCE)]
-    cases += [dataclasses.replace(CASE, pipeline=(), check=Check.TRACE)]
+    cases += [dataclasses.replace(CASE, pipeline=(), check=Check.PARITY)]
     cases += [dataclasses.replace(CASE, pipeline=("A", name), check=Check.EFFECT) for name in "BC"]
     records = [Record(case, Outcome.ERROR, case.check, "cannot be captured") for case in cases]
     problems = tables.problems(table_of(records, run, tmp_path))
     assert problems["cases"].tolist() == [5]
-    assert problems.loc[0, "case"].startswith("bert-eager-cpu-trace, bert-MergeLinears")
+    assert problems.loc[0, "case"].startswith("bert-eager-cpu-parity, bert-MergeLinears")
     assert problems.loc[0, "case"].endswith(" and 2 more")
     assert problems.loc[0, "stage"] == "trace; equivalence; latency; effect"
 

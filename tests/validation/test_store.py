@@ -35,7 +35,7 @@ def test_a_table_holds_all_that_the_records_say(records, run, tmp_path):
 
 
 def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
-    other = dataclasses.replace(CASE, check=Check.TRACE)
+    other = dataclasses.replace(CASE, check=Check.PARITY)
     records = [
         Record(CASE, Outcome.FAIL, measurements={"max_abs_error": math.nan, "sites": 3}),
         Record(other, Outcome.PASS, measurements={"sites": 0}),
@@ -48,7 +48,7 @@ def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
 
 
 def test_how_long_models_took_is_summed_over_the_runs_of_a_directory(run, tmp_path):
-    other = dataclasses.replace(CASE, check=Check.TRACE)
+    other = dataclasses.replace(CASE, check=Check.PARITY)
     for name, cases in {"one": [CASE, other], "two": [CASE]}.items():
         records = [Record(case, Outcome.PASS, seconds=2.0) for case in cases]
         store.write_table(store.table_of(records, run), tmp_path)

@@ -96,7 +96,7 @@ def test_what_is_right_passes_every_stage_and_is_measured() -> None:
         ("unbuilt", Outcome.SKIP, "build", "ValueError: not without a config"),
         ("unrunnable", Outcome.SKIP, "eager", "RuntimeError: .*"),
         ("infinite", Outcome.SKIP, "eager", "output is not finite everywhere, .*"),
-        ("unseeded", Outcome.REFUSED, "trace", ".*manual_seed.*"),
+        ("unseeded", Outcome.REFUSED, "capture", ".*manual_seed.*"),
         ("different", Outcome.FAIL, "parity", "output is 1e-07 of its largest value off in float64.*"),
         (
             "differentatothersizes",
@@ -168,7 +168,7 @@ def test_an_error_that_is_not_a_refusal_is_one(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(fxopt, "trace", trace)
     record = run("good", peer=True)
-    assert (record.outcome, record.stage) == (Outcome.ERROR, "trace")
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "capture")
     assert record.reason.startswith("KeyError: 'tensor 3', at test_sweep.py:")
     assert record.facts["peer"] == "right"
 
@@ -313,18 +313,18 @@ def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **fac
     ("before", "after", "kinds"),
     [
         (bert(), bert(), set()),
-        (bert(), bert(Outcome.REFUSED, "trace"), {"outcome"}),
+        (bert(), bert(Outcome.REFUSED, "capture"), {"outcome"}),
         (bert(), bert(Outcome.SKIP, "eager"), {"outcome"}),
-        (bert(Outcome.REFUSED, "trace"), bert(Outcome.SKIP, "eager"), {"stage"}),
+        (bert(Outcome.REFUSED, "capture"), bert(Outcome.SKIP, "eager"), {"stage"}),
         (bert(Outcome.ERROR, "usable"), bert(Outcome.ERROR, "passes"), {"stage"}),
-        (bert(Outcome.REFUSED, "trace"), bert(Outcome.ERROR, "trace"), {"outcome"}),
+        (bert(Outcome.REFUSED, "capture"), bert(Outcome.ERROR, "capture"), {"outcome"}),
         (bert(), bert(captured=SPECIALIZE), {"captured"}),
         (bert(), bert(batch="guarded: at 3"), {"batch"}),
         (bert(), bert(sequence="fixed at capture"), {"sequence"}),
         (bert(), bert(sites=1), {"sites"}),
         (bert(sites=1), bert(), set()),
-        (bert(Outcome.REFUSED, "trace"), bert(), set()),
-        (bert(Outcome.SKIP, "eager"), bert(Outcome.REFUSED, "trace"), set()),
+        (bert(Outcome.REFUSED, "capture"), bert(), set()),
+        (bert(Outcome.SKIP, "eager"), bert(Outcome.REFUSED, "capture"), set()),
         (bert(captured=SPECIALIZE, batch="fixed by the model"), bert(), set()),
     ],
 )

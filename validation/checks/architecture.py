@@ -153,7 +153,7 @@ class _Roundings(TorchFunctionMode):
 
 
 def _capture_and_use(subject: Subject, own: _Sample, wide: _Sample) -> None:
-    with subject.entering("trace"):
+    with subject.entering("capture"):
         traced, options = _traced(subject, wide)
         traced_own = traced if own is wide else fxopt.trace(own.model, kwargs=own.inputs(), **options)
     with subject.entering("parity"):

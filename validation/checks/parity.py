@@ -1,4 +1,4 @@
-"""Trace parity: the captured graph returns what the model returns, before any pass."""
+"""Parity: the captured graph returns what the model returns, before any pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from validation.subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare eager and traced, in float64 and in each dtype of the entry."""
+    """Compare the model, run eagerly, with its captured graph, in float64 and in each dtype of the entry."""
     truth, traced = subject.output(torch.float64), subject.traced(torch.float64)
     with subject.entering("run the graph"):
         wide = subject.run(traced, torch.float64)
