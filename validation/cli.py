@@ -1,4 +1,4 @@
-"""The command line: write the views of a run again, compare two runs, look back over many."""
+"""The command line: write the views of a run again, compare two runs, look back over many, record sites."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
-from validation import compare, report, store, trend
-from validation.records import FAILING
+from validation import compare, report, sites, store, trend
+from validation.records import FAILING, Outcome
 from validation.report import architectures
+from validation.zoo import sites_file
 
 app = typer.Typer(
-    help="What runs of the validation wrote: views, comparisons, history.",
+    help="What runs of the validation wrote: views, comparisons, history. And what they expect: sites.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -108,6 +109,24 @@ def history_command(
     if not case and not drifted.empty:
         typer.echo(f"{measurement} drifted in {len(drifted)} cases:")
         _print(drifted)
+
+
+@app.command("sites")
+def sites_command(
+    zoo: Annotated[Path, typer.Option(help="The zoo file.")] = Path("model_zoo.yaml"),
+    model: Annotated[
+        list[str] | None, typer.Option(help="Only this model, repeatable; default: all.")
+    ] = None,
+) -> None:
+    """Counts the sites that each pass rewrites alone in each model, and records them beside the zoo file."""
+    with _one_line_errors():
+        outcomes = set()
+        for name, outcome, reason in sites.record(zoo, model or []):
+            typer.echo(f"{name}: {'counted' if outcome is Outcome.PASS else f'{outcome}: {reason}'}")
+            outcomes.add(outcome)
+    typer.echo(f"{sites_file(zoo)}: recorded")
+    if outcomes & FAILING:
+        raise typer.Exit(1)
 
 
 def _beside(run: Path) -> Path:

@@ -11,7 +11,7 @@ from validation.sweep import Architecture
 from validation.zoo import Entry
 
 ALL = "all"
-"""The pipeline of every pass that has sites in the model."""
+"""The pipeline of every pass that has sites in the model, or may have: there is no record."""
 
 EXACT = "exact"
 """The part of it that preserves the computation."""
@@ -20,11 +20,11 @@ EXACT = "exact"
 def plan(
     zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
 ) -> list[Case]:
-    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, × each pass, × each ordered pair of passes that have sites in it, × the
-    full pipelines `all` and `exact`; on each device.
+    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, × each pass, × each ordered
+    pair of passes that have sites in it, × the full pipelines `all` and `exact`; on each device.
 
-    A pass that the entry says has no sites is planned for its effect alone: that it finds nothing. A pass
-    about which the entry says nothing is planned in full, but not in pairs.
+    A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
+    which nothing is recorded is planned in full, but not in pairs.
     """
     cases = []
     for entry, device in itertools.product(zoo, devices):
@@ -39,26 +39,30 @@ def plan(
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
     """The pipelines that are applied to a model; `all` and `exact` by name."""
-    stated = [name for name, sites in entry.sites.items() if sites.count and name in passes]
+    with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
-    return [*((name,) for name in passes), *itertools.permutations(stated, 2), *named]
+    return [*((name,) for name in passes), *itertools.permutations(with_sites, 2), *named]
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
-    """The passes that a pipeline stands for, in order: those of `all` and `exact` as the entry lists them."""
+    """The passes that a pipeline stands for, in order: those of `all` and `exact` as the entry lists them.
+
+    These have every pass but those that are recorded with no sites.
+    """
     if pipeline not in ((ALL,), (EXACT,)):
         return pipeline
-    unknown = [name for name in passes if name not in entry.sites]
-    have_sites = [name for name, sites in entry.sites.items() if sites.count and name in passes]
+    ordered = dict.fromkeys([*(name for name in entry.sites if name in passes), *passes])
     return tuple(
-        name for name in [*have_sites, *unknown] if pipeline == (ALL,) or passes[name].preserves_computation
+        name
+        for name in ordered
+        if entry.sites.get(name) != 0 and (pipeline == (ALL,) or passes[name].preserves_computation)
     )
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:
     """What is checked of a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
     parts = [passes[name] for name in members(entry, pipeline, passes)]
-    if len(pipeline) == 1 and pipeline[0] in entry.sites and not entry.sites[pipeline[0]].count:
+    if len(pipeline) == 1 and entry.sites.get(pipeline[0]) == 0:
         return [Check.EFFECT]
     exact = all(part.preserves_computation for part in parts)
     wanted = [Check.EFFECT, Check.EQUIVALENCE if exact else Check.ACCURACY]

@@ -83,21 +83,6 @@ class Input(_Strict):
         return self
 
 
-def _count(value: object) -> int | Literal["some"]:
-    if value == "some":
-        return "some"
-    if type(value) is int and value >= 0:  # YAML's `no` is a bool, and a bool an int
-        return value
-    raise ValueError(f"give a number of sites, or `some`, not {value!r}")
-
-
-class Sites(_Strict):
-    """How many sites a pass rewrites in the model, and why so many; `some` where the number says nothing."""
-
-    count: Annotated[int | Literal["some"], pydantic.PlainValidator(_count)]
-    reason: Reason
-
-
 class KnownFailure(_Strict):
     """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
 
@@ -119,8 +104,9 @@ class Entry(_Strict):
     overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
     or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
-    The order of `sites` is the order of the full pipeline. `requires` is a package that is installed only for
-    this model: where it cannot be imported, the cases are skipped, with the reason.
+    `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
+    skipped, with the reason. `sites` is not in the file: every pass, in the order of the full pipelines, with the
+    sites that are recorded for it (`sites_file`), `None` where there is no record.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
@@ -135,18 +121,24 @@ class Entry(_Strict):
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
-    sites: dict[str, Sites] = {}
+    sites: dict[str, int | None] = {}
     known_failures: tuple[KnownFailure, ...] = ()
 
 
 class _File(_Strict):
+    """`order` is that of the full pipelines; passes that it does not name come last, sorted."""
+
+    order: tuple[str, ...] = ()
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
+
+
+_Recorded = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
 
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     """The entries of the zoo file at `path`, checked against its schema, the code, and the names of passes.
 
-    Raises `ZooError` when the file cannot be read or says something wrong.
+    Raises `ZooError` when the file, or that of the recorded sites, cannot be read or says something wrong.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -161,7 +153,7 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     mistakes = list(_repeated_keys(root, ()))
     if not mistakes:
         try:
-            entries = _File.model_validate(data).models
+            file = _File.model_validate(data)
         except pydantic.ValidationError as error:
             places = [e["loc"] for e in error.errors()]
             mistakes = [
@@ -171,10 +163,33 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
                 if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
             ]
         else:
-            mistakes = [*_contradictions(entries, passes)]
+            mistakes = [*_contradictions(file, passes)]
     if mistakes:
         raise ZooError("\n".join(_message(path, root, where, what) for where, what in mistakes))
-    return list(entries)
+    order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
+    return [
+        entry.model_copy(update={"sites": {name: recorded.get(entry.name, {}).get(name) for name in order}})
+        for entry in file.models
+    ]
+
+
+def sites_file(zoo: Path) -> Path:
+    """The file beside a zoo file that records how many sites each pass rewrites alone in each model."""
+    return zoo.with_suffix(".sites.yaml")
+
+
+def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
+    """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
+    file = sites_file(zoo)
+    if not file.exists():
+        return {}
+    try:
+        return _Recorded.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, pydantic.ValidationError) as error:
+        problem = " ".join(str(error).split())
+        raise ZooError(
+            f"{file}: not what `fxopt-validation sites` writes: delete it, and record anew ({problem})"
+        ) from error
 
 
 def factory(entry: Entry) -> Callable[..., Any]:
@@ -200,17 +215,19 @@ def why_missing(package: str) -> str:
     return ""
 
 
-def _contradictions(entries: Sequence[Entry], passes: Collection[str]) -> Iterator[tuple[Any, str]]:
-    """What the schema alone cannot tell: names that stand for nothing, or for two things."""
+def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
+    for index, name in enumerate(file.order):
+        if name not in passes:
+            yield ("order", index), f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
     seen: set[str] = set()
-    for index, entry in enumerate(entries):
+    for index, entry in enumerate(file.models):
         here: tuple[Any, ...] = ("models", index)
         if entry.name in seen:
             yield (*here, "name"), "another entry has the same name"
         seen.add(entry.name)
-        for name in entry.sites:
-            if name not in passes:
-                yield (*here, "sites", name), f"no such pass; there are {', '.join(sorted(passes))}"
+        if "sites" in entry.model_fields_set:
+            yield (*here, "sites"), "not written by hand: `fxopt-validation sites` counts and records them"
         for number, failure in enumerate(entry.known_failures):
             where = (*here, "known_failures", number, "pipeline")
             for name in failure.pipeline.split("+") if failure.pipeline else ():

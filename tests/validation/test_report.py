@@ -136,7 +136,7 @@ def test_one_reason_is_one_row_and_the_simplest_case_comes_first(run, tmp_path):
     assert problems["cases"].tolist() == [5]
     assert problems.loc[0, "case"].startswith("bert-eager-cpu-parity, bert-MergeLinears")
     assert problems.loc[0, "case"].endswith(" and 2 more")
-    assert problems.loc[0, "stage"] == "trace; equivalence; latency; effect"
+    assert problems.loc[0, "stage"] == "parity; equivalence; latency; effect"
 
 
 def test_of_one_error_in_several_checks_the_largest_is_shown(run, tmp_path):
