@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,12 @@ class BadUnmarkedReverse(BadReverse):
 class Idle(Inverse):
     def transform(self, graph_module: GraphModule) -> GraphModule:
         return graph_module
+
+
+class Refuses(Idle):
+    def explain(self, graph_module: GraphModule) -> SimpleNamespace:
+        reasons = {"a": "too long", "b": "too wide", "c": "too wide"}
+        return SimpleNamespace(refusals=[(node, "", reason) for node, reason in reasons.items()])
 
 
 class Rough(Inverse):

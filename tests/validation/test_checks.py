@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from tests.validation.planted import (
     MulToAdd,
     Negate,
     Overflow,
+    Refuses,
     ReplaceFirst,
     Rough,
     RoundUnmarked,
@@ -171,21 +171,29 @@ def test_what_marks_nothing_is_compared_like_others() -> None:
     ("pass_", "count", "outcome"),
     [
         (Inverse, 1, Outcome.PASS),
-        (Inverse, "some", Outcome.PASS),
+        (Inverse, None, Outcome.PASS),
         (Inverse, 2, Outcome.FAIL),
         (Inverse, 0, Outcome.FAIL),
         (Idle, 0, Outcome.NO_OP),
+        (Idle, None, Outcome.NO_OP),
         (Idle, 1, Outcome.FAIL),
-        (Idle, "some", Outcome.FAIL),
     ],
 )
-def test_effect_holds_sites_against_the_entry(
-    pass_: type[Transformation], count: Any, outcome: Outcome
+def test_effect_holds_sites_against_those_recorded(
+    pass_: type[Transformation], count: int | None, outcome: Outcome
 ) -> None:
-    finding = run(Check.EFFECT, pass_, sites={pass_.__name__: {"count": count, "reason": "there is one"}})
+    assert run(Check.EFFECT, pass_).outcome is (Outcome.PASS if pass_ is Inverse else Outcome.NO_OP)
+    finding = run(Check.EFFECT, pass_, sites={pass_.__name__: count})
     assert finding.outcome is outcome
     if outcome is Outcome.FAIL:
-        assert "there is one" in finding.reason
+        found = int(pass_ is Inverse)
+        assert f"{pass_.__name__} rewrites {found} sites in net, {count} are recorded" in finding.reason
+        assert "`fxopt-validation sites --model net` records it anew" in finding.reason
+
+
+def test_effect_says_why_most_sites_were_refused() -> None:
+    finding = run(Check.EFFECT, Refuses, sites={"Refuses": 3})
+    assert "3 are recorded; refused 2 times: too wide. If" in finding.reason
 
 
 def test_accuracy_measures_a_small_change() -> None:

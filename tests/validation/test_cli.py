@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+import fxopt.passes
 from validation import store
 from validation.cli import app
 from validation.records import Outcome, Record
+from validation.run import Runner
+from validation.zoo import recorded_sites, sites_file
 
 
 @pytest.fixture
@@ -98,9 +103,75 @@ def test_history_follows_a_case(runs, run, call):
     assert run.id in result.output
 
 
+ZOO = """\
+models:
+  - {name: first, model: torch.nn.Linear, sizes: fixed, config: {in_features: 2, out_features: 3}, inputs: {input: {shape: [1, 2]}}}
+  - {name: second, model: torch.nn.GELU, sizes: fixed, inputs: {input: {shape: [1, 2]}}}
+  - {name: third, model: nowhere.Model, requires: nowhere, sizes: fixed, inputs: {input: {shape: [1, 2]}}}
+"""
+
+
+@pytest.fixture
+def zoo(tmp_path):
+    file = tmp_path / "my_zoo.yaml"
+    file.write_text(ZOO)
+    return file
+
+
+def test_sites_counts_and_records_beside_the_zoo_file(zoo, call):
+    recorded = {
+        "third": {"MergeLinears": 4},
+        "gone": {"MergeLinears": 1},
+        "first": {"Gone": 1, "MergeLinears": 9},
+    }
+    sites_file(zoo).write_text(yaml.safe_dump(recorded))
+    result = call("sites", "--zoo", zoo)
+    assert result.exit_code == 0, result.output
+    assert "third: skip: nowhere cannot be imported" in result.output
+    found = recorded_sites(zoo)
+    assert found["third"] == {"MergeLinears": 4}  # it stays: here it cannot be counted
+    assert [*found] == ["first", "second", "third"]
+    assert [*found["first"]] == [*found["second"]] == [*fxopt.passes.available()]
+    assert (found["first"]["ReplaceActivation"], found["second"]["ReplaceActivation"]) == (0, 1)
+    assert "second:\n  ChangePrecision: " in sites_file(zoo).read_text()
+
+
+def test_sites_of_one_model_leave_the_others_as_they_are(zoo, call):
+    sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
+    assert call("sites", "--zoo", zoo, "--model", "second").exit_code == 0
+    assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
+    assert len(recorded_sites(zoo)["second"]) == len(fxopt.passes.available())
+    result = call("sites", "--zoo", zoo, "--model", "thrid")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {zoo}: no model 'thrid'; there are first, second, third\n"
+
+
+def test_sites_of_a_model_that_fails_stay_and_the_command_fails(zoo, call):
+    zoo.write_text(ZOO.replace("input: {shape: [1, 2]}", "input: {shape: [1, 3]}", 1))
+    sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
+    result = call("sites", "--zoo", zoo)
+    assert result.exit_code == 1
+    assert "first: error: " in result.output
+    assert "second: counted" in result.output
+    assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
+
+
+@pytest.mark.parametrize("place", [(Runner, "run"), (Path, "replace")])
+def test_sites_that_are_interrupted_leave_the_file_as_it_was(zoo, call, place, monkeypatch):
+    sites_file(zoo).write_text(before := yaml.safe_dump({"first": {"MergeLinears": 9}}))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*place, interrupt)
+    assert call("sites", "--zoo", zoo).exit_code != 0
+    assert sites_file(zoo).read_text() == before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("sites", "--zoo", "nowhere.yaml"),
         ("report", "nowhere.parquet"),
         ("report", "broken.parquet"),
         ("compare", "broken.parquet", "nowhere.parquet"),

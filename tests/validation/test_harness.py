@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,7 @@ def pytest_runtest_call(item):
 """
 
 
-SITES = {
-    name: {"count": int(name == "FuseBiasInLinear"), "reason": "one linear"}
-    for name in fxopt.passes.available()
-}
+SITES = {name: int(name == "FuseBiasInLinear") for name in fxopt.passes.available()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Harness:
             *("--fx-zoo", f"{self.folder}/zoo.yaml", "--fx-report-dir", f"{self.folder}/reports"),
         ]
 
-    def zoo(self, *models: str, **fields: Any) -> None:
+    def zoo(self, *models: str, recorded: Mapping[str, int] = SITES, **fields: Any) -> None:
         entries = [
             {
                 "name": model.lower(),
@@ -128,12 +126,13 @@ class Harness:
                 "inputs": {"x": {"shape": [2, 4]}},
                 "tags": ["tame" if model == "Good" else "wild"],
                 "timeout": 2 if "Hang" in model else 300,
-                "sites": SITES,
                 **fields,
             }
             for model in models
         ]
         (self.folder / "zoo.yaml").write_text(yaml.safe_dump({"models": entries}, sort_keys=False))
+        sites = {entry["name"]: dict(recorded) for entry in entries}
+        (self.folder / "zoo.sites.yaml").write_text(yaml.safe_dump(sites))
 
     def records(self) -> pd.DataFrame:
         return pd.read_parquet(self.folder / "reports/latest/records.parquet").set_index("id", drop=False)
@@ -186,7 +185,7 @@ def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness)
 
 
 def test_timed_cases_run_after_all_others_and_alone_even_if_workers_die(harness: Harness) -> None:
-    harness.zoo("Good", "Segfault", sites={})
+    harness.zoo("Good", "Segfault", recorded={})
     dying = ["good-FuseBiasInLinear-cpu-round-trip", "good-FuseBiasInLinear-cpu-latency"]
     run = harness.run("-n", "2", "-k", "good or Merge and equivalence", kill=" ".join(dying))
     stamps, rows = harness.stamps(), harness.records()
@@ -215,7 +214,7 @@ def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: H
 def test_stopping_at_the_first_failure_keeps_the_last_report(harness: Harness) -> None:
     assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
     before = harness.records()
-    harness.zoo("Error", "Good", sites={})
+    harness.zoo("Error", "Good", recorded={})
     run = harness.run("-n", "2", "-x")
     assert run.returncode != 0
     stamps = harness.stamps()
@@ -247,7 +246,7 @@ def test_a_run_that_selects_nothing_keeps_the_last_report(harness: Harness) -> N
 
 
 def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    harness.zoo("Error", "Good", sites={})
+    harness.zoo("Error", "Good", recorded={})
     harness.run_here("--collect-only", "-q", "--fx-tag", "tame", "--fx-pass", "MergeLinears")
     cases = [line for line in capsys.readouterr().out.splitlines() if "test_case[" in line]
     assert cases

@@ -37,13 +37,13 @@ class Rough(Exact):
 PASSES = {"Exact": Exact(), "OneWay": OneWay(), "Rough": Rough()}
 
 
-def entry(name: str = "model", **sites: int | str) -> Entry:
+def entry(name: str = "model", **sites: int | None) -> Entry:
     return Entry.model_validate(
         {
             "name": name,
             "model": "BertModel",
             "inputs": {"input_ids": {"shape": [1, 2]}},
-            "sites": {name: {"count": count, "reason": "why"} for name, count in sites.items()},
+            "sites": sites,
         }
     )
 
@@ -57,7 +57,7 @@ def test_every_model_pass_and_device_is_planned() -> None:
 
 
 def test_the_plan_is_sorted_stable_and_has_no_case_twice() -> None:
-    entries = [entry(name, Exact=1, OneWay=2, Rough="some") for name in "abc"]
+    entries = [entry(name, Exact=1, OneWay=2, Rough=3) for name in "abc"]
     cases = plan(entries, PASSES, ["cpu"])
     random.Random(1).shuffle(entries)
     assert plan(entries, PASSES, ["cpu"]) == cases == sorted(cases)
@@ -65,7 +65,7 @@ def test_the_plan_is_sorted_stable_and_has_no_case_twice() -> None:
 
 
 def test_all_ordered_pairs_of_passes_with_sites_are_planned() -> None:
-    pairs = {p for p in pipelines(entry(Exact=1, OneWay="some", Rough=0), PASSES) if len(p) == 2}
+    pairs = {p for p in pipelines(entry(Exact=1, OneWay=5, Rough=0), PASSES) if len(p) == 2}
     assert pairs == {("Exact", "OneWay"), ("OneWay", "Exact")}
 
 
@@ -73,11 +73,18 @@ def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
     assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
 
 
-def test_a_pass_about_which_nothing_is_said_is_planned_in_full_but_not_in_pairs() -> None:
+def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> None:
     model = entry(OneWay=1)
     assert Check.EQUIVALENCE in checks(model, ("Exact",), PASSES)
     assert not [pipeline for pipeline in pipelines(model, PASSES) if len(pipeline) == 2]
     assert members(model, ("all",), PASSES) == ("OneWay", "Exact", "Rough")
+    assert members(entry(Rough=None, OneWay=1, Exact=None), ("all",), PASSES) == ("Rough", "OneWay", "Exact")
+
+
+def test_without_a_record_every_pass_is_planned_in_full() -> None:
+    for name in PASSES:
+        assert len(checks(entry(), (name,), PASSES)) >= 3
+    assert pipelines(entry(), PASSES) == [("Exact",), ("OneWay",), ("Rough",), ("all",), ("exact",)]
 
 
 def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:

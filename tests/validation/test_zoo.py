@@ -7,22 +7,24 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fxopt.passes
 from validation.records import Case, Check
-from validation.zoo import KnownFailure, ZooError, load_zoo
+from validation.sites import HEADER
+from validation.zoo import KnownFailure, ZooError, load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]
 GOOD = """\
+order: [MergeLinears]
 models:
   - name: tiny-bert
     model: BertModel
     config: {hidden_size: 32}
     inputs:
       input_ids: {shape: [2, 8], integers: [1, 99]}
-    sites:
-      MergeLinears: {count: 2, reason: one a layer}
+    tags: [small]
 """
 
 
@@ -38,51 +40,64 @@ def test_an_entry_has_defaults(tmp_path: Path) -> None:
         "tiny-bert",
         "random",
         ("float32",),
-        (),
+        ("small",),
     )
     assert entry.inputs["input_ids"].shape == (2, 8)
-    assert entry.sites["MergeLinears"].count == 2
 
 
-def test_the_order_of_sites_is_that_of_the_file(tmp_path: Path) -> None:
-    text = GOOD + "      FuseBiasInLinear: {count: 1, reason: one}\n"
-    assert list(load(tmp_path, text)[0].sites) == ["MergeLinears", "FuseBiasInLinear"]
+def test_sites_are_those_recorded_in_the_order_of_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD)[0].sites == {"MergeLinears": None, "FuseBiasInLinear": None}
+    recorded = {"tiny-bert": {"FuseBiasInLinear": 0, "Gone": 1}, "gone": {"MergeLinears": 1}}
+    (tmp_path / "zoo.sites.yaml").write_text(yaml.safe_dump(recorded))
+    assert [*load(tmp_path, GOOD)[0].sites.items()] == [("MergeLinears", None), ("FuseBiasInLinear", 0)]
+    assert [*load(tmp_path, GOOD.partition("\n")[2])[0].sites] == ["FuseBiasInLinear", "MergeLinears"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- 1", "tiny-bert: 3", "tiny-bert: {A: -1}", "a: {A: 1.5}", "a: [", "\x00"]
+)
+def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "zoo.sites.yaml").write_text(text)
+    with pytest.raises(
+        ZooError, match=r"zoo\.sites\.yaml: not what `fxopt-validation sites` writes.*\)$"
+    ) as raised:
+        load(tmp_path, GOOD)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line", "parts"),
     [
-        ("model: BertModel", "modell: BertModel", 3, ["tiny-bert", "modell", "not permitted"]),
-        ("model: BertModel", "model: BertModell", 3, ["tiny-bert", "model", "BertModell"]),
-        ("model: BertModel", "model: nowhere.Bert", 3, ["tiny-bert", "model", "nowhere"]),
-        ("{hidden_size: 32}", "{hiden_size: 32}", 4, ["tiny-bert", "config.hiden_size", "BertConfig"]),
-        ("[2, 8]", "[2, -8]", 6, ["tiny-bert", "inputs.input_ids.shape", "greater than 0"]),
-        ("[2, 8]", "two", 6, ["tiny-bert", "inputs.input_ids.shape"]),
-        ("[1, 99]", "[99, 1]", 6, ["tiny-bert", "inputs.input_ids", "empty"]),
-        ("integers: [1, 99]", "padding: true, integers: [1, 9]", 6, ["inputs.input_ids", "not both"]),
-        ("input_ids:", "token_ids:", 6, ["tiny-bert", "inputs.token_ids", "input_ids"]),
-        ("MergeLinears:", "MergeLinear:", 8, ["tiny-bert", "sites.MergeLinear", "MergeLinears"]),
-        ("count: 2", "count: -2", 8, ["tiny-bert", "sites.MergeLinears.count", "-2"]),
-        (", reason: one a layer", "", 8, ["tiny-bert", "sites.MergeLinears.reason", "required"]),
-        ("name: tiny-bert", "name: Tiny Bert", 2, ["Tiny Bert", "name", "pattern"]),
-        ("  - name: tiny-bert\n    model", "  - model", 2, ["name", "required"]),
+        ("model: BertModel", "modell: BertModel", 4, ["tiny-bert", "modell", "not permitted"]),
+        ("model: BertModel", "model: BertModell", 4, ["tiny-bert", "model", "BertModell"]),
+        ("model: BertModel", "model: nowhere.Bert", 4, ["tiny-bert", "model", "nowhere"]),
+        ("{hidden_size: 32}", "{hiden_size: 32}", 5, ["tiny-bert", "config.hiden_size", "BertConfig"]),
+        ("[2, 8]", "[2, -8]", 7, ["tiny-bert", "inputs.input_ids.shape", "greater than 0"]),
+        ("[2, 8]", "two", 7, ["tiny-bert", "inputs.input_ids.shape"]),
+        ("[1, 99]", "[99, 1]", 7, ["tiny-bert", "inputs.input_ids", "empty"]),
+        ("integers: [1, 99]", "padding: true, integers: [1, 9]", 7, ["inputs.input_ids", "not both"]),
+        ("input_ids:", "token_ids:", 7, ["tiny-bert", "inputs.token_ids", "input_ids"]),
+        ("[MergeLinears]", "[FuseBiasInLinear, MergeLinear]", 1, ["order.1", "no such pass", "MergeLinears"]),
+        ("tags: [small]", "sites: {MergeLinears: 2}", 8, ["tiny-bert", "sites", "fxopt-validation sites"]),
+        ("name: tiny-bert", "name: Tiny Bert", 3, ["Tiny Bert", "name", "pattern"]),
+        ("  - name: tiny-bert\n    model", "  - model", 3, ["name", "required"]),
         (
             "    config",
             "    weights: {source: random, sed: 1}\n    config",
-            4,
+            5,
             ["weights.sed", "not permitted"],
         ),
-        ("    config", "    weights: {source: hub}\n    config", 4, ["weights", "random"]),
-        ("    config", "    weights: {source: pretrained, hub: a/b}\n    config", 4, ["weights", "revision"]),
-        ("    config", "    dtypes: [float33]\n    config", 4, ["dtypes.0", "float32"]),
-        ("    config", "    model: BertModel\n    config", 4, ["tiny-bert", "model", "given twice"]),
+        ("    config", "    weights: {source: hub}\n    config", 5, ["weights", "random"]),
+        ("    config", "    weights: {source: pretrained, hub: a/b}\n    config", 5, ["weights", "revision"]),
+        ("    config", "    dtypes: [float33]\n    config", 5, ["dtypes.0", "float32"]),
+        ("    config", "    model: BertModel\n    config", 5, ["tiny-bert", "model", "given twice"]),
         (
             "    config",
             "    known_failures:\n      - {check: latency, pipeline: Nope, reason: x}\n    config",
-            5,
+            6,
             ["known_failures.0.pipeline", "Nope"],
         ),
-        ("    config", "    requires: ''\n    config", 4, ["tiny-bert", "requires", "at least 1"]),
+        ("    config", "    requires: ''\n    config", 5, ["tiny-bert", "requires", "at least 1"]),
         ("models:", "modles:", 1, ["models", "required"]),
     ],
 )
@@ -99,14 +114,14 @@ def test_a_mistake_is_one_line_with_entry_field_and_place(
 
 def test_two_entries_may_not_have_one_name(tmp_path: Path) -> None:
     with pytest.raises(ZooError, match=r"zoo\.yaml:9: tiny-bert: name: another entry"):
-        load(tmp_path, GOOD + GOOD.partition("\n")[2])
+        load(tmp_path, GOOD + GOOD.partition("models:\n")[2])
 
 
 def test_several_mistakes_are_several_lines(tmp_path: Path) -> None:
-    text = GOOD.replace("[2, 8]", "[0]").replace("count: 2", "count: -1")
+    text = GOOD.replace("[2, 8]", "[0]").replace("tags: [small]", "tags: small")
     with pytest.raises(ZooError) as raised:
         load(tmp_path, text)
-    assert [re.search(r":(\d+):", line)[1] for line in str(raised.value).splitlines()] == ["6", "8"]
+    assert [re.search(r":(\d+):", line)[1] for line in str(raised.value).splitlines()] == ["7", "8"]
 
 
 def test_what_is_not_yaml_says_where(tmp_path: Path) -> None:
@@ -154,10 +169,18 @@ def test_a_known_failure_covers_its_check_pipeline_and_device() -> None:
     assert not failure.covers(Case("m", ("A", "B"), "cpu", Check.EFFECT))
 
 
-def test_in_the_zoo_of_the_repository_every_pass_has_a_model_where_it_rewrites_something() -> None:
-    passes = fxopt.passes.available()
-    zoo = load_zoo(ROOT / "model_zoo.yaml", passes)
-    rewritten = {name for entry in zoo for name, sites in entry.sites.items() if sites.count}
-    assert rewritten == set(passes)
-    small = {name for e in zoo if "smoke" in e.tags for name, sites in e.sites.items() if sites.count}
-    assert small == set(passes)
+def test_in_the_zoo_of_the_repository_every_recorded_pass_has_a_model_where_it_rewrites_something() -> None:
+    zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
+    recorded = {name for entry in zoo for name, count in entry.sites.items() if count is not None}
+    assert len(recorded) >= 7
+    for entries in (zoo, [entry for entry in zoo if "smoke" in entry.tags]):
+        assert recorded == {name for entry in entries for name, count in entry.sites.items() if count}
+
+
+def test_what_is_recorded_in_the_repository_is_what_the_command_writes() -> None:
+    file = sites_file(ROOT / "model_zoo.yaml")
+    recorded = recorded_sites(ROOT / "model_zoo.yaml")
+    assert file.read_text() == f"{HEADER}{yaml.safe_dump(recorded)}"
+    assert set(recorded) <= {
+        entry.name for entry in load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
+    }
