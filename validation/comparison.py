@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxopt.testing import RTOL_FLOAT64, compare, leaves
 from validation.records import Finding, Outcome
+from validation.subject import Subject
 
 FACTOR = 2.0
 """In its own dtype, a rewrite may be this many times as far from the float64 output as the original is."""
 
 FLOOR = 8.0
 """And this many units in the last place of the largest value farther: the original may be exact by chance."""
+
+
+def judge_graph(subject: Subject, graph: Callable[[torch.dtype], nn.Module]) -> Finding:
+    """Compare the model, run eagerly, with its graph, in float64 and in each dtype of the entry, until one fails."""
+    truth, module = subject.output(torch.float64), graph(torch.float64)
+    with subject.entering("run the graph"):
+        wide = subject.run(module, torch.float64)
+    measurements: dict[str, float | int] = {}
+    for dtype in subject.dtypes:
+        original, module = subject.output(dtype), graph(dtype)
+        with subject.entering("run the graph"):
+            own = subject.run(module, dtype)
+        with subject.entering("compare"):
+            finding = judge(truth=truth, wide=wide, original=original, own=own, dtype=dtype)
+        measurements |= per_dtype(dtype, subject.dtypes[0], finding.measurements)
+        if finding.outcome is not Outcome.PASS:
+            return Finding(finding.outcome, finding.reason, measurements)
+    return Finding(measurements=measurements)
 
 
 def judge(*, truth: Any, wide: Any, original: Any, own: Any, dtype: torch.dtype) -> Finding:

@@ -45,18 +45,12 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
-    """The passes that a pipeline stands for, in order: those of `all` and `exact` as the entry lists them.
-
-    These have every pass but those that are recorded with no sites.
-    """
+    """The passes that a pipeline stands for, in order: `all` and `exact` lack those recorded with no sites."""
     if pipeline not in ((ALL,), (EXACT,)):
         return pipeline
     ordered = dict.fromkeys([*(name for name in entry.sites if name in passes), *passes])
-    return tuple(
-        name
-        for name in ordered
-        if entry.sites.get(name) != 0 and (pipeline == (ALL,) or passes[name].preserves_computation)
-    )
+    have_sites = [name for name in ordered if entry.sites.get(name) != 0]
+    return tuple(n for n in have_sites if pipeline == (ALL,) or passes[n].preserves_computation)
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:

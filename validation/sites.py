@@ -10,7 +10,7 @@ import yaml
 
 import fxopt.passes
 from validation import store
-from validation.records import Case, Check, Outcome
+from validation.records import FAILING, Case, Check
 from validation.run import Runner
 from validation.zoo import ZooError, load_zoo, recorded_sites, sites_file
 
@@ -20,31 +20,32 @@ HEADER = """\
 """
 
 
-def record(zoo: Path, models: Sequence[str]) -> Iterator[tuple[str, Outcome, str]]:
+def record(zoo: Path, models: Sequence[str]) -> Iterator[str]:
     """Count the sites in some models of a zoo file, by default all, and write the file when all are counted.
 
-    What cannot be counted, such as in a model whose package is missing, stays as it was recorded.
-
-    Yields:
-        Each model when it is counted, with `pass`; or else the outcome of the first pass that was not, and why.
-
-    Raises:
-        ZooError: the zoo file is wrong, or has no such model.
+    What cannot be counted, such as in a model whose package is missing, stays as it was recorded. Yields a line a
+    model, and one at the end. Raises `ZooError` when the zoo file is wrong, has no such model, or a pass failed.
     """
     passes = {name: cls() for name, cls in fxopt.passes.available().items()}
-    entries = load_zoo(zoo, passes)
+    entries, found, failed = load_zoo(zoo, passes), recorded_sites(zoo), []
     names = [entry.name for entry in entries]
     if unknown := [model for model in models if model not in names]:
         raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
-    found = {model: counts for model, counts in recorded_sites(zoo).items() if model in names}
     runner = Runner(entries, passes)
     for model in models or names:
-        records = {name: runner.run(Case(model, (name,), "cpu", Check.EFFECT)) for name in passes}
-        counted = {n: int(r.measurements["sites"]) for n, r in records.items() if "sites" in r.measurements}
-        kept = {name: count for name, count in found.get(model, {}).items() if name in passes}
-        found[model] = {**kept, **counted}
-        failed = [record for name, record in records.items() if name not in counted]
-        yield (model, failed[0].outcome, failed[0].reason) if failed else (model, Outcome.PASS, "")
+        found[model] = {name: count for name, count in found.get(model, {}).items() if name in passes}
+        problems = []
+        for name in passes:
+            result = runner.run(Case(model, (name,), "cpu", Check.EFFECT))
+            if "sites" in result.measurements:
+                found[model][name] = int(result.measurements["sites"])
+            else:
+                problems.append(f"{result.outcome}: {result.reason}")
+                failed += [f"{name} in {model}"] if result.outcome in FAILING else []
+        yield f"{model}: {problems[0] if problems else 'counted'}"
     gc.unfreeze()  # the runner freezes what is imported, and duckdb complains of what is left at the end
-    recorded = {model: counts for model, counts in found.items() if counts}
-    store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(recorded)}".encode())
+    kept = {model: counts for model, counts in found.items() if counts and model in names}
+    store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(kept)}".encode())
+    yield f"{sites_file(zoo)}: recorded"
+    if failed:
+        raise ZooError(f"not counted: {', '.join(failed)}")

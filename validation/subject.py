@@ -32,8 +32,7 @@ class Rewritten:
 
     Attributes:
         module: the rewritten graph module.
-        sites: for each pass of the pipeline in order, how many nodes it marked as transformed; 1 if it marked none,
-            but changed the graph module.
+        sites: for each pass of the pipeline in order, how many sites it rewrote (`sites_of`).
         refusals: what the passes left alone, as (pass, node, reason).
         tampered: the tensors and modules of the graph it was made from that a pass changed in place.
     """
@@ -184,33 +183,38 @@ def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> R
             refusals += [(name, node, reason) for node, _, reason in explain(module).refusals]
         before = copy.deepcopy(module) if sites else traced
         module = pass_(module)
-        sites.append(len(pass_.get_transformed_nodes(module)) or int(differ(before, module)))
+        sites.append(sites_of(pass_, before, module))
     return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept)))
+
+
+def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
+    """How many nodes a pass marked as transformed; 1 if it marked none, but changed the graph module."""
+    return len(pass_.get_transformed_nodes(after)) or int(differ(before, after))
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:
     """True if two graph modules differ in code, called modules, or parameters and buffers, be it in one value."""
     if before.code != after.code or _called(before) != _called(after):
         return True
-    mine, its = (_tensors(module) for module in (before, after))
+    mine, its = tensors(before), tensors(after)
     return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
 
 
-def _called(module: GraphModule) -> list[tuple[str, str, bool]]:
-    called = sorted({str(node.target) for node in module.graph.nodes if node.op == "call_module"})
-    return [(name, repr(child), child.training) for name in called for child in [module.get_submodule(name)]]
+def _called(module: GraphModule) -> list[tuple[str, bool]]:
+    calls = [module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
+    return [(repr(call), call.training) for call in calls]
 
 
-def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+def tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, tied ones under each of their names."""
     found = (module.named_parameters, module.named_buffers)
     return {name: tensor for named in found for name, tensor in named("", recurse, remove_duplicate=False)}
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    facts = [(type(t), t.dtype, t.shape, t.requires_grad) for t in (left, right)]
-    return facts[0] == facts[1] and torch.equal(
-        *(t.detach().reshape(-1).view(torch.uint8) for t in (left, right))  # so that NaN is itself
-    )
+    facts, other = ((type(t), t.dtype, t.device, t.shape, t.requires_grad) for t in (left, right))
+    raw = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (left, right))  # so that NaN is itself
+    return facts == other and torch.equal(*raw)
 
 
 def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -219,10 +223,7 @@ def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[st
         if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
             continue  # the containers are the graph module's own
         other = kept[name]
-        if repr(module) != repr(other) or module.training != other.training:
+        mine, its = (tensors(m, recurse=False) for m in (module, other))
+        if (repr(module), module.training, [*mine]) != (repr(other), other.training, [*its]):
             yield name
-        mine, its = (_tensors(m, recurse=False) for m in (module, other))
-        if mine.keys() != its.keys():
-            yield name
-            continue
-        yield from (f"{name}.{key}" for key, tensor in mine.items() if not _same(tensor, its[key]))
+        yield from (f"{name}.{key}" for key in mine if key in its and not _same(mine[key], its[key]))

@@ -105,8 +105,8 @@ class Entry(_Strict):
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
     or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
-    skipped, with the reason. `sites` is not in the file: every pass, in the order of the full pipelines, with the
-    sites that are recorded for it (`sites_file`), `None` where there is no record.
+    skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
+    full pipelines, with its number, or `None`.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
@@ -126,9 +126,7 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
-    """`order` is that of the full pipelines; passes that it does not name come last, sorted."""
-
-    order: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()  # of the full pipelines; passes that are not named come last, sorted
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
 
 
@@ -180,16 +178,13 @@ def sites_file(zoo: Path) -> Path:
 
 def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
-    file = sites_file(zoo)
-    if not file.exists():
-        return {}
     try:
-        return _Recorded.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, pydantic.ValidationError) as error:
-        problem = " ".join(str(error).split())
-        raise ZooError(
-            f"{file}: not what `fxopt-validation sites` writes: delete it, and record anew ({problem})"
-        ) from error
+        return _Recorded.validate_python(yaml.safe_load(sites_file(zoo).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = f"not what `fxopt-validation sites` writes: delete it, and record anew ({error})"
+        raise ZooError(f"{sites_file(zoo)}: {' '.join(text.split())}") from error
 
 
 def factory(entry: Entry) -> Callable[..., Any]:

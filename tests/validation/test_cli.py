@@ -150,8 +150,9 @@ def test_sites_of_a_model_that_fails_stay_and_the_command_fails(zoo, call):
     zoo.write_text(ZOO.replace("input: {shape: [1, 2]}", "input: {shape: [1, 3]}", 1))
     sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
     result = call("sites", "--zoo", zoo)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "first: error: " in result.output
+    assert result.stderr.startswith("error: not counted: ChangePrecision in first, ")
     assert "second: counted" in result.output
     assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
 
