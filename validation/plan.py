@@ -1,4 +1,4 @@
-"""What is validated: the zoo × the passes × the devices as a sorted list of cases. Pure functions of their arguments."""
+"""The plan: the zoo × the passes × the devices as a sorted list of cases. Pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transf
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:
-    """What is checked of a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
+    """Choose the checks that fit a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
     parts = [passes[name] for name in members(entry, pipeline, passes)]
     if len(pipeline) == 1 and entry.sites.get(pipeline[0]) == 0:
         return [Check.EFFECT]

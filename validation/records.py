@@ -1,4 +1,4 @@
-"""What is validated and what came of it: the two value types that everything else passes around."""
+"""A case and what came of it: the two value types that everything else passes around."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Check(enum.StrEnum):
-    """What a case measures."""
+    """The kinds of cases, by what they measure."""
 
     PARITY = "parity"
     EQUIVALENCE = "equivalence"
@@ -70,7 +70,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What came of a case.
+    """The result of a case.
 
     `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
     why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
@@ -108,7 +108,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check has to say about its case; the runner makes a `Record` of it."""
+    """A check's say about its case; the runner makes a `Record` of it."""
 
     outcome: Outcome = Outcome.PASS
     reason: str = ""

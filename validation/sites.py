@@ -33,19 +33,17 @@ def record(zoo: Path, models: Sequence[str]) -> Iterator[str]:
         raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
     runner = Runner(entries, passes)
     for model in models or names:
-        found[model] = {name: count for name, count in found.get(model, {}).items() if name in passes}
-        problems = []
-        for name in passes:
-            result = runner.run(Case(model, (name,), "cpu", Check.EFFECT))
-            if "sites" in result.measurements:
-                found[model][name] = int(result.measurements["sites"])
-            else:
-                problems.append(f"{result.outcome}: {result.reason}")
-                failed += [f"{name} in {model}"] if result.outcome in FAILING else []
+        results = {name: runner.run(Case(model, (name,), "cpu", Check.EFFECT)) for name in passes}
+        lacking = {name: result for name, result in results.items() if "sites" not in result.measurements}
+        kept = {name: count for name, count in found.get(model, {}).items() if name in lacking}
+        counted = {n: int(r.measurements["sites"]) for n, r in results.items() if n not in lacking}
+        found[model] = {**kept, **counted}
+        failed += [f"{name} in {model}" for name, result in lacking.items() if result.outcome in FAILING]
+        problems = [f"{result.outcome}: {result.reason}" for result in lacking.values()]
         yield f"{model}: {problems[0] if problems else 'counted'}"
     gc.unfreeze()  # the runner freezes what is imported, and duckdb complains of what is left at the end
-    kept = {model: counts for model, counts in found.items() if counts and model in names}
-    store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(kept)}".encode())
+    found = {model: counts for model, counts in found.items() if counts and model in names}
+    store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
     yield f"{sites_file(zoo)}: recorded"
     if failed:
         raise ZooError(f"not counted: {', '.join(failed)}")

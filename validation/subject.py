@@ -1,4 +1,4 @@
-"""What cases are about: a model on a device, its graph, and the graph that a pipeline makes of it.
+"""The subject of cases: a model on a device, its graph, and the graph that a pipeline makes of it.
 
 Everything is made when a check first asks for it and kept for the next cases of the same model; the
 rewritten graphs for those of the same pipeline.
@@ -75,7 +75,7 @@ class Staged(Generic[E]):
         self.enter(before)
 
     def enter(self, stage: str) -> None:
-        """What happens from here on belongs to `stage`."""
+        """Begin `stage`: all that happens from here on belongs to it."""
         self.stage = stage
         self._entered(stage)
 
@@ -117,7 +117,7 @@ class Subject(Staged[Entry]):
         return build.cast(build.make_inputs(self.entry), dtype, self.device)
 
     def output(self, dtype: torch.dtype) -> Any:
-        """What the model itself returns, run eagerly."""
+        """The output of the model itself, run eagerly."""
         if dtype not in self._outputs:
             model = self.model(dtype)
             with self.entering("run the model"):
@@ -137,7 +137,7 @@ class Subject(Staged[Entry]):
         return self._traced[dtype]
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
-        """What `module` returns for `inputs` (those of the entry by default), always under the same seed."""
+        """Run `module` on `inputs` (those of the entry by default), always under the same seed."""
         return run_seeded(module, self.inputs(dtype) if inputs is None else inputs)
 
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
@@ -165,7 +165,7 @@ class Subject(Staged[Entry]):
 
 
 def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-    """What `module` returns, without gradients and always under the same seed."""
+    """Run `module`, without gradients and always under the same seed."""
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         return module(**inputs)
@@ -218,7 +218,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[str]:
-    """What differs between the leaves of the graph and those of its copy, which a pipeline has had since."""
+    """Name what differs between the leaves of the graph and those of its copy, which a pipeline has had since."""
     for name, module in traced.named_modules():
         if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
             continue  # the containers are the graph module's own

@@ -92,7 +92,7 @@ class KnownFailure(_Strict):
     reason: Reason
 
     def covers(self, case: Case) -> bool:
-        """Whether `case` is one of those that fail."""
+        """True if `case` is one of those that fail."""
         same_device = self.device in (None, case.device)
         return same_device and (self.check, self.pipeline) == (case.check, "+".join(case.pipeline))
 
@@ -128,9 +128,6 @@ class Entry(_Strict):
 class _File(_Strict):
     order: tuple[str, ...] = ()  # of the full pipelines; passes that are not named come last, sorted
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
-
-
-_Recorded = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
 
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
@@ -178,8 +175,9 @@ def sites_file(zoo: Path) -> Path:
 
 def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
+    form = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
     try:
-        return _Recorded.validate_python(yaml.safe_load(sites_file(zoo).read_text(encoding="utf-8")))
+        return form.validate_python(yaml.safe_load(sites_file(zoo).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -188,7 +186,7 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
 
 
 def factory(entry: Entry) -> Callable[..., Any]:
-    """What `entry.model` names. Raises `ValueError` when there is no such thing."""
+    """Import what `entry.model` names. Raises `ValueError` when there is no such thing."""
     module_name, _, name = entry.model.rpartition(".")
     module_name = module_name or "transformers"
     try:

@@ -1,4 +1,4 @@
-"""What is planned: every model, pass and device, pairs of what has sites, and only checks that make sense."""
+"""The plan: every model, pass and device, pairs of what has sites, and only checks that make sense."""
 
 from __future__ import annotations
 
