@@ -163,16 +163,13 @@ def _obstacle_behind(
                 continue
             if Fact.DESCRIBES in facts and _is_first_alone(user, value):
                 continue
-            if not operators.is_container(user.target) and not _keeps_error_small(
-                user, value, facts, floating
-            ):
+            targets = index.memory.written_by(user) or ()
+            small = _keeps_error_small(user, value, facts) and all(floating[target] for target in targets)
+            if not small and not operators.is_container(user.target):
                 name = graph.function_name(user) or type(index.module(user)).__name__
                 return f"1 / {denominator} is not exact, and {user.name} ({name}) is not known to keep the error small"
             reached = [user]
-            # What reads a tensor that was written into has no edge from here.
-            for target in index.memory.written_by(user) or ():
-                if not floating[target]:
-                    return f"1 / {denominator} is not exact, and {user.name} may write it into integers"
+            for target in targets:  # what reads a tensor that was written into has no edge from here
                 if target not in written:
                     written.update(index.memory.aliases(target))
                     reached.extend(index.memory.aliases(target))
@@ -181,7 +178,7 @@ def _obstacle_behind(
     return None
 
 
-def _keeps_error_small(user: Node, value: Node, facts: Fact, floating: dict[Node, bool]) -> bool:
+def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
     """Tell whether `user` makes a small error of a small error in `value`, and floating numbers."""
     made, rest = graph.value_of(user), (*user.args[1:], *user.kwargs.values())
     if Fact.SMOOTH_IN_FIRST in facts:

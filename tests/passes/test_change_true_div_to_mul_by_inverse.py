@@ -147,7 +147,7 @@ AFTER_OTHERS = [
 
 @pytest.mark.parametrize("function", AFTER_OTHERS)
 def test_a_step_behind_other_functions(function):
-    reason = "into integers" if function is written_into_integers else "keep the error small"
+    reason = "keep the error small"
     refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=fxopt_trace)
 
 
