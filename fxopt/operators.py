@@ -57,15 +57,16 @@ _ROWS: dict[str, Fact] = {
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
     "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
-    "interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": Fact.KEEPS_DTYPE
+    "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": Fact.KEEPS_DTYPE
     | _SMOOTH,
     "prod std cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
     "reshape reshape_as flatten unflatten ravel squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
     "movedim expand expand_as broadcast_to narrow select slice getitem diagonal unfold contiguous detach alias data "
-    "real imag view_as_real pixel_shuffle positive requires_grad identity": _VIEW,
-    "view view_as unsafe_view as_strided view_as_complex": _VIEW | Fact.LAYOUT,
+    "real imag view_as_real positive identity": _VIEW,
+    "view view_as unsafe_view as_strided": _VIEW | Fact.LAYOUT,
+    "view_as_complex": Fact.VIEW | Fact.SMOOTH | Fact.LAYOUT,
     "chunk split split_with_sizes tensor_split unbind hsplit vsplit dsplit unsafe_chunk unsafe_split meshgrid "
     "broadcast_tensors": _VIEW | Fact.SEVERAL,
     "to type type_as float double half bfloat16 cpu cuda saturate": Fact.VIEW | Fact.SMOOTH,
@@ -78,7 +79,7 @@ _ROWS: dict[str, Fact] = {
     "native_batch_norm": Fact.MIXES | Fact.SEVERAL | Fact.STATISTICS,
     "einsum tensordot": _MIXES,  # perhaps a view: einsum("ij->ji", x)
     "multihead_attention multi_head_attention_forward lstm gru": _MIXES | Fact.SEVERAL | Fact.RANDOM,
-    "shape size dim ndim ndimension numel nelement dtype device layout get_device requires_grad is_floating_point "
+    "shape size dim ndim ndimension numel nelement dtype device layout get_device is_floating_point "
     "is_complex is_cuda element_size itemsize": Fact.DESCRIBES,
     "is_contiguous stride storage_offset": Fact.DESCRIBES | Fact.LAYOUT,
     "data_ptr storage untyped_storage numpy": Fact.LAYOUT,
