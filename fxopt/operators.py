@@ -53,13 +53,13 @@ _ROWS: dict[str, Fact] = {
     "remainder mod fmod softplus threshold hardshrink": _NEW | Fact.ELEMENTWISE,
     "eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
     "logical_or logical_xor": Fact.NEW | Fact.ELEMENTWISE,
-    "sum mean amax amin var logsumexp cumsum cat stack hstack vstack clone repeat repeat_interleave tile flip roll tril "
+    "sum mean amax amin var std logsumexp cumsum cat stack hstack vstack clone repeat repeat_interleave tile flip roll tril "
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
     "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
     "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": Fact.KEEPS_DTYPE
     | _SMOOTH,
-    "prod std cumprod": _NEW,
+    "prod cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
     "reshape reshape_as flatten unflatten ravel squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
