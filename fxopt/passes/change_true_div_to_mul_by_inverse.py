@@ -157,9 +157,8 @@ def _obstacle_behind(
         value = pending.pop()
         for user in value.users:
             facts = operators.facts_of(user, index.module(user) if user.op == "call_module" else None)
-            if (
-                user.op == "output" or Fact.MIXES in facts
-            ):  # behind these the inverse is as good as the division
+            # Behind what mixes, the inverse is as good as the division.
+            if user.op == "output" or Fact.MIXES in facts:
                 continue
             if Fact.DESCRIBES in facts and _is_first_alone(user, value):
                 continue
