@@ -31,9 +31,7 @@ class Fact(enum.Flag):
     SMOOTH = enum.auto()  # a small error of its inputs stays small: it has no jump and no pole
     SMOOTH_IN_FIRST = enum.auto()  # so it is for its first input; `pow` if the exponent is a positive integer
     MIXES = enum.auto()  # it makes each output of many inputs, with rounding errors of its own
-    KEEPS_DTYPE = (
-        enum.auto()
-    )  # if its tensors have one floating dtype, its value has it too, or the one named
+    KEEPS_DTYPE = enum.auto()  # its value has the one floating dtype of its tensors, or one that is named
     SEVERAL = enum.auto()  # its value may be several tensors, perhaps with indices among them
     DESCRIBES = enum.auto()  # of its first input it reads the description alone: the shape, the dtype
     RANDOM = enum.auto()  # it may draw random numbers
@@ -57,8 +55,7 @@ _ROWS: dict[str, Fact] = {
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
     "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
-    "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": Fact.KEEPS_DTYPE
-    | _SMOOTH,
+    "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _SMOOTH,
     "prod cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
