@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules import module as torch_module
 
-from fxopt import effects
 from fxopt.memory import Memory, storage_of
+from fxopt.operators import hooks_of
 from fxopt.submodules import attribute, is_inside, prefixes, split_path
 
 
@@ -149,7 +149,7 @@ class GraphIndex:
         return {str(node.target): node for node in reversed(self.nodes) if node.op == "call_module"}
 
     def _unusual(self, module: nn.Module) -> str | None:
-        hooks = effects.hooks_of(module)
+        hooks = hooks_of(module)
         if any(vars(torch_module)[name] for name in _GLOBAL_HOOKS):
             return "torch has hooks for all modules (register_module_forward_hook and the like)"
         if hooks:

@@ -36,7 +36,7 @@ class Memory:
         self._reads = [node for node in nodes if node.op == "get_attr"]
 
     def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
-        """What stands between two nodes that keeps them apart; `None` if nothing does.
+        """Name what stands between two nodes that keeps them apart; `None` if nothing does.
 
         Args:
             first: the earlier node.
@@ -55,7 +55,7 @@ class Memory:
         return None
 
     def writes(self, node: Node) -> bool:
-        """Whether `node` may write into a tensor or have another side effect."""
+        """Tell whether `node` may write into a tensor or have another side effect."""
         return self.written_by(node) != ()
 
     def written_by(self, node: Node) -> tuple[Node, ...] | None:
@@ -68,9 +68,13 @@ class Memory:
         own = tuple(read for read in self._reads if memory and self._memory(read) in memory)
         return None if values is None else (*values, *own)
 
+    def writers(self, value: Node) -> list[Node]:
+        """All nodes that may write into the tensor of `value`, in order."""
+        return self._writers.get(self._alias_sets[value], [])
+
     def written(self, value: Node) -> Node | None:
-        """A node that may write into the tensor of `value`, anywhere in the graph."""
-        return self._writers.get(self._alias_sets[value])
+        """The first node that may write into the tensor of `value`, anywhere in the graph."""
+        return next(iter(self.writers(value)), None)
 
     def writer_of(self, module: nn.Module) -> Node | None:
         """A node that may write into a parameter or buffer of `module`, under whatever name."""
@@ -80,11 +84,15 @@ class Memory:
         )
 
     def may_alias(self, left: Node, right: Node) -> bool:
-        """Whether two values may share memory."""
+        """Tell whether two values may share memory."""
         return self._alias_sets[left] == self._alias_sets[right]
 
+    def aliases(self, value: Node) -> list[Node]:
+        """All values that may share memory with `value`, itself among them, in order."""
+        return self._members[self._alias_sets[value]]
+
     def gives_new_memory(self, node: Node) -> bool:
-        """Whether the value of `node` surely shares no memory with its inputs."""
+        """Tell whether the value of `node` surely shares no memory with its inputs."""
         if node.target in effects.JOINING and node not in self._tensor_nodes:
             return False
         return effects.gives_new_memory(node, self._called(node))
@@ -95,14 +103,14 @@ class Memory:
         return [effect for effect in found if effect[2] != ()]
 
     @functools.cached_property
-    def _writers(self) -> dict[int, Node]:
-        """For each set of values that may share memory, the first node that may write into it."""
-        found: dict[int, Node] = {}
+    def _writers(self) -> dict[int, list[Node]]:
+        """For each set of values that may share memory, the nodes that may write into it."""
+        found: dict[int, list[Node]] = {}
         for _, node, targets in self._effects:
             if targets is None:  # a function with an effect of an unknown kind
                 targets = tuple(node.all_input_nodes) if node.op == "call_function" else ()
-            for target in targets:
-                found.setdefault(self._alias_sets[target], node)
+            for number in {self._alias_sets[target] for target in targets}:
+                found.setdefault(number, []).append(node)
         return found
 
     @functools.cached_property
@@ -142,6 +150,14 @@ class Memory:
         return {node: root(index) for index, node in enumerate(self._nodes)}
 
     @functools.cached_property
+    def _members(self) -> dict[int, list[Node]]:
+        """The nodes of each set of values that may share memory."""
+        found: dict[int, list[Node]] = {}
+        for node, number in self._alias_sets.items():
+            found.setdefault(number, []).append(node)
+        return found
+
+    @functools.cached_property
     def _tensor_nodes(self) -> set[Node]:
         found: set[Node] = set()
         for node in self._nodes:
@@ -152,7 +168,7 @@ class Memory:
         return found
 
     def _takes_tensor(self, user: Node, value: Node) -> bool:
-        """Whether `user` could not be called if `value` were a tuple or a list."""
+        """Tell whether `user` could not be called if `value` were a tuple or a list."""
         if not user.args or user.args[0] is not value:
             return False
         if user.op == "call_method":

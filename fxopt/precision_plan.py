@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_any
 
-from fxopt import effects, graph
+from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Refusal
 from fxopt.submodules import attribute, is_inside, split_path
@@ -176,13 +176,13 @@ class _Planner:
         if node.op == "output" or node in self.kept:
             return True
         if node.op == "call_module":
-            return not effects.is_torch_module(self.index.module(node))
+            return not operators.is_torch_module(self.index.module(node))
         if any(_holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):
             return True
         if node.op != "call_function":
             return False
         name = graph.function_name(node)
-        return not effects.is_torch_function(node.target) or (
+        return not operators.is_torch_function(node.target) or (
             name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm")
         )
 
@@ -208,7 +208,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
 
 def layer_obstacle(index: GraphIndex, module: nn.Module) -> str | None:
     """Why a layer cannot be replaced by a copy in the lower precision; `None` if it can."""
-    if not effects.is_torch_module(module):
+    if not operators.is_torch_module(module):
         return f"{type(module).__name__} is not a layer of torch.nn"
     return index.obstacle_in_place(module)
 

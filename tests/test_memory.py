@@ -71,6 +71,7 @@ WRITES = {
     "several tensors": lambda m, x, y: torch._foreach_add_([y * 1, x], 1),
     "in a joined tuple": lambda m, x, y: operator.add((y * 2).split(1), (x,))[1].add_(1),
     "in a tuple made of a tensor": lambda m, x, y: operator.add(x.split(1), (y,))[0].add_(1),
+    "aten batch_norm": lambda m, x, y: torch.ops.aten.batch_norm(y, None, None, x, x, True, 0.1, 1e-5, True),
     "in a repeated tuple": lambda m, x, y: (x.split(1) * 2)[0].add_(1),
     "embedding_bag": lambda m, x, y: F.embedding_bag(y, x, max_norm=1.0),
     "a part of a layer": lambda m, x, y: m.sequence(x),
@@ -126,6 +127,14 @@ def test_no_write_is_not_seen(function):
     assert index.memory.written(node(index, "x")) is None
 
 
+def test_augmented_operators_write():
+    index = index_of(lambda m, x, y: (x + y) & x)
+    call = node(index, "add")
+    for target, writes in ((operator.iadd, True), (operator.ior, True), (operator.index, False)):
+        call.target = target
+        assert GraphIndex(index.graph_module).memory.writes(call) is writes
+
+
 def test_setitem_and_modes_in_captured_graphs():
     def function(m, x, y):
         z = x * 1
@@ -139,9 +148,24 @@ def test_setitem_and_modes_in_captured_graphs():
     assert "has a side effect" in index.memory.write_between(mul, index.nodes[-1])
 
 
+def test_all_writers_are_listed_in_order():
+    index = index_of(lambda m, x, y: (x.add_(1), m.linear(x), x[0].mul_(2), m.act(x), (x * 1).add_(1)))
+    x = node(index, "x")
+    assert [writer.name for writer in index.memory.writers(x)] == ["add_", "mul_", "act"]
+    assert index.memory.written(x) is index.memory.writers(x)[0]
+    assert index.memory.writers(node(index, "linear")) == []
+    assert node(index, "getitem") in index.memory.aliases(x)
+    assert node(index, "linear") not in index.memory.aliases(x)
+
+
 def test_containers_do_not_write_and_unknown_functions_may():
     index = index_of(lambda m, x, y: x + y)
-    for target, writes in ((dict, False), (print, False), (test_writes_are_seen, True)):
+    for target, writes in (
+        (dict, False),
+        (print, False),
+        (test_writes_are_seen, True),
+        (operator.neg, False),
+    ):
         with index.graph_module.graph.inserting_before(index.nodes[-1]):
             call = index.graph_module.graph.call_function(target, (index.nodes[0],))
         assert GraphIndex(index.graph_module).memory.writes(call) is writes

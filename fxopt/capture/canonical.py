@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
-from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
 from fxopt.objects import find
+from fxopt.operators import is_write_name
 
 # Name of the Tensor method (or torch function) -> the operator that means the same for two operands.
 _BINARY: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxopt import effects
+from fxopt import effects, operators
 from fxopt.capture import modes
 from fxopt.capture.checks import check_alike, check_decision, check_value
 from fxopt.capture.writer import tensors_in
@@ -124,7 +124,7 @@ class ExampleRun:
 
     def _refuse_write(self, node: torch.fx.Node) -> None:
         """Raise TraceError for a node that would write into a tensor of the user's model."""
-        if node.op == "call_function" and not effects.is_torch_function(node.target):
+        if node.op == "call_function" and not operators.is_torch_function(node.target):
             return
         for target in effects.written_by(node, None) or ():
             for tensor in tensors_in(self._values[target]):

@@ -36,8 +36,8 @@ from fxopt.capture.squeezing import assumed_kept, squeezed, unbound
 from fxopt.capture.switches import ModeSwitches
 from fxopt.capture.tensor_sizes import TensorSizes, holds_sizes, with_numbers
 from fxopt.capture.writer import GraphWriter, tensors_in
-from fxopt.effects import is_write_name
 from fxopt.errors import TraceError
+from fxopt.operators import is_write_name
 
 _RESHAPES_IN_PLACE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_any
+from torch.utils._pytree import tree_all
 
-from fxopt import effects, graph
+from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite
 
 
@@ -32,9 +32,9 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
 
     Where `c` is a power of two, the result is the same bit for bit. Elsewhere it differs by at most one unit
     in the last place more than a division does. Such a division is rewritten only where `x` is known to be a
-    floating tensor and where no rounding, comparison, sorting or cast to integers follows that would amplify
-    the difference (49 / 49 is 1, 49 * (1 / 49) is less) before a layer, a product, a softmax or a
-    normalization mixes it with other values. Undoing brings back the very same `c` from the record.
+    floating tensor and where nothing but operators that keep a small error small follows, before a layer, a
+    product, a softmax or a normalization mixes it with other values: no rounding, no comparison (49 / 49 is 1,
+    49 * (1 / 49) is less), no pole. Undoing brings back the very same `c` from the record.
     Undo it before the graph is traced again: a product in a new trace tells nothing of what it was, so that
     undoing there leaves it as it is.
 
@@ -137,7 +137,7 @@ def _rounding_obstacle(
     denominator: int | float,
     floating: dict[Node, bool],
 ) -> str | None:
-    """Why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
+    """Say why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
     if math.frexp(abs(denominator))[0] == 0.5:
         return None
     if not floating[numerator]:
@@ -145,169 +145,87 @@ def _rounding_obstacle(
             f"1 / {denominator} is not exact, and {numerator.name} is not known to be a floating tensor "
             "(a graph of fxopt.trace has dtypes)"
         )
-    return _rounding_after(index, node, denominator, floating)
+    return _obstacle_behind(index, node, denominator, floating)
 
 
-def _rounding_after(
+def _obstacle_behind(
     index: GraphIndex, node: Node, denominator: int | float, floating: dict[Node, bool]
 ) -> str | None:
-    """What makes more than a rounding error of the error of `node`; `None` if nothing does."""
-    pending, seen = [node], {node}
+    """The first use of `node`, or of what was made of it, that may make a large error of a small one."""
+    pending, seen, written = [node], {node}, set[Node]()
     while pending:
-        for user in pending.pop().users:
-            if user in seen or _reads_description(user):
+        value = pending.pop()
+        for user in value.users:
+            facts = operators.facts_of(user, index.module(user) if user.op == "call_module" else None)
+            # Behind what mixes, the inverse is as good as the division.
+            if user.op == "output" or Fact.MIXES in facts:
                 continue
-            seen.add(user)
-            if _is_step(index, user, floating):
-                what = _name(user) or user.target
-                return f"1 / {denominator} is not exact, and {user.name} ({what}) amplifies the error"
-            if _is_unknown(index, user):
-                return f"1 / {denominator} is not exact, and what {user.name} does with the error is unknown"
-            if _is_mixer(index, user):
+            if Fact.DESCRIBES in facts and _is_first_alone(user, value):
                 continue
-            pending.append(user)
-            # What reads a tensor that was written into has no edge from here.
-            for target in index.memory.written_by(user) or ():
-                pending.extend(value for value in index.nodes if index.memory.may_alias(value, target))
+            targets = index.memory.written_by(user) or ()
+            small = _keeps_error_small(user, value, facts) and all(floating[target] for target in targets)
+            if not small and not operators.is_container(user.target):
+                name = graph.function_name(user) or type(index.module(user)).__name__
+                return f"1 / {denominator} is not exact, and {user.name} ({name}) is not known to keep the error small"
+            reached = [user]
+            for target in targets:  # what reads a tensor that was written into has no edge from here
+                if target not in written:
+                    written.update(index.memory.aliases(target))
+                    reached.extend(index.memory.aliases(target))
+            pending.extend(n for n in dict.fromkeys(reached) if n not in seen)
+            seen.update(reached)
     return None
 
 
-def _is_step(index: GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
-    """Whether a function jumps, so that the least error of its input may change its output by one."""
-    if node.op == "call_module":
-        return any(_is_step_module(part) for part in index.module(node).modules())
-    name, value = _name(node), graph.value_of(node)
-    if name in _STEPS or name.startswith(_STEP_PREFIXES):
-        return True
-    if tree_any(lambda leaf: isinstance(leaf, Tensor) and not _is_inexact(leaf.dtype), value):
-        return not effects.is_container(node.target) and node.op != "output"
-    rest = [*node.args[1:], *node.kwargs.values()]
-    if name in ("max", "min") and any(not isinstance(item, Node) for item in rest):
-        return True  # with indices
-    if any(isinstance(item, torch.dtype) and not _is_inexact(item) for item in rest):
-        return True
-    casts = name in ("to", "type", "type_as") and graph.dtype_of(node) is None
-    return casts and any(_may_name_integers(name, item, floating) for item in rest)
+def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
+    """Tell whether `user` makes a small error of a small error in `value`, and floating numbers."""
+    made, rest = graph.value_of(user), (*user.args[1:], *user.kwargs.values())
+    if Fact.SMOOTH_IN_FIRST in facts:
+        # A divisor or an exponent may be anything else; a mode of rounding is not among these keywords.
+        alone = _is_first_alone(user, value) and set(user.kwargs) <= {"other", "exponent"}
+        return alone and ("pow" not in graph.function_name(user) or _is_positive_integer(rest[0]))
+    if made is None and Fact.KEEPS_DTYPE not in facts and any(map(_may_name_dtype, rest)):
+        return False  # a cast, perhaps to integers
+    if made is None and Fact.SEVERAL in facts and Fact.VIEW not in facts:
+        return False  # perhaps with indices
+    if Fact.LAYOUT in facts and any(isinstance(item, torch.dtype) for item in rest):
+        return False  # the same bits, read as other numbers
+    return Fact.SMOOTH in facts and tree_all(_is_inexact, (made, rest))
 
 
-def _is_step_module(module: nn.Module) -> bool:
-    return isinstance(module, nn.Threshold | nn.Hardshrink) or bool(getattr(module, "return_indices", False))
+def _is_first_alone(user: Node, value: Node) -> bool:
+    """Tell whether a call takes a value as its first argument and nowhere else."""
+    others: list[Node] = []
+    torch.fx.node.map_arg((user.args[1:], user.kwargs), others.append)
+    return user.args[:1] == (value,) and value not in others
 
 
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _is_positive_integer(exponent: object) -> bool:
+    return isinstance(exponent, int | float) and exponent > 0 and exponent == exponent // 1
 
 
-def _may_name_integers(cast: str, item: object, floating: dict[Node, bool]) -> bool:
-    """Whether an argument of a cast may stand for a dtype of integers, in a graph without metadata."""
-    if isinstance(item, Node):
-        is_device = item.target is getattr and item.args[1] == "device"
-        return not is_device and not floating.get(item, False)
-    if isinstance(item, str | type):  # the string in `x.to("cpu")` is a device
-        text = str(item)
-        return cast == "type" and not any(name in text for name in ("Float", "Double", "Half", "BFloat"))
-    return False
+def _may_name_dtype(item: object) -> bool:
+    is_device = isinstance(item, Node) and item.args[1:] == ("device",)  # `other.device`
+    return isinstance(item, Node | str | type) and not is_device
 
 
-def _is_unknown(index: GraphIndex, node: Node) -> bool:
-    """Whether a call is of code that is not torch's, which may round."""
-    if node.op == "call_module":
-        return not effects.is_torch_module(index.module(node))
-    if node.op != "call_function" or effects.is_container(node.target):
-        return False
-    own = str(getattr(node.target, "__module__", None)).startswith("fxopt.passes.")
-    return not own and not effects.is_torch_function(node.target)
-
-
-def _is_mixer(index: GraphIndex, node: Node) -> bool:
-    """Whether a function makes each output of many inputs, with rounding errors of its own."""
-    if node.op == "call_module":
-        return type(index.module(node)) in _MIXER_MODULES
-    return _name(node) in _MIXERS
-
-
-def _reads_description(node: Node) -> bool:
-    """Whether a call reads of a tensor only what does not depend on its values: its shape, its dtype."""
-    if node.target is getattr:
-        return node.args[1] in _DESCRIPTION
-    return _name(node) in _DESCRIPTION
-
-
-def _name(node: Node) -> str:
-    """The name of the function that a node calls, whether it is written as an operator or in place or not."""
-    return graph.function_name(node).strip("_")
-
-
-_STEPS = {
-    *("floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "floor_divide"),
-    *("floordiv", "mod", "remainder", "fmod", "divmod", "eq", "ne", "lt", "le", "gt", "ge", "equal"),
-    *("isclose", "allclose", "isin", "int", "long", "short", "byte", "char", "bool", "item", "tolist"),
-    *("argmax", "argmin", "argsort", "bucketize", "searchsorted", "unique", "unique_consecutive"),
-    *("logical_not", "logical_and", "logical_or", "nonzero", "count_nonzero", "any", "all", "less"),
-    *("less_equal", "greater", "greater_equal", "not_equal", "topk", "sort", "median", "nanmedian"),
-    *("kthvalue", "mode", "cummax", "cummin", "threshold", "hardshrink", "histc", "bincount", "signbit"),
-    *("copysign", "angle", "atan2", "arctan2", "grid_sample", "grid_sampler", "gumbel_softmax"),
-    *("multinomial", "bernoulli", "frexp", "iremainder", "ifloordiv", "imod", "tensor_split"),
-}
-_STEP_PREFIXES = ("quantize", "fake_quantize", "max_pool1d_with", "max_pool2d_with", "max_pool3d_with")
-
-# Behind these a jump is no more likely to be hit with the inverse than with the division.
-_MIXERS = {
-    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-    *("conv_transpose3d", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "softmax"),
-    *("log_softmax", "layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"),
-    *("scaled_dot_product_attention",),
-}
-_MIXER_MODULES: set[type[nn.Module]] = {
-    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d),
-    *(nn.ConvTranspose3d, nn.Softmax, nn.LogSoftmax, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d),
-    *(nn.InstanceNorm3d, nn.MultiheadAttention),
-}
-_DESCRIPTION = {
-    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "dtype", "device", "get_device"),
-    *("requires_grad", "is_floating_point", "is_complex", "element_size", "zeros_like", "ones_like"),
-    *("empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"),
-    *("new_full", "new_tensor"),
-}
+def _is_inexact(item: Any) -> bool:
+    dtype = getattr(item, "dtype", item)
+    return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex
 
 
 def _is_floating(index: GraphIndex, node: Node, floating: dict[Node, bool]) -> bool:
-    """Whether the value of `node` is surely a floating tensor; by its metadata, else by what made it."""
+    """Tell whether the value of `node` is surely a floating tensor; by its metadata, else by what made it."""
     dtype = graph.dtype_of(node)
     if dtype is not None:
         return dtype.is_floating_point
-    if "val" in node.meta:
+    module = index.module(node) if node.op == "call_module" else None
+    facts = operators.facts_of(node, module)
+    if "val" in node.meta or Fact.KEEPS_DTYPE not in facts:
         return False
-    if node.op == "call_module":
-        module = index.module(node)
-        own = [p for p in module._parameters.values() if p is not None]
-        return type(module) in _FLOATING_MODULES and all(p.is_floating_point() for p in own)
-    if node.op in ("call_function", "call_method") and _name(node) in _KEEPS_FLOATING and not node.kwargs:
-        tensors = [value for value in node.args if isinstance(value, Node)]
-        return (
-            bool(tensors) and floating[tensors[0]] and not any(isinstance(a, torch.dtype) for a in node.args)
-        )
-    return False
-
-
-_FLOATING_MODULES: set[type[nn.Module]] = {
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.BatchNorm1d),
-    *(nn.BatchNorm2d, nn.GroupNorm),
-}
-_KEEPS_FLOATING = {
-    *("matmul", "bmm", "softmax", "relu", "gelu", "view", "reshape", "transpose", "permute", "contiguous"),
-    *(
-        "getitem",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "neg",
-        "sqrt",
-        "exp",
-        "tanh",
-        "sigmoid",
-        "mean",
-    ),
-}
+    own = [p for p in module._parameters.values() if p is not None] if module is not None else []
+    if own:
+        return all(parameter.is_floating_point() for parameter in own)
+    tensors = node.all_input_nodes[:1] if Fact.VIEW in facts else node.all_input_nodes
+    named = bool(node.kwargs) or any(isinstance(item, torch.dtype) for item in node.args)
+    return bool(tensors) and not named and all(floating[tensor] for tensor in tensors)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import effects, graph, submodules
+from fxopt import graph, operators, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
@@ -263,11 +263,12 @@ def _contiguity_obstacle(index: GraphIndex, call: Node, width: int) -> str | Non
         value = pending.pop()
         for user in value.users:
             name = graph.function_name(user)
-            if name in _NEEDS_CONTIGUOUS and not (value is call and _splits_last(user, width)):
+            depends = operators.Fact.LAYOUT in operators.facts_of(user)
+            if depends and not (value is call and _splits_last(user, width)):
                 return f"{user.name} ({name}) depends on the memory layout of the output"
-            if user.op == "call_module" and not effects.is_torch_module(index.module(user)):
+            if user.op == "call_module" and not operators.is_torch_module(index.module(user)):
                 return f"{user.name} is a module whose use of the memory layout is unknown"
-            known = effects.is_torch_function(user.target) or effects.is_container(user.target)
+            known = operators.is_torch_function(user.target) or operators.is_container(user.target)
             if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
             if user not in seen and name != "contiguous" and not index.memory.gives_new_memory(user):
@@ -292,30 +293,6 @@ def _splits_last(view: Node, width: int) -> bool:
         if product >= width:
             return product == width
     return False
-
-
-_NEEDS_CONTIGUOUS = {
-    *(
-        "view",
-        "view_as",
-        "as_strided",
-        "as_strided_",
-        "is_contiguous",
-        "stride",
-        "storage_offset",
-        "data_ptr",
-    ),
-    *(
-        "view_as_complex",
-        "view_as_real",
-        "untyped_storage",
-        "storage",
-        "numpy",
-        "set_",
-        "resize_",
-        "unsafe_view",
-    ),
-}
 
 
 def _tied_among_themselves(index: GraphIndex, run: list[Node]) -> list[Node]:

@@ -1,0 +1,182 @@
+"""The one table of what passes may know of each operator of torch: a new operator is one word in one row.
+
+The table speaks of names, in whatever spelling: `torch.relu`, `F.relu`, `x.relu()`, `x.relu_()`, `aten.relu.default`
+and `nn.ReLU` are all `relu`. `tests/test_operators.py` proves each column by calling the operators. A name that is
+not in the table has no facts, and answers from no facts are conservative.
+"""
+
+from __future__ import annotations
+
+import enum
+import keyword
+import operator
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fxopt import graph
+from fxopt.objects import build_object, set_attributes, set_items
+
+
+class Fact(enum.Flag):
+    """One column of the table. An error is small in relation to the magnitude of what it is in."""
+
+    NEW = enum.auto()  # its value shares no memory with its inputs, unless the call writes (`relu_`, `out=`)
+    VIEW = enum.auto()  # its value may be its first input, or a part of it
+    LAYOUT = enum.auto()  # it depends on the strides of its input
+    ELEMENTWISE = enum.auto()  # an element of its value is made of the elements at the same place alone
+    SMOOTH = enum.auto()  # a small error of its inputs stays small: it has no jump and no pole
+    SMOOTH_IN_FIRST = enum.auto()  # so it is for its first input; `pow` if the exponent is a positive integer
+    MIXES = enum.auto()  # it makes each output of many inputs, with rounding errors of its own
+    KEEPS_DTYPE = enum.auto()  # its value has the one floating dtype of its tensors, or one that is named
+    SEVERAL = enum.auto()  # its value may be several tensors, perhaps with indices among them
+    DESCRIBES = enum.auto()  # of its first input it reads the description alone: the shape, the dtype
+    RANDOM = enum.auto()  # it may draw random numbers
+    STATISTICS = enum.auto()  # in training it writes into its running statistics, whatever its schema says
+
+
+_NEW, _MIXES, _SMOOTH = (kind | Fact.KEEPS_DTYPE for kind in (Fact.NEW, Fact.MIXES, Fact.SMOOTH))
+_VIEW = Fact.VIEW | _SMOOTH
+
+_ROWS: dict[str, Fact] = {
+    "add sub subtract rsub mul multiply neg negative abs absolute square exp exp2 expm1 sin cos atan arctan asinh "
+    "arcsinh erf erfc sigmoid tanh relu relu6 leaky_relu elu selu celu gelu silu mish hardtanh hardswish hardsigmoid "
+    "log_sigmoid softsign softshrink tanhshrink clamp clamp_min clamp_max clip maximum minimum fmax fmin lerp "
+    "addcmul logaddexp masked_fill nan_to_num": _NEW | Fact.ELEMENTWISE | _SMOOTH,
+    "div divide true_divide truediv pow": _NEW | Fact.ELEMENTWISE | Fact.SMOOTH_IN_FIRST,
+    "sqrt rsqrt reciprocal log log2 log10 log1p tan acos asin floor ceil round trunc frac sign floor_divide floordiv "
+    "remainder mod fmod softplus threshold hardshrink": _NEW | Fact.ELEMENTWISE,
+    "eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
+    "logical_or logical_xor": Fact.NEW | Fact.ELEMENTWISE,
+    "sum mean amax amin var std logsumexp cumsum cat stack hstack vstack clone repeat repeat_interleave tile flip roll tril "
+    "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
+    "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
+    "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
+    "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _SMOOTH,
+    "prod cumprod": _NEW,
+    "any all argmax argmin argsort count_nonzero": Fact.NEW,
+    "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
+    "reshape reshape_as flatten unflatten ravel squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
+    "movedim expand expand_as broadcast_to narrow select slice getitem diagonal unfold contiguous detach alias data "
+    "real imag view_as_real positive identity": _VIEW,
+    "view view_as unsafe_view as_strided": _VIEW | Fact.LAYOUT,
+    "view_as_complex": Fact.VIEW | Fact.SMOOTH | Fact.LAYOUT,
+    "chunk split split_with_sizes tensor_split unbind hsplit vsplit dsplit unsafe_chunk unsafe_split meshgrid "
+    "broadcast_tensors": _VIEW | Fact.SEVERAL,
+    "to type type_as float double half bfloat16 cpu cuda saturate": Fact.VIEW | Fact.SMOOTH,
+    "setitem copy fill zero": _SMOOTH,
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout": _VIEW | Fact.RANDOM,
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution matmul mm bmm "
+    "mv addmm baddbmm softmax log_softmax softmin layer_norm group_norm rms_norm normalize": _NEW | _MIXES,
+    "scaled_dot_product_attention": _NEW | _MIXES | Fact.RANDOM,
+    "batch_norm instance_norm": _NEW | _MIXES | Fact.STATISTICS,
+    "native_batch_norm": Fact.MIXES | Fact.SEVERAL | Fact.STATISTICS,
+    "einsum tensordot": _MIXES,  # perhaps a view: einsum("ij->ji", x)
+    "multihead_attention multi_head_attention_forward lstm gru": _MIXES | Fact.SEVERAL | Fact.RANDOM,
+    "shape size dim ndim ndimension numel nelement dtype device layout get_device is_floating_point "
+    "is_complex is_cuda element_size itemsize": Fact.DESCRIBES,
+    "is_contiguous stride storage_offset": Fact.DESCRIBES | Fact.LAYOUT,
+    "data_ptr storage untyped_storage numpy": Fact.LAYOUT,
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full": _NEW | Fact.DESCRIBES,
+    "rand_like randn_like": _NEW | Fact.DESCRIBES | Fact.RANDOM,
+    "bernoulli normal uniform exponential multinomial poisson rand randn randint randperm rrelu": Fact.RANDOM,
+}
+
+TABLE = {name: facts for names, facts in _ROWS.items() for name in names.split()}
+"""The facts of each name."""
+
+
+def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
+    """Look up what is known of the operator that a node calls; no facts where it is not one of torch's own.
+
+    Args:
+        node: any node.
+        module: what it calls, for a `call_module` node; only one of exactly a type of `torch.nn`, without hooks,
+            has facts.
+    """
+    if module is not None:
+        return _facts_of_module(module)
+    name = graph.function_name(node)
+    if node.op == "call_method" or node.target is getattr:
+        owner = graph.value_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        known = isinstance(owner, Tensor | None)
+        name = str(node.args[1]) if node.target is getattr else name
+    else:
+        known = node.op == "call_function" and _is_known_function(node.target)
+    return TABLE.get(_bare(name), Fact(0)) if known else Fact(0)
+
+
+def is_container(target: object) -> bool:
+    """Tell whether a call target only packs its arguments: into a tuple, a dict, a model output, an object."""
+    if target in (build_object, set_attributes, set_items):
+        return True
+    return isinstance(target, type) and issubclass(target, tuple | list | dict)
+
+
+def is_torch_module(module: nn.Module) -> bool:
+    """Tell whether a module is one of torch's own layers, whose effects are known."""
+    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
+
+
+def is_torch_function(target: object) -> bool:
+    """Tell whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
+    module = getattr(target, "__module__", None) or ""
+    return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
+
+
+def is_write_name(name: str) -> bool:
+    """Tell whether a function of this name writes into its first argument, by torch's naming rule.
+
+    Example:
+        >>> [name for name in ("add_", "__iadd__", "__setitem__", "add", "and_") if is_write_name(name)]
+        ['add_', '__iadd__', '__setitem__']
+    """
+    bare = name.strip("_")
+    if name.startswith("__") and name.endswith("__"):
+        return bare in ("setitem", "delitem") or _is_augmented(bare)
+    return name.endswith("_") and not name.endswith("__") and not keyword.iskeyword(bare)
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks of a module, which may do anything to what it is called with."""
+    return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+
+
+# Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
+_WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
+
+_HOMES = (torch, F, Tensor, operator, torch._C._nn)
+"""Where the names of the table are at home: a function of such a name from elsewhere is another one."""
+
+
+def _is_known_function(target: object) -> bool:
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target).startswith("aten.")
+    name, module = str(getattr(target, "__name__", "")), str(getattr(target, "__module__", ""))
+    return module.startswith("fxopt.passes.") or any(getattr(home, name, None) is target for home in _HOMES)
+
+
+def _facts_of_module(module: nn.Module) -> Fact:
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind or hooks_of(module) or "forward" in vars(module):
+        return Fact(0)
+    name = kind.__name__.lower()
+    return _OF_MODULES.get(name) or _OF_MODULES.get(re.sub(r"[123]d$", "", name), Fact(0))
+
+
+_OF_MODULES = {name.replace("_", ""): facts for name, facts in TABLE.items()}
+
+
+def _bare(name: str) -> str:
+    """The name of an operator, whether it is written in place or not."""
+    bare = name.strip("_")
+    return bare[1:] if _is_augmented(bare) else bare
+
+
+def _is_augmented(bare: str) -> bool:
+    """Tell `iadd` and the like from `index`: what follows the i is an operator too."""
+    rest = bare[1:]
+    return bare[:1] == "i" and (hasattr(operator, rest) or hasattr(operator, f"{rest}_") or rest == "div")
