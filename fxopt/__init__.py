@@ -2,18 +2,27 @@
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.capture.listing import Guard, guards
-from fxopt.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.drawing import draw
-from fxopt.errors import FxoptError, GuardError, PassError, TraceError, UndoError
-from fxopt.history import applied, history, undo
+from fxopt.errors import (
+    FxoptError,
+    GuardError,
+    PassError,
+    TraceError,
+    UndoError,
+    UnverifiedWarning,
+    VerificationWarning,
+)
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
-from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
-from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
+from fxopt.passes.fuse_batch_norm import FuseBatchNorm1dInLinear, FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.replace_activation import ReplaceActivation
-from fxopt.transformation import ReversibleTransformation, Transformation
+from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
+from fxopt.rewriting.history import applied, history, undo
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite, Rewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 
 __all__ = [
     "ChangePrecision",
@@ -28,12 +37,18 @@ __all__ = [
     "LintAndRecompile",
     "MergeLinears",
     "PassError",
+    "Refusal",
     "ReplaceActivation",
+    "ReversibleRewrite",
     "ReversibleTransformation",
+    "Rewrite",
+    "Rewriter",
     "TraceError",
     "TracedModule",
     "Transformation",
     "UndoError",
+    "UnverifiedWarning",
+    "VerificationWarning",
     "applied",
     "compose",
     "draw",

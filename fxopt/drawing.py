@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import FxoptError
-from fxopt.record import MARKS, restore_marks
+from fxopt.rewriting.record import MARKS, find_record
 
 _STYLE = """\
   graph [fontname="Helvetica,Arial,sans-serif" fontsize=12 fontcolor="#334155" rankdir=TB
@@ -69,7 +69,7 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
         raise ValueError(f"format is {format!r}; it must be 'svg' or 'dot'")
     if depth is not None and depth < 0:
         raise ValueError(f"depth is {depth}; it must not be negative")
-    restore_marks(graph_module)
+    find_record(graph_module)
     source = _Drawing(graph_module, depth).source()
     return source if format == "dot" else _rendered(source)
 

@@ -5,6 +5,7 @@ Answers are conservative: a function that is not torch's own may write into ever
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Collection, Iterator
@@ -131,11 +132,21 @@ def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node,
 
 def _argument(node: Node, name: str) -> Any:
     """An argument of a call by its name; `None` where it was not given."""
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a builtin without a signature
+    signature = _signature(node.target)
+    if signature is None:
         return node.kwargs.get(name)
-    return bound.arguments.get(name)
+    try:
+        return signature.bind(*node.args, **node.kwargs).arguments.get(name)
+    except TypeError:  # arguments that it does not take
+        return node.kwargs.get(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
 
 
 def _out(node: Node) -> tuple[Node, ...]:

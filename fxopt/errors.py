@@ -21,3 +21,11 @@ class PassError(FxoptError):
 
 class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
+
+
+class VerificationWarning(UserWarning):
+    """A site did not compute what it had computed before, when both were run, and was taken back."""
+
+
+class UnverifiedWarning(UserWarning):
+    """A site could not be run by itself, so that nothing is known of it but what its pass proved."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -72,14 +72,8 @@ class GraphIndex:
         """All qualified names of `module`."""
         return self._names[id(module)]
 
-    def obstacle(self, node: Node, own: Iterable[str] = ()) -> str | None:
-        """Why the module that `node` calls cannot be replaced by another one at this one call; else `None`.
-
-        Args:
-            node: a `call_module` node.
-            own: qualified names of modules that are replaced together with it, so that ties among them
-                are no obstacle.
-        """
+    def obstacle(self, node: Node) -> str | None:
+        """Why the module that a `call_module` node calls cannot be replaced at this one call; else `None`."""
         module, path = self.module(node), str(node.target)
         names = self._names[id(module)]
         if len(names) > 1:
@@ -87,7 +81,7 @@ class GraphIndex:
         if len(self.call_sites(module)) > 1:
             others = [other.name for other in self.call_sites(module) if other is not node]
             return f"the module is also called by {', '.join(others)}"
-        return self._unusual(module) or self._foreign_parent(path) or self._shared(path, {path, *own})
+        return self._unusual(module) or self._foreign_parent(path) or self._shared(path)
 
     def obstacle_everywhere(self, module: nn.Module) -> str | None:
         """Why a module without tensors cannot be replaced at all its names and calls; `None` if it can."""
@@ -134,9 +128,7 @@ class GraphIndex:
     def removable(self, node: Node) -> bool:
         """Whether the module that `node` calls may be taken away once nothing calls it any more."""
         module, path = self.module(node), str(node.target)
-        return self._names[id(module)] == [path] and not (
-            self._foreign_parent(path) or self._shared(path, {path})
-        )
+        return self._names[id(module)] == [path] and not (self._foreign_parent(path) or self._shared(path))
 
     @functools.cached_property
     def _used(self) -> set[str]:
@@ -185,13 +177,13 @@ class GraphIndex:
                 found.setdefault(prefix, node)
         return found
 
-    def _shared(self, path: str, own: set[str]) -> str | None:
+    def _shared(self, path: str) -> str | None:
         direct = self._read_directly(path)
         if direct:
             return direct
         for name, tensor in _tensors(self.modules[path]).items():
             for other_path, other_name, other in self._holders.get(storage_of(tensor), ()):
-                if other_path not in own or other is not tensor:
+                if other_path != path or other is not tensor:
                     where = f"{other_path}.{other_name}" if other_path else other_name
                     return f"its {name} shares memory with {where}"
         return None

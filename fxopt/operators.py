@@ -8,9 +8,11 @@ not in the table has no facts, and answers from no facts are conservative.
 from __future__ import annotations
 
 import enum
+import functools
 import keyword
 import operator
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ class Fact(enum.Flag):
 
     NEW = enum.auto()  # its value shares no memory with its inputs, unless the call writes (`relu_`, `out=`)
     VIEW = enum.auto()  # its value may be its first input, or a part of it
+    COPIES = enum.auto()  # its value is a view or a copy, as the strides of its input allow
     LAYOUT = enum.auto()  # it depends on the strides of its input
     ELEMENTWISE = enum.auto()  # an element of its value is made of the elements at the same place alone
     SMOOTH = enum.auto()  # a small error of its inputs stays small: it has no jump and no pole
@@ -59,8 +62,9 @@ _ROWS: dict[str, Fact] = {
     "prod cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
-    "reshape reshape_as flatten unflatten ravel squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
-    "movedim expand expand_as broadcast_to narrow select slice getitem diagonal unfold contiguous detach alias data "
+    "reshape reshape_as flatten ravel contiguous": _VIEW | Fact.COPIES,
+    "unflatten squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
+    "movedim expand expand_as broadcast_to narrow select slice getitem diagonal unfold detach alias data "
     "real imag view_as_real positive identity": _VIEW,
     "view view_as unsafe_view as_strided": _VIEW | Fact.LAYOUT,
     "view_as_complex": Fact.VIEW | Fact.SMOOTH | Fact.LAYOUT,
@@ -152,7 +156,8 @@ _HOMES = (torch, F, Tensor, operator, torch._C._nn)
 """Where the names of the table are at home: a function of such a name from elsewhere is another one."""
 
 
-def _is_known_function(target: object) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _is_known_function(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target).startswith("aten.")
     name, module = str(getattr(target, "__name__", "")), str(getattr(target, "__module__", ""))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -30,29 +31,6 @@ def attribute(graph_module: GraphModule, path: str) -> Any:
     """The tensor, or whatever a `get_attr` node reads, at `path`."""
     owner, name = split_path(path)
     return getattr(graph_module.get_submodule(owner), name)
-
-
-def has_module(graph_module: GraphModule, path: str) -> bool:
-    """Whether there is a module at `path`; that of its parent is taken for granted."""
-    parent, name = split_path(path)
-    return name in graph_module.get_submodule(parent)._modules
-
-
-def set_module(graph_module: GraphModule, path: str, module: nn.Module) -> None:
-    """Put `module` at `path`, in the place of what is there, without touching the old object."""
-    parent, name = split_path(path)
-    graph_module.get_submodule(parent).add_module(name, module)
-
-
-def remove_module(graph_module: GraphModule, path: str) -> None:
-    """Take the name `path` away; the module object stays as it is."""
-    parent, name = split_path(path)
-    del graph_module.get_submodule(parent)._modules[name]
-
-
-def child_names(graph_module: GraphModule) -> dict[str, list[str]]:
-    """For the path of each module that has children, their names, in order."""
-    return {path: list(module._modules) for path, module in graph_module.named_modules() if module._modules}
 
 
 def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -90,7 +68,10 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
     return f"{parent}.{candidate}" if parent else candidate
 
 
-def without_tensors(module: nn.Module) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def without_tensors(module: M) -> M:
     """A module of the same type with the same options and flags, whose parameters are all `None`."""
     shell = type(module).__new__(type(module))
     for name, value in vars(module).items():  # registries of hooks and such must not be shared
@@ -110,3 +91,34 @@ def is_plain_linear(layer: nn.Linear) -> bool:
         return False
     shape, bias = (layer.out_features, layer.in_features), layer._parameters["bias"]
     return layer.weight.shape == shape and (bias is None or bias.shape == shape[:1])
+
+
+def find(graph_module: GraphModule, path: str) -> Any:
+    """The module, parameter or buffer at `path`; None where there is none."""
+    parent, name = split_path(path)
+    owner = graph_module.get_submodule(parent)
+    for registry in (owner._modules, owner._parameters, owner._buffers):
+        if name in registry:
+            return registry[name]
+    return None
+
+
+def place(owner: nn.Module, path: str, value: Any) -> None:
+    """Put a module, parameter or buffer below `owner` under the last part of `path`; None takes away what is there."""
+    _, name = split_path(path)
+    registries = (owner._modules, owner._parameters, owner._buffers)
+    wanted: Any = owner._modules if isinstance(value, nn.Module) else owner._parameters
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        wanted = owner._buffers
+    for registry in registries:
+        if registry is not wanted or value is None:
+            registry.pop(name, None)
+    if value is not None:
+        wanted[name] = value
+
+
+def sharing_copy(graph_module: GraphModule) -> GraphModule:
+    """A deep copy that shares the parameters and buffers."""
+    tensors = (*graph_module.parameters(), *graph_module.buffers())
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(graph_module, memo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.rewrite import Rewrite
+from fxopt.rewriting.rewrite import Rewrite
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 
 Trace = Callable[[nn.Module, Sequence[torch.Tensor]], GraphModule]
@@ -43,7 +44,10 @@ def rewritten(
     traced = trace(model, inputs)
     before = copy.deepcopy(traced)
     assert len(pass_.explain(traced).sites) == sites, pass_.explain(traced)
-    after = pass_(traced)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.VerificationWarning)
+        warnings.simplefilter("ignore", fxopt.UnverifiedWarning)  # a graph without metadata
+        after = pass_(traced, verify=True)
     assert bool(pass_.get_transformed_nodes(after)) == bool(sites)
     assert_untouched(untouched, model)
     if pass_.preserves_computation:

@@ -73,13 +73,29 @@ def test_an_undo_that_fails_leaves_the_graph_module_as_it_was():
     assert len(MergeLinears().get_transformed_nodes(traced)) == 2
 
 
+class AddsAConstant(ReversibleTransformation):
+    """Its reverse fails."""
+
+    def transform(self, graph_module):
+        with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
+            graph_module.graph.call_function(abs, (1,))
+        return graph_module
+
+    def reverse(self, graph_module):
+        raise ValueError("cannot be undone")
+
+
 def test_a_composition_that_cannot_be_undone_stays_applied():
-    passes = compose(MergeLinears(), FuseBiasInLinear())
-    traced = passes(torch.fx.symbolic_trace(Twins()))
+    inner = compose(MergeLinears(), FuseBiasInLinear())
+    passes = compose(AddsAConstant(), inner)
+    traced = torch.fx.symbolic_trace(Twins())
+    unchanged = copy.deepcopy(traced)
+    passes(traced)
     before = copy.deepcopy(traced)
     with pytest.raises(ValueError, match="cannot be undone"):
-        compose(BreaksAll(), MergeLinears(), FuseBiasInLinear())(traced, reverse=True)
+        passes(traced, reverse=True)
     assert_round_trip(before, traced)
-    restored = passes(traced, reverse=True)
-    assert_round_trip(passes(copy.deepcopy(before), reverse=True), restored)
-    assert "fxopt" not in str(restored)
+    assert len(MergeLinears().get_transformed_nodes(traced)) == 2
+    inner(traced, reverse=True)
+    assert traced.state_dict().keys() == unchanged.state_dict().keys()
+    assert [step.name for step in fxopt.history(traced)] == ["AddsAConstant()"]

@@ -27,7 +27,7 @@ from fxopt import (
     history,
     undo,
 )
-from fxopt.record import RECORD
+from fxopt.rewriting.record import RECORD
 from fxopt.testing import assert_round_trip
 
 
@@ -84,6 +84,22 @@ class Negates(ReversibleTransformation):
             node.replace_all_uses_with(node.args[0])
             graph_module.graph.erase_node(node)
         return graph_module
+
+
+class NegToAbs(SubToAdd):
+    before, after = operator.neg, operator.abs
+
+
+class Scales(ReversibleTransformation):
+    """Written by a user: writes into a weight."""
+
+    def transform(self, graph_module, factor=2):
+        with torch.no_grad():
+            graph_module.q.weight.mul_(factor)
+        return graph_module
+
+    def reverse(self, graph_module):
+        return self.transform(graph_module, 0.25)
 
 
 class Fails(Negates):
@@ -275,24 +291,39 @@ def test_the_wrong_order_names_the_right_one():
     assert len(history(graph_module)) == 3
 
 
-def test_a_transformation_that_tells_no_places_is_undone_in_order():
+def test_hand_written_transformations_are_undone_in_any_order_where_they_do_not_meet():
+    before = traced()
     graph_module = compose(SubToAdd(), MergeLinears(), Negates())(traced())
+    SubToAdd()(graph_module, reverse=True)
+    assert names(graph_module) == ["MergeLinears()", "Negates()"]
+    MergeLinears()(graph_module, reverse=True)
+    assert_round_trip(before, undo(graph_module))
+
+
+def test_hand_written_transformations_that_meet_are_undone_in_order():
+    graph_module = compose(Negates(), NegToAbs())(traced())
     before = copy.deepcopy(graph_module)
-    with pytest.raises(UndoError, match=r"Undo Negates\(\), then MergeLinears\(\) first"):
-        SubToAdd()(graph_module, reverse=True)
+    with pytest.raises(UndoError, match=r"Undo NegToAbs\(\) first"):
+        Negates()(graph_module, reverse=True)
     assert_round_trip(before, graph_module)
 
 
-def test_applications_that_reverse_undoes_together():
+def test_applications_that_reverse_would_undo_together_are_undone_one_by_one():
     graph_module = traced()
     before = copy.deepcopy(graph_module)
-    compose(Negates(), Negates(), Negates())(graph_module)
-    with pytest.raises(UndoError, match=r"Negates\(\) was applied 3 times"):
-        undo(graph_module)
-    with pytest.raises(UndoError, match=r"Negates\(\) was applied 3 times"):
-        undo(graph_module, 2)
+    once = copy.deepcopy(Negates()(graph_module))
+    compose(Negates(), Negates())(graph_module)
+    assert_round_trip(once, undo(copy.deepcopy(graph_module), 2))
     assert len(history(graph_module)) == 3
-    assert_round_trip(before, undo(graph_module, 3))
+    assert_round_trip(before, undo(copy.deepcopy(graph_module), 3))
+    assert_round_trip(before, Negates()(graph_module, reverse=True))
+
+
+def test_applications_of_which_more_is_changed_than_nodes_are_undone_together():
+    graph_module = compose(Scales(), Negates(), Scales())(traced())
+    with pytest.raises(UndoError, match=r"Scales\(\) was applied 2 times"):
+        undo(graph_module)
+    assert torch.equal(undo(graph_module, 3).q.weight, traced().q.weight)
 
 
 def test_an_undo_that_fails_in_the_middle_leaves_all_applied():

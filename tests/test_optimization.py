@@ -43,7 +43,7 @@ def test_every_pass_is_available_and_exported():
 
 def test_a_pass_in_a_file_of_its_own_is_found(tmp_path, monkeypatch):
     source = (
-        "from fxopt.transformation import Transformation\n"
+        "from fxopt.rewriting.transformation import Transformation\n"
         "class Nothing(Transformation):\n"
         "    def transform(self, graph_module):\n"
         "        return graph_module\n"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fxopt.passes
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 from validation.gather import Notes, case_id, received, send
 from validation.plan import members, plan
 from validation.records import Case, Check, Outcome

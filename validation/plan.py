@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 from validation.records import Case, Check
 from validation.sweep import Architecture
 from validation.zoo import Entry

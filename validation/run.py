@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 from validation import checks
 from validation.records import FAILING, Case, Finding, Outcome, Record
 from validation.subject import Staged, Subject

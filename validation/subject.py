@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fxopt import capture
-from fxopt.transformation import ReversibleTransformation, Transformation
+from fxopt.errors import VerificationWarning
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from validation import build, plan
 from validation.zoo import Entry
 
@@ -150,6 +152,17 @@ class Subject(Staged[Entry]):
             with self.entering("transform"):
                 self._rewritten[pipeline, dtype] = _rewrite(traced, self._members(pipeline))
         return self._rewritten[pipeline, dtype]
+
+    def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
+        """What running each site by itself says against the pass of a pipeline of one."""
+        members = self._members(pipeline)
+        if len(members) != 1:
+            return []
+        module = copy.deepcopy(self.traced(dtype))
+        with self.entering("verify"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            members[0][1](module, verify=True)
+        return [str(each.message) for each in caught if each.category is VerificationWarning]
 
     def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> GraphModule:
         """A copy of the graph with the pipeline applied and undone."""

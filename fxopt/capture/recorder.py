@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture.canonical import canonical, property_name
 from fxopt.capture.decisions import ARRAYS, READS, Decisions
+from fxopt.capture.dispatch_recorder import Operators
 from fxopt.capture.fake_mode import CaptureFakeMode
 from fxopt.capture.indexing import are_numbers, selected, with_tensors
 from fxopt.capture.memo import CallMemo
 from fxopt.capture.ones import CaptureShapeEnv
-from fxopt.capture.operators import Operators
 from fxopt.capture.queries import GRAD_QUERIES, Queries
 from fxopt.capture.randomness import Draws
 from fxopt.capture.shell import Shell

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from typing import TypeGuard
 
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 
 
 def available() -> dict[str, type[Transformation]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import fnmatch
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,11 +16,21 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from fxopt import graph
-from fxopt.errors import PassError, UndoError
+from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
-from fxopt.precision_plan import Plan, graph_obstacle, layer_obstacle, make_plan, read_obstacle, too_large
-from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace, traces
-from fxopt.submodules import set_module, split_path, with_values
+from fxopt.precision_plan import (
+    Cast,
+    Plan,
+    graph_obstacle,
+    layer_obstacle,
+    make_plan,
+    read_obstacle,
+    too_large,
+)
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.weights import copied
+from fxopt.submodules import find, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,62 +83,27 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         if plan is not None:
             yield plan
 
-    def apply(self, graph_module: GraphModule, site: Plan) -> Change:
+    def apply(self, rewriter: Rewriter, site: Plan) -> tuple[Node, ...]:
         """Replace layers and parameters, then cast where the plan says so."""
-        modules = {path: graph_module.get_submodule(path) for path in (*site.layers, *site.owners)}
-        parameters = {path: graph_module.get_parameter(path) for path in site.parameters}
-        before = _tensors(modules, parameters)
-        changing = _tensors({path: modules[path] for path in site.layers}, parameters)
-        # What an owner holds beside the parameters that the graph reads is not changed: it is shared.
-        lowered = before | {
-            id(t): with_values(t, saturate(t.detach(), self.dtype)) for t in _float32(changing)
+        replaced = {
+            path: find(rewriter.graph_module, path) for path in (*site.layers, *site.owners, *site.parameters)
         }
-        kept = {key: with_values(tensor, tensor.detach().clone()) for key, tensor in before.items()}
-        data: dict[str, Any] = {
-            "modules": _copies(modules, kept),
-            "parameters": {path: kept[id(parameter)] for path, parameter in parameters.items()},
-        }
-        for path, copied in _copies(modules, lowered).items():
-            leave_trace(copied, self, [modules[path]])
-            set_module(graph_module, path, copied)
-        for path, parameter in parameters.items():
-            _set_parameter(graph_module, path, lowered[id(parameter)])
-
-        nodes = {f"layer {number}": node for number, node in enumerate(site.nodes)}
-        for number, cast in enumerate(_insert_casts(graph_module, site, self.dtype)):
-            nodes[f"cast {number}"] = cast
-        data["scalars"] = scalars = {}
-        for number, node in enumerate(site.saturated):
-            nodes[f"saturated {number}"] = node
-            scalars[f"saturated {number}"] = _saturate_scalars(node, self.dtype)
+        # An owner also holds what the graph does not read: that stays, and is shared.
+        changing = {path: value for path, value in replaced.items() if path not in site.owners}
+        memo: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(replaced)}
+        for _, tensor in _tensors(changing):
+            if tensor.dtype == torch.float32:
+                memo[id(tensor)] = with_values(tensor, saturate(tensor.detach(), self.dtype))
+        rewriter.swap(
+            copied(replaced, memo), restore=functools.partial(_raised, copied(replaced), self.dtype)
+        )
+        for cast in site.casts:
+            _insert(rewriter, cast, self.dtype)
+        for node in site.saturated:
+            _saturate_constants(rewriter, node, self.dtype)
         for node in site.low:
-            node.meta[_FLOAT32_VALUE] = graph.value_of(node)
-            node.meta["val"] = _described(node, self.dtype)
-        return Change(site.nodes, nodes, (*modules, *parameters), data)
-
-    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
-        """Take the casts out and put the float32 weights back."""
-        current = {path: graph_module.get_submodule(path) for path in data["modules"]}
-        for path, original in data["modules"].items():
-            if type(current[path]) is not type(original) or self.signature not in traces(current[path]):
-                raise UndoError(
-                    f"{self!r} cannot be undone: {path} was replaced since. Undo that change first, or take a "
-                    "copy from before it"
-                )
-        restored = _restored_tensors(graph_module, data, self.dtype)
-        for path, original in _copies(data["modules"], restored).items():
-            set_module(graph_module, path, _with_flags(original, current[path]))
-        for path, parameter in data["parameters"].items():
-            _set_parameter(graph_module, path, restored[id(parameter)])
-        for role, node in nodes.items():
-            if role.startswith("cast"):
-                node.replace_all_uses_with(node.all_input_nodes[0])
-                graph_module.graph.erase_node(node)
-            elif role.startswith("saturated"):
-                _restore_scalars(node, data["scalars"][role])
-        for node in graph_module.graph.nodes:
-            if _FLOAT32_VALUE in node.meta:
-                node.meta["val"] = node.meta.pop(_FLOAT32_VALUE)
+            rewriter.set(node, val=_lowered(graph.value_of(node), self.dtype))
+        return site.nodes
 
     def _kept(self, index: GraphIndex) -> dict[Node, str]:
         """The calls of layers, and reads of parameters, that stay in float32, with the reason."""
@@ -174,39 +150,34 @@ def saturate(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)
 
 
-_FLOAT32_VALUE = "fxopt_float32_val"
-"""The key of `node.meta` that keeps the description of a value before its dtype was changed."""
-
-
 def _below(paths: list[str], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}.*") for p in paths)
 
 
-def _tensors(modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """The tensors of modules, and further parameters, by id."""
-    own = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
-    return {id(tensor): tensor for tensor in (*own, *parameters.values())}
+def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of modules, and parameters themselves, by qualified name."""
+    for path, value in values.items():
+        if isinstance(value, Tensor):
+            yield path, value
+        else:
+            for name, tensor in itertools.chain(
+                value.named_parameters(remove_duplicate=False), value.named_buffers(remove_duplicate=False)
+            ):
+                yield f"{path}.{name}", tensor
 
 
-def _float32(tensors: Mapping[int, Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors.values() if tensor.dtype == torch.float32]
-
-
-def _restored_tensors(graph_module: GraphModule, data: Any, dtype: torch.dtype) -> dict[int, Tensor]:
-    """For the id of each recorded tensor, what it is now: itself, or its changed successor in float32."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for path, original in data["modules"].items():
-        current = graph_module.get_submodule(path)
-        for registry in ("named_parameters", "named_buffers"):
-            now = dict(getattr(current, registry)(remove_duplicate=False))
-            before = getattr(original, registry)(remove_duplicate=False)
-            pairs.extend((tensor, now[name]) for name, tensor in before)
-    for path, parameter in data["parameters"].items():
-        pairs.append((parameter, graph_module.get_parameter(path)))
-    return {
-        id(before): _restored(before, now, dtype) if before.dtype == torch.float32 else now
-        for before, now in pairs
+def _raised(
+    kept: Mapping[str, Any], dtype: torch.dtype, now: Mapping[str, Any], left: object
+) -> dict[str, Any]:
+    """The float32 weights again; what was changed in the lower precision is cast."""
+    current = dict(_tensors(now))
+    memo: dict[int, Any] = {
+        id(tensor): _restored(tensor, current[name], dtype)
+        if tensor.dtype == torch.float32
+        else current[name]
+        for name, tensor in _tensors(kept)
     }
+    return copied(kept, memo)
 
 
 def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,67 +186,37 @@ def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     as_left = (saturate(moved, dtype).to(now.dtype), moved.to(now.dtype))
     unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)
     if unchanged and before.device == now.device and before.requires_grad == now.requires_grad:
-        return before
+        return with_values(before, moved.clone())
     return with_values(now, moved if unchanged else now.detach().to(torch.float32))
 
 
-def _copies(modules: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, nn.Module]:
-    """Copies of modules with other tensors in them; what was one module stays one."""
-    memo: dict[int, Any] = dict(tensors)
-    return {path: copy.deepcopy(module, memo) for path, module in modules.items()}
+def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
+    """One cast before its first user, for all its users."""
+    value, user, to = cast.value, cast.users[0], dtype if cast.down else torch.float32
+    val = graph.like(graph.value_of(value), dtype=to)
+    if cast.down:
+        node = rewriter.create("call_function", saturate, (value, dtype), before=user, val=val)
+    else:
+        node = rewriter.create("call_method", "to", (value, torch.float32), before=user, val=val)
+    for each in cast.users:
+        rewriter.replace_input(each, value, node)
 
 
-def _with_flags(module: nn.Module, like: nn.Module) -> nn.Module:
-    for own, other in zip(module.modules(), like.modules(), strict=True):
-        own.training = other.training
-    return module
-
-
-def _insert_casts(graph_module: GraphModule, plan: Plan, dtype: torch.dtype) -> Iterator[Node]:
-    for cast in plan.casts:
-        value, user = cast.value, cast.users[0]
-        with graph_module.graph.inserting_before(user):
-            node = (
-                graph_module.graph.call_function(saturate, (value, dtype))
-                if cast.down
-                else graph_module.graph.call_method("to", (value, torch.float32))
-            )
-        node.meta = graph.origin_of(user)
-        to = dtype if cast.down else torch.float32
-        node.meta["val"] = torch.empty_like(graph.value_of(value), dtype=to)
-        for other in cast.users:
-            other.replace_input_with(value, node)
-        yield node
-
-
-def _described(node: Node, dtype: torch.dtype) -> Any:
+def _lowered(value: Any, dtype: torch.dtype) -> Any:
     def lower(leaf: Any) -> Any:
         # Not `to`: autograd may forbid to read a view that was written into.
         is_float32 = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
-        return torch.empty_like(leaf, dtype=dtype) if is_float32 else leaf
+        return graph.like(leaf, dtype=dtype) if is_float32 else leaf
 
-    return tree_map(lower, graph.value_of(node))
+    return tree_map(lower, value)
 
 
-def _saturate_scalars(node: Node, dtype: torch.dtype) -> tuple[dict[int, float], dict[str, float]]:
-    """Bring constants into the range of `dtype`, and return the old ones by place."""
+def _saturate_constants(rewriter: Rewriter, node: Node, dtype: torch.dtype) -> None:
+    """Bring constants into the range of `dtype`."""
     large, largest = set(too_large(node, dtype)), torch.finfo(dtype).max
-    args = {i: v for i, v in enumerate(node.args) if isinstance(v, float) and v in large}
-    kwargs = {k: v for k, v in node.kwargs.items() if isinstance(v, float) and v in large}
-    for index, value in args.items():
-        node.update_arg(index, math.copysign(largest, value))
-    for name, value in kwargs.items():
-        node.update_kwarg(name, math.copysign(largest, value))
-    return args, kwargs
 
+    def saturated(value: Any) -> Any:
+        return math.copysign(largest, value) if isinstance(value, float) and value in large else value
 
-def _restore_scalars(node: Node, before: tuple[dict[int, float], dict[str, float]]) -> None:
-    for index, value in before[0].items():
-        node.update_arg(index, value)
-    for name, value in before[1].items():
-        node.update_kwarg(name, value)
-
-
-def _set_parameter(graph_module: GraphModule, path: str, parameter: Any) -> None:
-    owner, name = split_path(path)
-    graph_module.get_submodule(owner)._parameters[name] = parameter
+    kwargs = {name: saturated(value) for name, value in node.kwargs.items()}
+    rewriter.set(node, args=tuple(map(saturated, node.args)), kwargs=kwargs)

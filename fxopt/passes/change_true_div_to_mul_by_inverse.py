@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_all
 from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact
-from fxopt.rewrite import Change, Refusal, ReversibleRewrite
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,31 +68,11 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
             )
             yield Refusal(node, reason) if reason else Division(node, denominator)
 
-    def apply(self, graph_module: GraphModule, site: Division) -> Change:
+    def apply(self, rewriter: Rewriter, site: Division) -> Node:
         """Make the node a multiplication."""
-        node = site.node
-        data: dict[str, Any] = {
-            "op": node.op,
-            "target": node.target,
-            "args": len(node.args),
-            "kwargs": tuple(node.kwargs),
-        }
-        numerator, _ = _operands(node)
-        inverse = 1 / site.denominator
-        node.op, node.target = "call_function", operator.mul
-        node.args, node.kwargs = (numerator, inverse), {}
-        data |= {"denominator": site.denominator, "inverse": inverse}
-        return Change((node,), {"node": node}, data=data)
-
-    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
-        """Make the node the division that it was."""
-        node = nodes["node"]
-        if node.target is not operator.mul or len(node.args) != 2 or node.args[1] != data["inverse"]:
-            raise self.changed(node, node.name)
-        values = [node.args[0], data["denominator"]]
-        node.op, node.target = data["op"], data["target"]
-        node.args = tuple(values[: data["args"]])
-        node.kwargs = dict(zip(data["kwargs"], values[data["args"] :], strict=True))
+        args = (_operands(site.node)[0], 1 / site.denominator)
+        rewriter.set(site.node, op="call_function", target=operator.mul, args=args, kwargs={})
+        return site.node
 
 
 def _is_division(node: Node) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
-from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,54 +60,31 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
             else:
                 yield LinearCall(node, value)
 
-    def apply(self, graph_module: GraphModule, site: LinearCall) -> Change:
+    def apply(self, rewriter: Rewriter, site: LinearCall) -> Node:
         """Put a layer without a bias in the place of the old one, and a pad before it."""
-        node, path = site.node, str(site.node.target)
-        layer = graph_module.get_submodule(path)
+        path = str(site.node.target)
+        layer = rewriter.graph_module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        fused = nn.Linear(layer.in_features + 1, layer.out_features, bias=False, device="meta")
+        fused = submodules.without_tensors(layer)
+        fused.in_features += 1
         weight = torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], dim=1)
         fused.weight = nn.Parameter(weight, layer.weight.requires_grad)
-        leave_trace(fused.train(layer.training), self, [layer])
-        submodules.set_module(graph_module, path, fused)
-
-        with graph_module.graph.inserting_before(node):
-            pad = graph_module.graph.call_function(F.pad, (site.value, (0, 1)), _ONES)
-        graph.describe(pad, node, site.value, layer.in_features + 1)
-        node.replace_input_with(site.value, pad)
-        data = {"path": path, "shell": submodules.without_tensors(layer)}
-        return Change((node,), {"linear": node, "pad": pad}, (path,), data)
-
-    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
-        """Give the layer its bias and its input back."""
-        node, pad = nodes["linear"], nodes["pad"]
-        shell = data["shell"]
-        fused = graph_module.get_submodule(data["path"])
-        shape = (shell.out_features, shell.in_features + 1)
-        as_left = (
-            node.all_input_nodes == [pad]
-            and set(pad.users) == {node}
-            and pad.target is F.pad
-            and (pad.args[1:], pad.kwargs) == (((0, 1),), _ONES)
-            and type(fused) is nn.Linear
-            and fused.weight.shape == shape
-            and fused.bias is None
-        )
-        if not as_left:
-            raise self.changed(node, "the fused layer or its pad")
-        assert isinstance(fused, nn.Linear)
-        layer = submodules.without_tensors(shell)
-        weight, gradients = fused.weight.detach(), fused.weight.requires_grad
-        # A plain clone of a single row keeps the strides of the larger weight.
-        for name, part in (("weight", weight[:, :-1]), ("bias", weight[:, -1])):
-            copied = part.clone(memory_format=torch.contiguous_format)
-            layer._parameters[name] = nn.Parameter(copied, gradients)
-        submodules.set_module(graph_module, data["path"], layer.train(fused.training))
-        node.replace_input_with(pad, pad.all_input_nodes[0])
-        graph_module.graph.erase_node(pad)
+        restore = functools.partial(_unfused, path, submodules.without_tensors(layer))
+        rewriter.replace_module(path, fused.train(layer.training), restore)
+        val, ones = graph.with_width(site.value, layer.in_features + 1), {"mode": "constant", "value": 1.0}
+        pad = rewriter.create("call_function", F.pad, (site.value, (0, 1)), ones, before=site.node, val=val)
+        rewriter.replace_input(site.node, site.value, pad)
+        return site.node
 
 
-_ONES: dict[str, Any] = {"mode": "constant", "value": 1.0}
+def _unfused(path: str, shell: nn.Linear, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
+    """The layer with its bias, out of the current weight."""
+    layer, fused = submodules.without_tensors(shell), now[path].weight
+    # A plain clone of a single row keeps the strides of the larger weight.
+    for name, part in (("weight", fused.detach()[:, :-1]), ("bias", fused.detach()[:, -1])):
+        copied = part.clone(memory_format=torch.contiguous_format)
+        layer._parameters[name] = nn.Parameter(copied, fused.requires_grad)
+    return {path: layer}
 
 
 def _obstacle(layer: nn.Linear) -> str | None:

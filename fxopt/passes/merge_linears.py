@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, operators, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
-from fxopt.rewrite import Change, Refusal, ReversibleRewrite, leave_trace
+from fxopt.operators import Fact
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +34,14 @@ class LinearGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedLinear:
-    """What undo needs of one of the merged layers."""
-
-    path: str
-    shell: nn.Linear
-    has_bias: bool
-    keyword: str | None  # the name of the argument, where the layer was called by keyword
-    ties: dict[str, tuple[int, str]]  # parameter -> number of an earlier layer and its parameter: the same
-
-
-@dataclasses.dataclass(frozen=True)
 class MergeLinears(ReversibleRewrite[LinearGroup]):
     """Merges `torch.nn.Linear` layers that take the same input into one, whose output is sliced.
 
-    Layers are merged when they agree in dtype, device, having a bias, and what requires gradients. Each of the
-    old nodes becomes a slice of the merged output, under its old name. Where the graph returns such a slice,
-    the values are the same, but it is a view, and not contiguous. Undoing splits the current weights, so
-    that training, `.half()` or `.to()` in between are kept.
+    Layers are merged when they agree in dtype, device, training flag and what requires gradients; a layer
+    without a bias gets zeros for its part of the merged one. Each of the old nodes becomes a slice of the merged
+    output, under its old name. Where the graph returns such a slice, the values are the same, but it is a view,
+    and not contiguous. Undoing splits the current weights, so that training, `.half()` or `.to()` in between are
+    kept; it is refused where training has given a bias to a layer that had none.
 
     Example:
         >>> import torch
@@ -81,167 +74,114 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
                 by_value.setdefault(value, []).append(call)
         for value, calls in by_value.items():
             if len(calls) > 1:
-                yield from self._groups(index, value, calls)
+                yield from _groups(index, value, calls)
 
-    def _groups(self, index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LinearGroup | Refusal]:
-        runs: dict[tuple[object, ...], list[list[Node]]] = {}
-        between: dict[Node, str] = {}
-        for call in calls:
-            reason = (
-                index.inexact(call, nn.Linear)
-                or index.obstacle(call, own=_paths(calls))
-                or _obstacle(index, call)
-            )
-            if reason:
-                yield Refusal(call, reason)
-                continue
-            same_kind = runs.setdefault(_kind(index.module(call)), [])
-            first = same_kind[-1][0] if same_kind else None
-            obstacle = index.memory.write_between(first, call, value) if first else None
-            if first and obstacle is None:
-                same_kind[-1].append(call)
-                continue
-            same_kind.append([call])
-            if first and obstacle:
-                between[call] = obstacle
-                between.setdefault(first, obstacle)
-        for run in (run for same_kind in runs.values() for run in same_kind):
-            kept = _tied_among_themselves(index, run)
-            for call in run:
-                if call not in kept:
-                    yield Refusal(
-                        call, index.obstacle(call, own=_paths(kept)) or "it is tied to such a layer"
-                    )
-            if len(kept) > 1:
-                yield LinearGroup(value, tuple(kept))
-            elif kept:
-                why = between.get(kept[0])
-                yield Refusal(
-                    kept[0],
-                    f"a write or side effect stands between it and the others on the same input: {why}"
-                    if why
-                    else "no layer that it can be merged with: the others on the same input differ in dtype, "
-                    "device, bias, gradients or training flag",
-                )
-
-    def apply(self, graph_module: GraphModule, site: LinearGroup) -> Change:
+    def apply(self, rewriter: Rewriter, site: LinearGroup) -> Node:
         """Put the merged layer before the first call, and slices in the place of the calls."""
-        paths = _paths(site.calls)
-        layers = [_linear(graph_module, path) for path in paths]
+        paths = [str(call.target) for call in site.calls]
+        layers = {path: _linear(rewriter.graph_module, path) for path in paths}
         parent = _common_parent(paths)
         names = [path.removeprefix(f"{parent}.").replace(".", "_") for path in paths]
-        path = submodules.free_path(graph_module, parent, "fxopt_merged_" + "_".join(names))
-        merged = _merge(layers)
-        leave_trace(merged, self, layers)
-        submodules.set_module(graph_module, path, merged)
-        for old in paths:
-            submodules.remove_module(graph_module, old)
-
-        with graph_module.graph.inserting_before(site.calls[0]):
-            node = graph_module.graph.call_module(path, (site.value,))
-        graph.describe(node, site.calls[0], site.calls[0], merged.out_features)
-        parts, start = [], 0
-        for call, layer in zip(site.calls, layers, strict=True):
-            keyword = next(iter(call.kwargs), None)
-            shell = submodules.without_tensors(layer)
-            assert isinstance(shell, nn.Linear)
-            parts.append(
-                MergedLinear(str(call.target), shell, layer.bias is not None, keyword, _ties(layers, layer))
-            )
-            call.op, call.target, call.kwargs = "call_function", operator.getitem, {}
-            call.args = _slice(node, start, start + layer.out_features)
+        name = "fxopt_merged_" + "_".join(names)
+        path = submodules.free_path(rewriter.graph_module, parent, name)
+        merged = _merged([*layers.values()])
+        shells = {path: submodules.without_tensors(layer) for path, layer in layers.items()}
+        biased = frozenset(path for path, layer in layers.items() if layer.bias is not None)
+        rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, biased))
+        val = graph.with_width(site.node, merged.out_features)
+        node = rewriter.create("call_module", path, (site.value,), before=site.node, val=val)
+        start = 0
+        for call, layer in zip(site.calls, layers.values(), strict=True):
+            part = (node, (Ellipsis, slice(start, start + layer.out_features)))
+            rewriter.set(call, op="call_function", target=operator.getitem, args=part, kwargs={})
             start += layer.out_features
-        nodes = {"merged": node} | {str(number): call for number, call in enumerate(site.calls)}
-        return Change((node,), nodes, (path, *paths), {"path": path, "parts": parts})
-
-    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
-        """Give each slice its own layer again, with its part of the current weights."""
-        node, parts = nodes["merged"], data["parts"]
-        calls = [nodes[str(number)] for number in range(len(parts))]
-        merged = graph_module.get_submodule(data["path"])
-        if not isinstance(merged, nn.Linear) or not _as_left(node, merged, calls, parts):
-            raise self.changed(node, "the merged layer or a slice of it")
-        taken = [part.path for part in parts if submodules.has_module(graph_module, part.path)]
-        if taken:
-            raise UndoError(
-                f"{self!r} cannot be undone: other modules stand at {', '.join(taken)} now, the names of layers "
-                f"that it merged at {graph.place(node)}. Give them other names first"
-            )
-        layers = _split(merged, parts)
-        submodules.remove_module(graph_module, data["path"])
-        for part, layer in zip(parts, layers, strict=True):
-            submodules.set_module(graph_module, part.path, layer)
-        value = node.args[0]
-        for call, part in zip(calls, parts, strict=True):
-            call.op, call.target = "call_module", part.path
-            call.args = () if part.keyword else (value,)
-            call.kwargs = {part.keyword: value} if part.keyword else {}
-        graph_module.graph.erase_node(node)
+        return node
 
 
-def _merge(layers: list[nn.Linear]) -> nn.Linear:
+def _merged(layers: list[nn.Linear]) -> nn.Linear:
     """One layer whose rows are those of `layers`, one after the other."""
     first = layers[0]
-    merged = nn.Linear(first.in_features, sum(layer.out_features for layer in layers), device="meta")
-    for name, parameter in first._parameters.items():
-        joined = None if parameter is None else _joined([layer._parameters[name] for layer in layers])
-        merged._parameters[name] = joined
-    return merged.train(first.training)
+    merged = submodules.without_tensors(first)
+    merged.out_features = sum(layer.out_features for layer in layers)
+    weights = torch.cat([layer.weight.detach() for layer in layers])
+    merged.weight = nn.Parameter(weights, first.weight.requires_grad)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if biases:
+        parts = [
+            first.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+            for layer in layers
+        ]
+        merged.bias = nn.Parameter(torch.cat(parts), biases[0].requires_grad)
+    return merged
 
 
-def _slice(merged: Node, start: int, stop: int) -> tuple[Any, ...]:
-    """The arguments of `getitem` for some of the last dimension."""
-    return merged, (Ellipsis, slice(start, stop))
-
-
-def _joined(parameters: list[nn.Parameter | None]) -> nn.Parameter:
-    present = [parameter for parameter in parameters if parameter is not None]
-    return nn.Parameter(torch.cat([p.detach() for p in present]), present[0].requires_grad)
-
-
-def _split(merged: nn.Linear, parts: list[MergedLinear]) -> list[nn.Linear]:
-    """The inverse of `_merge`, with the current weights."""
-    layers: list[nn.Linear] = []
-    sizes = [part.shell.out_features for part in parts]
-    for part, stop in zip(parts, itertools.accumulate(sizes), strict=True):
-        rows = slice(stop - part.shell.out_features, stop)
-        layer = submodules.without_tensors(part.shell)
-        assert isinstance(layer, nn.Linear)
-        layers.append(layer.train(merged.training))
+def _split(
+    shells: Mapping[str, nn.Linear], biased: frozenset[str], now: Mapping[str, Any], left: object
+) -> dict[str, nn.Module]:
+    """The inverse of `_merged`, with the current weights."""
+    (merged,) = now.values()
+    layers: dict[str, nn.Module] = {}
+    stops = itertools.accumulate(shell.out_features for shell in shells.values())
+    for (path, shell), stop in zip(shells.items(), stops, strict=True):
+        layer = layers[path] = submodules.without_tensors(shell)
         for name, parameter in merged._parameters.items():
             if parameter is None:
                 continue
-            own = nn.Parameter(parameter.detach()[rows].clone(), parameter.requires_grad)
-            if name in part.ties:
-                number, other = part.ties[name]
-                tied = layers[number]._parameters[other]
-                assert tied is not None
-                if tied.device.type != "meta" and not torch.equal(tied, own):
-                    raise UndoError(
-                        f"{part.path}.{name} was tied to {parts[number].path}.{other} before they were merged; "
-                        "training has made them differ, so the tie cannot be restored: make these parts of the merged "
-                        "weight equal first"
-                    )
-                own = tied
-            layer._parameters[name] = own
+            part = parameter.detach()[stop - shell.out_features : stop].clone()
+            if name == "weight" or path in biased:
+                layer._parameters[name] = nn.Parameter(part, parameter.requires_grad)
+            elif not part.is_meta and part.any():
+                raise UndoError(
+                    f"{path} had no bias, and the part of the merged bias that stands for it is not zero any "
+                    "more (by training, or load_state_dict): set it to zero first"
+                )
     return layers
 
 
-def _ties(layers: list[nn.Linear], layer: nn.Linear) -> dict[str, tuple[int, str]]:
-    found: dict[str, tuple[int, str]] = {}
-    for number, earlier in enumerate(layers[: layers.index(layer)]):
-        for name, parameter in layer._parameters.items():
-            for other, candidate in earlier._parameters.items():
-                if parameter is not None and parameter is candidate:
-                    found.setdefault(name, (number, other))
-    return found
+def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LinearGroup | Refusal]:
+    """Runs of layers of one kind, between which nothing writes into their input."""
+    runs: dict[object, list[list[Node]]] = {}
+    between: dict[Node, str] = {}
+    for call in calls:
+        reason = index.inexact(call, nn.Linear) or index.obstacle(call) or _obstacle(index, call)
+        if reason:
+            yield Refusal(call, reason)
+            continue
+        same_kind = runs.setdefault(_kind(index.module(call)), [])
+        first = same_kind[-1][0] if same_kind else None
+        obstacle = index.memory.write_between(first, call, value) if first else None
+        if first and obstacle is None:
+            same_kind[-1].append(call)
+            continue
+        same_kind.append([call])
+        if first and obstacle:
+            between[call] = obstacle
+            between.setdefault(first, obstacle)
+    for run in itertools.chain.from_iterable(runs.values()):
+        written = {call: _write_obstacle(index, call, run) for call in run if len(run) > 1}
+        yield from (Refusal(call, reason) for call, reason in written.items() if reason)
+        kept = [call for call in run if not written.get(call)]
+        if len(kept) > 1:
+            yield LinearGroup(value, tuple(kept))
+        elif kept:
+            why = between.get(kept[0])
+            yield Refusal(
+                kept[0],
+                f"a write or side effect stands between it and the others on the same input: {why}"
+                if why
+                else "no layer that it can be merged with: the others on the same input differ in dtype, device, "
+                "gradients or training flag",
+            )
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
+def _kind(layer: nn.Module) -> object:
     """What layers must agree in, so that one parameter can hold the weights of all, and come apart again."""
-    parameters = [layer._parameters["weight"], layer._parameters["bias"]]
-    facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in parameters]
-    return layer.in_features, layer.training, *facts
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+    trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
+    like = weight if bias is None and not trains else bias
+    facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
+    return weight.shape[1], layer.training, *facts
 
 
 def _obstacle(index: GraphIndex, call: Node) -> str | None:
@@ -250,9 +190,6 @@ def _obstacle(index: GraphIndex, call: Node) -> str | None:
     assert isinstance(layer, nn.Linear)
     if not submodules.is_plain_linear(layer):
         return "it does not have the weight and bias of a plain Linear"
-    writer = index.memory.written(call)
-    if writer is not None:
-        return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
     return _contiguity_obstacle(index, call, layer.out_features)
 
 
@@ -295,39 +232,41 @@ def _splits_last(view: Node, width: int) -> bool:
     return False
 
 
-def _tied_among_themselves(index: GraphIndex, run: list[Node]) -> list[Node]:
-    """The largest part of `run` whose layers are tied to each other only."""
-    while True:
-        kept = [call for call in run if not index.obstacle(call, own=_paths(run))]
-        if len(kept) == len(run):
-            return run
-        run = kept
-
-
-def _as_left(node: Node, merged: nn.Linear, calls: list[Node], parts: list[MergedLinear]) -> bool:
-    if set(node.users) != set(calls):
-        return False
-    start = 0
-    for call, part in zip(calls, parts, strict=True):
-        stop = start + part.shell.out_features
-        if call.target is not operator.getitem or call.args != _slice(node, start, stop):
-            return False
-        start = stop
-    shape, has_bias = (start, parts[0].shell.in_features), parts[0].has_bias
-    return merged.weight.shape == shape and (merged.bias is not None) == has_bias and len(node.args) == 1
-
-
 def _linear(graph_module: GraphModule, path: str) -> nn.Linear:
     layer = graph_module.get_submodule(path)
     assert isinstance(layer, nn.Linear)
     return layer
 
 
-def _paths(calls: Iterable[Node]) -> list[str]:
-    return [str(call.target) for call in calls]
-
-
 def _common_parent(paths: list[str]) -> str:
     parents = [submodules.split_path(path)[0].split(".") for path in paths]
     shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
     return ".".join(names[0] for names in shared)
+
+
+def _write_obstacle(index: GraphIndex, call: Node, run: list[Node]) -> str | None:
+    """Why a write into the output of one layer of a group is not safe when that is a slice of a larger tensor.
+
+    A write of elements stays in its slice. Autograd counts it as a write into all of them, though, so that it must
+    come before the others are used; and it must be seen by the same views, where some are copies of a slice.
+    """
+    writers = index.memory.writers(call)
+    if not writers:
+        return None
+    copies = [alias for alias in index.memory.aliases(call) if Fact.COPIES in operators.facts_of(alias)]
+    uses = [user for other in run if other is not call for user in other.users]
+    first = min((index.position[user] for user in uses), default=len(index.nodes))
+    for writer in writers:
+        module = index.module(writer) if writer.op == "call_module" else None
+        name = graph.function_name(writer).strip("_")
+        if Fact.ELEMENTWISE not in operators.facts_of(writer, module) and name not in (
+            "setitem",
+            "fill",
+            "zero",
+        ):
+            return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
+        if copies:
+            return f"{writer.name} writes into its output, of which {copies[0].name} may be a view or a copy"
+        if index.position[writer] > first:
+            return f"{writer.name} writes into its output after that of another layer of the group is used"
+    return None

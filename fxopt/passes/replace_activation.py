@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph, submodules
+from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.rewrite import TRACE, Change, Refusal, ReversibleRewrite, leave_trace, traces
+from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.weights import PROVENANCE, provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,11 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             if node.op == "call_module":
                 module = index.module(node)
                 calls = index.call_sites(module)
-                if node is not calls[0] or not self._is_source(module) or self.signature in traces(module):
+                if (
+                    node is not calls[0]
+                    or not self._is_source(module)
+                    or self.signature in provenance(module)
+                ):
                     continue  # a module that this pass made may be of the source's type, too
                 writes = getattr(module, "inplace", False)
                 reason = "it writes into its input" if writes else _module_obstacle(index, calls, module)
@@ -101,76 +107,39 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
                 continue
             yield Refusal(node, reason) if reason else site
 
-    def apply(self, graph_module: GraphModule, site: ActivationCalls) -> Change:
+    def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
         """Put the new activation in the place of the old one."""
-        if not site.paths:
-            return self._replace_function(graph_module, site.node)
-        old = graph_module.get_submodule(site.paths[0])
-        new = self._new_module(old)
-        for path in site.paths:
-            submodules.set_module(graph_module, path, new)
-        nodes = {str(number): call for number, call in enumerate(site.calls)}
-        keywords = tuple(next(iter(call.kwargs), None) for call in site.calls)
-        data = ModuleCalls(submodules.without_tensors(old), site.paths, keywords)
-        for call in site.calls:  # the new module may have another name for its input
-            call.args, call.kwargs = tuple(call.all_input_nodes), {}
-        return Change(site.calls, nodes, site.paths, data)
-
-    def revert(self, graph_module: GraphModule, nodes: dict[str, Node], data: Any) -> None:
-        """Put the old activation back."""
-        if isinstance(data, FunctionCall):
-            self._restore_function(graph_module, nodes["0"], data)
-            return
-        paths = [str(node.target) for node in nodes.values()]
-        modules = [graph_module.get_submodule(path) for path in paths]
-        if any(self.signature not in traces(module) for module in modules):
-            raise self.changed(nodes["0"], ", ".join(paths))
-        if any(len(node.args) != 1 or node.kwargs for node in nodes.values()):
-            raise self.changed(nodes["0"], f"a call of {', '.join(paths)}")
-        old = submodules.without_tensors(data.shell).train(modules[0].training)
-        for name in data.names:
-            submodules.set_module(graph_module, name, old)
-        for node, keyword in zip(nodes.values(), data.keywords, strict=True):
-            if keyword:
-                node.args, node.kwargs = (), {keyword: node.all_input_nodes[0]}
-
-    def _replace_function(self, graph_module: GraphModule, node: Node) -> Change:
-        (value,) = node.all_input_nodes
-        before = (node.op, node.target, *_mapped(node.args, node.kwargs, value, INPUT))
-        path = None
-        if isinstance(self.target, str):
+        graph_module, node = rewriter.graph_module, site.node
+        if site.paths:
+            new = self._new_module(graph_module.get_submodule(site.paths[0]), graph_module, node)
+            rewriter.swap(dict.fromkeys(site.paths, new))
+            for call in site.calls:  # the new module may have another name for its input
+                rewriter.set(call, args=tuple(call.all_input_nodes), kwargs={})
+        elif isinstance(self.target, str):
             activation = ACTIVATIONS[self.target]
-            node.op, node.target, node.kwargs = "call_function", activation.function, dict(activation.options)
+            options = dict(activation.options)
+            args = tuple(node.all_input_nodes)
+            rewriter.set(node, op="call_function", target=activation.function, args=args, kwargs=options)
         else:
-            path = submodules.free_path(graph_module, "", f"fxopt_activation_{node.name}")
-            submodules.set_module(graph_module, path, self._new_module(graph_module))
-            node.op, node.target, node.kwargs = "call_module", path, {}
-        node.args = (value,)
-        data = FunctionCall(before, path)
-        return Change((node,), {"0": node}, (path,) if path else (), data)
-
-    def _restore_function(self, graph_module: GraphModule, node: Node, data: FunctionCall) -> None:
-        if isinstance(self.target, str):  # fx's pickle may have spelled defaults out
-            as_left = _calls(node, ACTIVATIONS[self.target])
-        else:
-            as_left = (node.op, node.target, len(node.args)) == ("call_module", data.path, 1)
-        if not as_left:
-            raise self.changed(node, node.name)
-        (value,) = node.all_input_nodes
-        node.op, node.target, args, kwargs = data.before
-        node.args, node.kwargs = _mapped(args, kwargs, INPUT, value)
-        if data.path:
-            submodules.remove_module(graph_module, data.path)
+            new = self._new_module(graph_module, graph_module, node)
+            path = rewriter.add_module("", f"fxopt_activation_{node.name}", new)
+            rewriter.set(node, op="call_module", target=path, args=tuple(node.all_input_nodes), kwargs={})
+        return site.calls
 
     def _is_source(self, module: nn.Module) -> bool:
         if isinstance(self.source, str):
             return _same_activation(module, ACTIVATIONS[self.source].make())
         return type(module) is self.source
 
-    def _new_module(self, old: nn.Module) -> nn.Module:
+    def _new_module(self, like: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
+        """A module in the mode of `like`, whose tensors are where those of the graph module are."""
         new = ACTIVATIONS[self.target].make() if isinstance(self.target, str) else self.target()
-        leave_trace(new.train(old.training), self, [old])
-        return new
+        floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
+        first = next(floating, graph.value_of(node))
+        if isinstance(first, torch.Tensor):
+            dtype = graph.dtype_of(node) or first.dtype
+            new = new.to(first.device, dtype if dtype.is_floating_point else None)
+        return new.train(like.training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,31 +176,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """The activations that `ReplaceActivation` knows by name, each with the default options of its module."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """Stands for the input in the stored arguments of a call."""
-
-
-INPUT = Input()
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleCalls:
-    """What undo needs of the calls of a module: what it was, where, and the name of the input where it was given."""
-
-    shell: nn.Module
-    names: tuple[str, ...]
-    keywords: tuple[str | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionCall:
-    """What undo needs of a call of a function: what it was, and the module made for it."""
-
-    before: tuple[str, Any, Any, Any]
-    path: str | None
-
-
 def _module_obstacle(index: GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
     """Why a module cannot be replaced by another at all its calls; `None` if it can."""
     unclear = [call.name for call in calls if graph.input_of(call, module) is None]
@@ -240,20 +184,17 @@ def _module_obstacle(index: GraphIndex, calls: list[Node], module: nn.Module) ->
     return index.obstacle_everywhere(module)
 
 
-def _mapped(args: Any, kwargs: Any, old: Any, new: Any) -> tuple[Any, Any]:
-    """The arguments with `new` where `old` was."""
-    mapped: tuple[Any, Any] = torch.fx.node.map_aggregate(
-        (args, kwargs), lambda item: new if item is old or item == old else item
-    )
-    return mapped
-
-
 def _same_activation(module: nn.Module, model: nn.Module) -> bool:
     return type(module) is type(model) and _settings(module) == _settings(model)
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    ignored = {"training", "inplace", "forward", TRACE}  # a forward of its own is an obstacle, not a setting
+    ignored = {
+        "training",
+        "inplace",
+        "forward",
+        PROVENANCE,
+    }  # a forward of its own is an obstacle, not a setting
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ignored}
 
 
@@ -288,4 +229,8 @@ def _options(node: Node) -> dict[str, Any]:
     else:
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return {name: value for name, value in arguments.items() if value != defaults.get(name, Input)}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if value != defaults.get(name, inspect.Parameter.empty)
+    }

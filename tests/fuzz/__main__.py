@@ -17,7 +17,7 @@ import warnings
 
 import torch
 
-from tests.fuzz import motifs, oracles, reduction
+from tests.fuzz import histories, motifs, oracles, plans, reduction
 from tests.fuzz.program import Program
 
 
@@ -39,22 +39,25 @@ def main() -> int:
             reported = time.monotonic()
             print(_summary(counts, reported - start), flush=True)
     print(_summary(counts, time.monotonic() - start))
+    for name, count in counts.most_common():
+        if name.startswith(("unverified: ", "lost by ")):
+            print(f"{count:6} {name}")
     return 1 if counts["faults"] else 0
 
 
-def example(name: str) -> tuple[Program, oracles.Plan]:
+def example(name: str) -> tuple[Program, plans.Plan]:
     """The program and the plan of a name, `<seed>:<number>`."""
     draw = random.Random(name)
     program = motifs.generate(draw)
-    return program, oracles.make_plan(draw, program)
+    return program, plans.make_plan(draw, program)
 
 
-def _judged(name: str, program: Program, plan: oracles.Plan) -> dict[str, int]:
+def _judged(name: str, program: Program, plan: plans.Plan) -> dict[str, int]:
     try:
-        return {"graphs": 1, "sites": oracles.check(program, plan)}
+        return {"graphs": 1, **oracles.check(program, plan)}
     except oracles.Invalid:
         return {"invalid": 1}
-    except oracles.Fault as fault:
+    except histories.Fault as fault:
         print(f"{name}: {fault}", flush=True)
         text = reduction.script(*reduction.reduce(program, plan, fault.kind), str(fault))
         out = pathlib.Path(os.environ.get("FUZZ_OUT", "reports/fuzz")) / f"fault_{name.replace(':', '_')}.py"
@@ -67,7 +70,8 @@ def _judged(name: str, program: Program, plan: oracles.Plan) -> dict[str, int]:
 def _summary(counts: collections.Counter[str], seconds: float) -> str:
     return (
         f"{counts['graphs']} graphs ({counts['graphs'] / max(seconds, 1e-9):.1f}/s), {counts['sites']} sites "
-        f"rewritten, {counts['invalid']} programs that do not run, {counts['faults']} faults"
+        f"rewritten, {counts['undone']} undos, {counts['verified sites']} sites verified but for "
+        f"{counts['unverified']}, {counts['invalid']} programs that do not run, {counts['faults']} faults"
     )
 
 

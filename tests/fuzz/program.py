@@ -109,11 +109,14 @@ class Program:
 PREAMBLE = '''\
 import copy
 import operator
+import pickle
+import warnings
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils import parametrizations
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.utils import parametrizations, parametrize
 
 
 class Scaled(nn.Linear):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 
-from tests.fuzz import oracles
+import fxopt
+from tests.fuzz import changes, oracles, plans
+from tests.fuzz.histories import Fault
 from tests.fuzz.program import PREAMBLE, Program
 
 
-def reduce(program: Program, plan: oracles.Plan, kind: str) -> tuple[Program, oracles.Plan]:
+def reduce(program: Program, plan: plans.Plan, kind: str) -> tuple[Program, plans.Plan]:
     """The smallest program and plan that still fail in the same way.
 
     Args:
@@ -27,12 +28,12 @@ def reduce(program: Program, plan: oracles.Plan, kind: str) -> tuple[Program, or
             return program, plan
 
 
-def script(program: Program, plan: oracles.Plan, fault: str) -> str:
+def script(program: Program, plan: plans.Plan, fault: str) -> str:
     """A script that asserts what `plan` promises of `program`: it fails as long as the fault is there."""
-    own = [oracles.SameReLU, oracles.SameGELU]
-    classes = [inspect.getsource(cls) for cls in own if cls.__name__ in "".join(plan.passes)]
+    own = [plans.SameReLU, plans.SameGELU]
+    classes = [inspect.getsource(cls) for cls in own if cls.__name__ in str(plan)]
     steps = []
-    for table, key in ((oracles.VARIANTS, plan.variant), (oracles.BETWEEN, plan.between)):
+    for table, key in ((changes.VARIANTS, plan.variant), (changes.BETWEEN, plan.between)):
         function = table[key]
         if function.__name__.startswith("_"):
             classes.append(inspect.getsource(function))
@@ -41,7 +42,8 @@ def script(program: Program, plan: oracles.Plan, fault: str) -> str:
             steps.append("copy.deepcopy" if key == "deepcopy" else "")
     variant, between = steps
     trace = "fxopt.trace(model, tuple(inputs))" if plan.own_trace else "torch.fx.symbolic_trace(model)"
-    passes = ", ".join(f"fxopt.{name}" for name in plan.passes)
+    within = plan.within and plan.reversible
+    applied, last = (plan.applied[:-1], plan.applied[-1]) if within else (plan.applied, "")
     lines = [
         f'"""Found by fuzzing: {fault.splitlines()[0]}"""'.replace("\\", "/"),
         "",
@@ -51,17 +53,9 @@ def script(program: Program, plan: oracles.Plan, fault: str) -> str:
         program.source(),
         "",
         "",
-        "def run(module):",
-        "    leaves = [x.clone().requires_grad_(GRADIENTS and x.is_floating_point()) for x in inputs]",
-        "    with torch.set_grad_enabled(GRADIENTS):",
-        "        outputs = copy.deepcopy(module)(*(x * 1 for x in leaves))",
-        "    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]",
-        "    if GRADIENTS:",
-        "        sum(t.sin().sum() for t in tensors if t.requires_grad).backward()",
-        "    return [t.detach() for t in tensors], [x.grad for x in leaves]",
-        "",
-        "",
-        f"GRADIENTS = {plan.gradients}",
+        _RUN,
+        f"# {plan}",
+        f"GRADIENTS, KEEPS = {plan.gradients}, { ({*plan.passes} <= {*plans.KEEPING}) }",
         "torch.manual_seed(0)",
         "model = randomise(Model())",
         "torch.manual_seed(1)",
@@ -69,49 +63,132 @@ def script(program: Program, plan: oracles.Plan, fault: str) -> str:
         f"{', '.join(program.inputs)},)]",
         f"traced = {trace}",
         f"{variant}(traced)" if variant else "",
-        "before = copy.deepcopy(traced)",
-        "expected = run(model)" if plan.own_trace and not variant else "expected = run(before)",
-        f"passes = [{passes}]",
-        "for pass_ in passes:",
-        "    traced = pass_(traced)",
+        "states, makers = [copy.deepcopy(traced)], []",
+        "expected = run(model)" if plan.own_trace and not variant else "expected = run(states[0])",
+        'warnings.filterwarnings("error", ".* left .* alone: ")' if plan.verify else "",
+        "for pass_, parts in [",
+        *(f"    ({_text(pipeline)}, [{_parts(pipeline)}])," for pipeline in applied),
+        "]:",
+        "    alone = sharing_copy(traced)",
+        f"    traced = pass_(traced{', verify=True' if plan.verify else ''})",
+        "    for part, *around in parts:",
+        "        part(alone)",
+        "        if len(fxopt.history(alone)) == len(states):",
+        "            states.append(copy.deepcopy(alone))",
+        "            makers.append([each.signature for each in (part, *around)])",
+        "    same_graphs(alone, traced)",
+        "same_outputs(traced)",
     ]
-    if "ChangePrecision()" not in plan.passes:
-        lines.append(
-            "torch.testing.assert_close(run(traced), expected, rtol=1e-9, atol=1e-9, equal_nan=True)"
-        )
+    if within:
+        lines.append(f"with fxopt.applied(traced, {_text(last)}):\n    same_outputs(traced)")
+        lines.append("same_graphs(states[-1], traced)")
     if between:
         lines.append(f"traced = {between}(traced)")
-    lines += [
-        "if all(isinstance(pass_, fxopt.ReversibleTransformation) for pass_ in passes):",
-        "    for pass_ in reversed(list(dict.fromkeys(passes))):",
-        "        traced = pass_(traced, reverse=True)",
-        "    assert_round_trip(before, traced)",
-    ]
-    imports = "from torch.utils._pytree import tree_leaves\n\nfrom fxopt.testing import assert_round_trip, randomise\n"
-    text = "\n".join(lines) + "\n"
-    return text.replace(
-        "from torch.nn.utils import parametrizations\n",
-        f"from torch.nn.utils import parametrizations\n{imports}",
-        1,
+    if plan.reversible:
+        lines += [
+            "steps = [step.key for step in fxopt.history(traced)]",
+            f"for action in [{', '.join(map(_text, plan.undone))}]:",
+            "    undo(action)",
+            "while fxopt.history(traced):",
+            "    undo(len(fxopt.history(traced)))",
+            "assert_round_trip(states[0], traced)",
+        ]
+    return (
+        "\n".join(lines).replace(
+            "from torch.nn.utils import parametrizations, parametrize\n",
+            f"from torch.nn.utils import parametrizations, parametrize\n{_IMPORTS}",
+            1,
+        )
+        + "\n"
     )
 
 
-def _smaller(program: Program, plan: oracles.Plan) -> Iterator[tuple[Program, oracles.Plan]]:
-    for number in range(len(plan.passes)):
-        if len(plan.passes) > 1:
-            passes = plan.passes[:number] + plan.passes[number + 1 :]
-            yield program, dataclasses.replace(plan, passes=passes)
-    simpler = {"between": "nothing", "variant": "as it is", "gradients": False, "own_trace": False}
-    for field, value in simpler.items():
-        if getattr(plan, field) != value:
-            yield program, dataclasses.replace(plan, **{field: value})
+_IMPORTS = """\
+from torch.utils._pytree import tree_leaves
+
+from fxopt.passes import available
+from fxopt.rewriting.record import MARKS
+from fxopt.submodules import sharing_copy
+from fxopt.testing import assert_round_trip, randomise
+"""
+
+_RUN = """\
+def run(module):
+    leaves = [x.clone().requires_grad_(GRADIENTS and x.is_floating_point()) for x in inputs]
+    with torch.set_grad_enabled(GRADIENTS):
+        outputs = copy.deepcopy(module)(*(x * 1 for x in leaves))
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    if GRADIENTS:
+        sum((t / t.detach().abs().max().clamp(min=1)).sin().sum() for t in tensors if t.requires_grad).backward()
+    return [t.detach() for t in tensors], [x.grad for x in leaves]
+
+
+def same_outputs(module):
+    if KEEPS:
+        torch.testing.assert_close(run(module), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def same_graphs(one, other):
+    assert_round_trip(one, other)
+    assert str(fxopt.history(one)) == str(fxopt.history(other))
+    facts = [[(n.name, sorted(n.meta.get(MARKS, ()))) for n in side.graph.nodes] for side in (one, other)]
+    assert facts[0] == facts[1]
+
+
+def undo(action):
+    \"\"\"A number of applications, or a pass or composition, which may have to wait for another.\"\"\"
+    global traced
+    keys, made_by = [step.key for step in fxopt.history(traced)], dict(zip(steps, makers))
+    before = copy.deepcopy(traced)
+    try:
+        if isinstance(action, int):
+            left = keys[: -min(action, len(keys))]
+            traced = fxopt.undo(traced, min(action, len(keys)) or 1)
+        else:
+            left = [key for key in keys if action.signature not in made_by[key]]
+            traced = action(traced, reverse=True)
+    except fxopt.UndoError as error:
+        if not str(error).endswith(" first"):
+            raise
+        same_graphs(before, traced)
+        return
+    assert left == [step.key for step in fxopt.history(traced)]
+    if left == steps[: len(left)]:
+        same_graphs(states[len(left)], traced)
+    else:
+        same_outputs(traced)
+
+
+"""
+
+
+def _parts(pipeline: plans.Pipeline) -> str:
+    """The passes in a pipeline, each with the compositions around it."""
+    found = plans.parts(pipeline)
+    return ", ".join(
+        f"({', '.join([_text(text), *(_text(each) for each in around if each != text)])},)"
+        for text, around in found
+    )
+
+
+def _text(pipeline: plans.Action) -> str:
+    if isinstance(pipeline, tuple):
+        return f"fxopt.compose({', '.join(map(_text, pipeline))})"
+    if isinstance(pipeline, int):
+        return str(pipeline)
+    name, options = pipeline.split("(", 1)
+    return f"fxopt.{pipeline}" if hasattr(fxopt, name) else f"available()[{name!r}]({options}"
+
+
+def _smaller(program: Program, plan: plans.Plan) -> Iterator[tuple[Program, plans.Plan]]:
+    yield from ((program, smaller) for smaller in plan.smaller())
     yield from ((smaller, plan) for smaller in program.smaller())
 
 
-def _fails(program: Program, plan: oracles.Plan, kind: str) -> bool:
+def _fails(program: Program, plan: plans.Plan, kind: str) -> bool:
     try:
         oracles.check(program, plan)
-    except oracles.Fault as fault:
+    except Fault as fault:
         return fault.kind == kind
     except oracles.Invalid:
         return False

@@ -1,18 +1,22 @@
 """The fuzzer itself: programs run, faults are found, made small and written as scripts that fail."""
 
 import runpy
+import warnings
+from collections import Counter
 from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fxopt import batch_norm
+import fxopt
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
-from fxopt.passes import merge_linears
-from tests.fuzz import motifs, oracles, reduction
+from fxopt.passes import available, fuse_batch_norm, merge_linears
+from fxopt.rewriting import composition, history, undoing
+from tests.fuzz import motifs, oracles, plans, reduction
 from tests.fuzz.__main__ import example
+from tests.fuzz.histories import Fault
 
 PROGRAMS = 40
 
@@ -28,7 +32,7 @@ PROGRAMS = 40
 def test_no_fault_is_found(draw):
     program = motifs.generate(draw)
     try:
-        oracles.check(program, oracles.make_plan(draw, program))
+        oracles.check(program, plans.make_plan(draw, program))
     except oracles.Invalid:
         return
 
@@ -38,15 +42,31 @@ def test_one_seed_gives_one_program():
     assert example("3:1") != example("3:2")
 
 
-def test_most_programs_run_and_many_are_rewritten():
-    invalid = sites = 0
+def test_most_programs_run_and_many_are_rewritten_and_verified():
+    invalid, counts = 0, Counter[str]()
     for number in range(PROGRAMS):
         try:
-            sites += oracles.check(*example(f"5:{number}"))
+            counts.update(oracles.check(*example(f"5:{number}")))
         except oracles.Invalid:
             invalid += 1
     assert invalid < PROGRAMS / 8
-    assert sites > PROGRAMS / 4
+    assert counts["sites"] > PROGRAMS / 4
+    assert counts["undone"] > PROGRAMS
+    assert counts["verified sites"] > counts["unverified"]
+
+
+def test_plans_draw_every_pass_and_all_that_can_be_done_with_them():
+    drawn = [example(f"6:{number}")[1] for number in range(400)]
+    assert {text for plan in drawn for text in plan.passes} == {*plans.PASSES}
+    assert {f"{name}()" for name in available()} <= {*plans.PASSES}
+    assert any(plan.within for plan in drawn)
+    assert any(plan.verify for plan in drawn)
+    assert all(plan.own_trace for plan in drawn if plan.verify)
+    pipelines = [pipeline for plan in drawn for pipeline in plan.applied if isinstance(pipeline, tuple)]
+    assert any(isinstance(part, tuple) for pipeline in pipelines for part in pipeline)
+    assert any(len(pipeline) > len({*pipeline}) for pipeline in pipelines)
+    kinds = {type(action) for plan in drawn for action in plan.undone}
+    assert kinds == {int, str, tuple}
 
 
 def blind_to_writes(self, first, last, value=None):
@@ -58,32 +78,60 @@ def unscaled(norm):
     return scale, shift * 1.01
 
 
-def misplaced(merged, start, stop):
-    return merged, (Ellipsis, slice(max(start - 1, 0), stop - (start > 0)))
+def misplaced(layers):
+    return MERGED(layers[::-1])
 
 
-SCALE_AND_SHIFT = batch_norm.scale_and_shift
+def everything(graph_module, chosen):
+    return UNDO_STEPS(graph_module, fxopt.history(graph_module))
+
+
+def left_in_training(graph_module, chosen):
+    try:
+        return UNDO_STEPS(graph_module, chosen)
+    except fxopt.UndoError:
+        graph_module.train()
+        raise
+
+
+def backwards(self):
+    object.__setattr__(self, "parts", self.parts[::-1])
+    POST_INIT(self)
+
+
+SCALE_AND_SHIFT, MERGED = fuse_batch_norm.scale_and_shift, merge_linears._merged
+UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "planted"),
+    ("target", "name", "planted", "kind"),
     [
-        (Memory, "write_between", blind_to_writes),
-        (merge_linears, "_slice", misplaced),
-        (batch_norm, "scale_and_shift", unscaled),
-        (GraphIndex, "call_sites", lambda self, module: [None]),
+        (Memory, "write_between", blind_to_writes, "rewritten outputs"),
+        (merge_linears, "_merged", misplaced, "rewritten outputs"),
+        (fuse_batch_norm, "scale_and_shift", unscaled, "rewritten outputs"),
+        (GraphIndex, "call_sites", lambda self, module: [None], ""),
+        (merge_linears, "_merged", misplaced, "verify"),
+        (composition.Composition, "__post_init__", backwards, "composition"),
+        (undoing, "undo_steps", everything, "undo history"),
+        (undoing, "undo_steps", left_in_training, "refused undo"),
+        (undoing, "_check_order", lambda undone, steps: None, "undo"),
+        (undoing, "_unmark", lambda graph_module, undone, standing: [], "partial undo metadata"),
+        (history, "undo", lambda graph_module, steps=1: graph_module, "applied"),
     ],
-    ids=["writes", "slices", "shift", "shared"],
+    ids=[
+        *("writes", "slices", "shift", "shared", "verified", "order", "too much", "refused", "stands on"),
+        *("marks", "with"),
+    ],
 )
-def test_a_planted_fault_is_found_and_made_small(target, name, planted, tmp_path):
+def test_a_planted_fault_is_found_and_made_small(target, name, planted, kind, tmp_path):
     with mock.patch.object(target, name, planted):
-        program, plan, fault = next(_faults(range(1500)))
+        program, plan, fault = next(f for f in _faults(range(1500)) if f[2].kind == kind or not kind)
         small = reduction.reduce(program, plan, fault.kind)
         assert len(small[0].body) <= 6
-        assert len(small[1].passes) == 1
+        assert len(small[1].passes) <= 3
         path = tmp_path / "found.py"
         path.write_text(reduction.script(*small, str(fault)))
-        with pytest.raises((AssertionError, RuntimeError, AttributeError)):
+        with pytest.raises(Exception), warnings.catch_warnings():  # noqa: B017, PT011
             runpy.run_path(str(path))
     runpy.run_path(str(path))  # without the planted fault it holds
 
@@ -93,7 +141,7 @@ def _faults(numbers):
         program, plan = example(f"9:{number}")
         try:
             oracles.check(program, plan)
-        except oracles.Fault as fault:
+        except Fault as fault:
             yield program, plan, fault
         except oracles.Invalid:
             continue

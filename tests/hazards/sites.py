@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.rewrite import Rewrite
+from fxopt.rewriting.rewrite import Rewrite
 from tests.before_after import fx_trace, refused, rewritten
 
 ROWS = torch.randn(5, 4)

@@ -8,10 +8,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
     *sorted((ROOT / "fxopt" / "passes").glob("*.py")),
-    *(ROOT / "fxopt" / f"{name}.py" for name in ("graph", "batch_norm", "precision_plan")),
+    *(ROOT / "fxopt" / f"{name}.py" for name in ("graph", "graph_index", "precision_plan")),
 ]
 UNNAMED = {
-    "it is tied to such a layer",  # of the layers of one group, where only the rest of the group is tied
     "which is kept in float32, uses it as well",  # tests see the dtype of the parameter, not the reason
 }
 """Reasons that no test names yet."""

@@ -177,14 +177,34 @@ def test_writes_to_the_input_before_the_layer_behind_a_norm(write):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_writes_into_a_merged_output_are_refused(write):
+@pytest.mark.parametrize("used", [False, True])
+def test_writes_into_a_merged_output(write, used):
+    """They stay in their slice; after another slice was used, autograd would count them as writes into that."""
+
     def use(m, x):
         first, second = m.a(x), m.b(x)
+        third = second.sigmoid() if used else second
         WRITES[write](first)
-        return first, second
+        return first, second, third
+
+    site = SITES["merge"]
+    with torch.no_grad():
+        if write in ("method", "a view", "a detached alias", "a part") and not used:
+            safe(site, site.model(use), "own")
+        else:
+            unsafe(site, site.model(use), "own", "into its output")
+
+
+@pytest.mark.parametrize("view", ["reshape", "contiguous", "flatten", "ravel"])
+def test_writes_beside_what_is_a_view_of_a_tensor_and_a_copy_of_a_slice(view):
+    def use(m, x):
+        first = m.a(x)
+        other = first.reshape(-1) if view == "reshape" else getattr(first, view)()
+        other.add_(1)
+        return first * 1, other, m.b(x)
 
     with torch.no_grad():
-        unsafe(SITES["merge"], SITES["merge"].model(use), "own", "may write into its output")
+        unsafe(SITES["merge"], SITES["merge"].model(use), "fx", "may be a view or a copy")
 
 
 @pytest.mark.parametrize("write", WRITES)

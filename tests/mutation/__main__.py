@@ -2,24 +2,28 @@
 
 Prints a line a fault and the score; exits with 1 if a fault survived. Each fault runs in a process forked from one that
 has imported torch and transformers, on a copy of the code, so that the repository is not touched.
+
+With `--verify`, the faults by which a pass rewrites wrongly are planted, and no test runs: only the passes with
+`verify=True`, on the models of `verified.py`. It prints which of them that alone finds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.fault import ROOT, Fault, FaultError, guards
+from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
 
 LIMIT = 1200
@@ -30,10 +34,29 @@ _FIRST = {
         f"tests/capture/test_{name}.py"
         for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
     ],
-    "batch_norm.py": ["tests/passes/test_fuse_batch_norm1d_in_linear.py", "tests/passes/test_undo_folds.py"],
+    "passes/fuse_batch_norm.py": [
+        f"tests/passes/test_{name}.py"
+        for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
+    ],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
+    "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
+    "effects.py": ["tests/test_memory.py"],
+    "rewriting": [
+        *("tests/test_undo_of_compositions.py", "tests/test_history.py", "tests/test_rewrite.py"),
+        *("tests/passes/test_fuse_batch_norm1d_in_linear.py", "tests/passes/test_metadata.py"),
+        *("tests/passes/test_merge_linears.py", "tests/passes/test_undo_folds.py"),
+        *(
+            "tests/test_history_of_users_passes.py",
+            "tests/test_composition.py",
+            "tests/test_failed_passes.py",
+        ),
+        *("tests/test_verification.py", "tests/test_transformation.py"),
+    ],
 }
 """What sees most faults of a file or folder, and soon."""
+
+_NO_FAULT_SEEN = {"test_names.py"}
+"""Tests that read no code."""
 
 _IMPORT = "from __future__ import annotations\n"
 NO_FAULT = Fault("no fault", "errors.py", _IMPORT, f"{_IMPORT}\n")
@@ -46,18 +69,23 @@ def main() -> int:
     options = _options()
     os.environ["HF_HUB_OFFLINE"] = "1"
     faults = list(guards()) if options.guards else list(FAULTS)
+    if options.verify:
+        faults = [fault for fault in faults if fault.rewrites]
     faults = [f for f in faults if not options.names or any(name in f.name for name in options.names)]
     first, of = (int(number) for number in options.part.split("/"))
     faults = faults[first - 1 :: of]
     _import_all()
-    outcome, failed = _run(NO_FAULT)
-    if outcome != SURVIVED:
-        print(f"without a fault, {failed} fails: the score would say nothing")
-        return 1
+    if options.verify:
+        return _verify(faults)
+    for unchanged in _no_faults(faults) if options.soon else [NO_FAULT]:
+        outcome, failed = _run(unchanged, options.soon)
+        if outcome != SURVIVED:
+            print(f"without a fault, {failed} fails: the score would say nothing")
+            return 1
     results = {}
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
-        outcome, seen_by = _run(fault)
+        outcome, seen_by = _run(fault, options.soon)
         results[fault.name] = outcome
         took = time.monotonic() - started
         print(f"{number:3}/{len(faults)} {outcome:8} {took:5.0f} s  {fault.name}  {seen_by}", flush=True)
@@ -69,10 +97,20 @@ def main() -> int:
     return int(caught < len(results))
 
 
+def _no_faults(faults: list[Fault]) -> list[Fault]:
+    """No fault in a file each, such that all tests run that see faults soon."""
+    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault.file for fault in faults}
+    return [Fault("no fault", file, _IMPORT, f"{_IMPORT}\n") for file in files.values()]
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
     parser.add_argument("--guards", action="store_true", help="instead, disable each guard of the passes")
+    parser.add_argument("--verify", action="store_true", help="run the passes with verify=True, and no test")
+    parser.add_argument(
+        "--soon", action="store_true", help="run only the tests that see most faults of a file"
+    )
     parser.add_argument("--part", default="1/1", help="every n-th fault: 1/2 and 2/2 are two halves")
     return parser.parse_args()
 
@@ -89,8 +127,80 @@ def _import_all() -> None:
     torch.set_num_threads(1)
 
 
-def _run(fault: Fault) -> tuple[str, str]:
-    """Whether a test fails with the fault, and which."""
+def _verify(faults: list[Fault]) -> int:
+    """Print which faults the validation of sites alone finds, and its share."""
+    found, why = _found_by_validation(NO_FAULT)
+    if found != SURVIVED:
+        print(f"without a fault, site validation says: {why}. The share would say nothing")
+        return 1
+    results: dict[Fault, str] = {}
+    for number, fault in enumerate(faults, 1):
+        results[fault], why = _found_by_validation(fault)
+        print(
+            f"{number:3}/{len(faults)} {results[fault]:8} {fault.rewrites:6} {fault.name}  {why}", flush=True
+        )
+    print("\nwrong rewrites that site validation alone finds")
+    for kind, where in (
+        (SITE, "the site is wrong"),
+        (BEHIND, "the site is right but for rounding or layout"),
+    ):
+        for folder, of in (("in passes", True), ("in what they stand on", False)):
+            own = [f for f in results if f.rewrites == kind and f.file.startswith("passes/") == of]
+            print(f"  {where}, {folder}: {_share([results[fault] for fault in own])}")
+            print("".join(f"    {results[f]}: {f.name}\n" for f in own if results[f] != CAUGHT), end="")
+    in_passes = [results[fault] for fault in results if fault.file.startswith("passes/")]
+    print(f"  all in passes: {_share(in_passes)}\n  all: {_share(list(results.values()))}")
+    others = sum(not f.rewrites and f.file.startswith("passes/") for f in FAULTS)
+    print(
+        f"  left out: {others} faults in passes that change no output (undo, names, metadata, gradients, ...)"
+    )
+    return 0
+
+
+def _share(outcomes: Sequence[str]) -> str:
+    caught = sum(outcome == CAUGHT for outcome in outcomes)
+    return f"{caught} of {len(outcomes)}" + (f" ({caught / len(outcomes):.0%})" if outcomes else "")
+
+
+def _found_by_validation(fault: Fault) -> tuple[str, str]:
+    """Whether the validation of sites finds the fault, and what it says."""
+    with _copy_with(fault) as copy:
+        status = _in_fork(copy, _validate)
+        said = (copy / "failed").read_text(encoding="utf-8") if (copy / "failed").exists() else ""
+    if status == "timeout":
+        return CAUGHT, "time limit"
+    return {0: SURVIVED, 1: CAUGHT}.get(int(status), BROKEN), said
+
+
+def _validate(copy: Path) -> int:
+    from tests.mutation import verified
+
+    said = verified.first_finding()
+    if said:
+        (copy / "failed").write_text(said, encoding="utf-8")
+    return int(said is not None)
+
+
+def _run(fault: Fault, soon: bool = False) -> tuple[str, str]:
+    """Whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
+    try:
+        with _copy_with(fault) as copy:
+            for tests in _stages(fault, soon):
+                status = _in_fork(copy, lambda folder, tests=tests: _pytest(folder, tests))
+                if status == "timeout":
+                    return CAUGHT, "time limit"
+                if status == pytest.ExitCode.TESTS_FAILED:
+                    return CAUGHT, (copy / "failed").read_text(encoding="utf-8").strip()
+                if status != pytest.ExitCode.OK:
+                    return BROKEN, f"pytest ends with {status}: the code does not import"
+    except FaultError as error:
+        return BROKEN, str(error)
+    return SURVIVED, ""
+
+
+@contextlib.contextmanager
+def _copy_with(fault: Fault) -> Iterator[Path]:
+    """A copy of the code with the fault in it."""
     with tempfile.TemporaryDirectory(prefix="fxopt-mutation-") as folder:
         copy = Path(folder)
         for name in ("fxopt", "validation", "tests", "docs"):
@@ -98,35 +208,34 @@ def _run(fault: Fault) -> tuple[str, str]:
         for name in ("pyproject.toml", "model_zoo.yaml", "README.md"):
             shutil.copy(ROOT / name, copy / name)
         target = copy / "fxopt" / fault.file
-        try:
-            target.write_text(fault.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
-        except FaultError as error:
-            return BROKEN, str(error)
-        for tests in _stages(fault):
-            status = _pytest_in_fork(copy, tests)
-            if status == "timeout":
-                return CAUGHT, "time limit"
-            if status == pytest.ExitCode.TESTS_FAILED:
-                return CAUGHT, (copy / "failed").read_text(encoding="utf-8").strip()
-            if status != pytest.ExitCode.OK:
-                return BROKEN, f"pytest ends with {status}: the code does not import"
-        return SURVIVED, ""
+        target.write_text(fault.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
+        yield copy
 
 
-def _stages(fault: Fault) -> Iterator[list[str]]:
-    """What is run until a test fails: the test of the file, those beside it, and all other tests of the library."""
+def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
+    """What is run until a test fails: the test of the file, those beside it, and all other tests of the library.
+
+    Where `soon` is on, without all others.
+    """
     folder, _, name = fault.file.rpartition("/")
     mirror = f"tests/{folder + '/' if folder else ''}test_{name}"
-    files = [f"tests/{file.name}" for file in sorted((ROOT / "tests").glob("test_*.py"))]
+    found = sorted((ROOT / "tests").glob("test_*.py"))
+    files = [f"tests/{file.name}" for file in found if file.name not in _NO_FAULT_SEEN]
     others = ["tests/passes", "tests/hazards", *files, "tests/capture"]
     first = [f"tests/{folder}"] if folder else []
-    soon = [mirror, *_FIRST.get(folder or name, [])]
-    for tests in (soon, first, [test for test in others if test not in first]):
+    sees = [mirror, f"tests/test_{name}", *_FIRST.get(fault.file, _FIRST.get(folder or name, []))]
+    rest = [] if soon else [test for test in others if test not in first]
+    for tests in (sees, first, rest):
         if present := [test for test in tests if (ROOT / test).exists()]:
             yield present
 
 
-def _pytest_in_fork(copy: Path, tests: list[str]) -> int | str:
+def _pytest(copy: Path, tests: list[str]) -> int:
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_Failed(copy)]))
+
+
+def _in_fork(copy: Path, function: Callable[[Path], int]) -> int | str:
+    """What a function gives in a process of its own, which imports the code out of the copy."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -135,11 +244,14 @@ def _pytest_in_fork(copy: Path, tests: list[str]) -> int | str:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
         os.environ["PYTHONPATH"] = str(copy)
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-            os.dup2(nothing.fileno(), 1)
-            os.dup2(nothing.fileno(), 2)
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_Failed(copy)])
-        os._exit(int(status))
+        status = 99
+        try:
+            with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
+                status = function(copy)
+        finally:
+            os._exit(status)
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

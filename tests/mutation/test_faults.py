@@ -16,6 +16,9 @@ PACKAGE = ROOT / "fxopt"
 def test_every_fault_fits_the_code_and_is_one():
     stale = []
     for fault in FAULTS:
+        if not (PACKAGE / fault.file).exists():
+            stale.append(f"{fault.name}: there is no fxopt/{fault.file}")
+            continue
         source = (PACKAGE / fault.file).read_text(encoding="utf-8")
         try:
             changed = fault.applied(source)

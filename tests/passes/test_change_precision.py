@@ -236,7 +236,7 @@ def test_a_float64_model_has_no_site():
 def test_undo_of_a_replaced_module_raises():
     after = ChangePrecision()(fxopt_trace(layers(), [X]))
     setattr(after, "0", nn.Linear(4, 8))
-    with pytest.raises(UndoError, match="0 was replaced since"):
+    with pytest.raises(UndoError, match="0 was changed since"):
         ChangePrecision()(after, reverse=True)
 
 

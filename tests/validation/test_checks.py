@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 from tests.validation.planted import (
     AlmostInverse,
     BadReverse,
@@ -84,6 +84,7 @@ def test_equivalence_fails_a_wrong_rewrite(pass_: type[Transformation]) -> None:
     finding = run(Check.EQUIVALENCE, pass_)
     assert finding.outcome is Outcome.FAIL
     assert "in float64, output.logits" in finding.reason
+    assert "was taken back: " in finding.reason
 
 
 def test_equivalence_of_an_idle_pass_is_no_op() -> None:
@@ -112,8 +113,9 @@ def test_round_trip_passes_an_exact_undo() -> None:
 
 
 def test_round_trip_fails_an_undo_that_is_almost_exact() -> None:
-    with pytest.raises(AssertionError, match="not exact"):
-        run(Check.ROUND_TRIP, BadReverse)
+    finding = run(Check.ROUND_TRIP, BadReverse)
+    assert finding.outcome is Outcome.FAIL
+    assert "is not the one that it was applied to" in finding.reason
 
 
 def test_effect_counts_what_was_done() -> None:
@@ -163,8 +165,7 @@ def test_effect_goes_by_what_changed_and_not_by_marks(
 def test_what_marks_nothing_is_compared_like_others() -> None:
     assert run(Check.EQUIVALENCE, Unmarked).outcome is Outcome.PASS
     assert run(Check.EQUIVALENCE, RoundUnmarked).outcome is Outcome.FAIL
-    with pytest.raises(AssertionError, match="not exact"):
-        run(Check.ROUND_TRIP, BadUnmarkedReverse)
+    assert "the round trip is not exact" in run(Check.ROUND_TRIP, BadUnmarkedReverse).reason
 
 
 @pytest.mark.parametrize(

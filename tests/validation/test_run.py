@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxopt.transformation import Transformation
+from fxopt.rewriting.transformation import Transformation
 from tests.validation.planted import (
     AlmostInverse,
     BadReverse,
@@ -42,7 +42,7 @@ def test_an_error_is_a_record_with_its_stage_place_and_pass() -> None:
 
 def test_a_failed_comparison_is_a_failure_and_no_error() -> None:
     record = runner(BadReverse)(Check.ROUND_TRIP)
-    assert (record.outcome, record.stage) == (Outcome.FAIL, "compare")
+    assert (record.outcome, record.stage) == (Outcome.FAIL, "reverse")
 
 
 def test_running_out_of_memory_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

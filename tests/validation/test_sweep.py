@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import fxopt.passes
 from fxopt.capture.module import TracedModule
-from fxopt.transformation import ReversibleTransformation, Transformation
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from tests.validation import sweep_models
 from validation import report, store, sweep
 from validation.compare import compare

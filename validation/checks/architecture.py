@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 import fxopt
-from fxopt.errors import GuardError, TraceError
+from fxopt.errors import GuardError, TraceError, UndoError
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.testing import Difference, assert_round_trip, compare
-from fxopt.transformation import ReversibleTransformation, Transformation
 from validation.comparison import not_finite
 from validation.records import Finding, Outcome
 from validation.subject import Staged, run_seeded, sites_of, tensors
@@ -250,7 +250,11 @@ def _sites(
             subject.facts[f"guarded_{name}"] = _text(error)
     if isinstance(pass_, ReversibleTransformation):
         try:
-            assert_round_trip(graph, pass_(module, reverse=True))
+            try:
+                restored = pass_(module, reverse=True)
+            except UndoError as error:
+                raise AssertionError(f"the round trip is not exact: {error}") from error
+            assert_round_trip(graph, restored)
         except AssertionError as error:
             raise _Verdict(Outcome.FAIL, f"{name}: {_text(error)}") from error
     return sites

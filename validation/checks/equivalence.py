@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from validation.comparison import judge_graph
@@ -10,7 +12,12 @@ from validation.subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare the model, run eagerly, with its rewritten graph, in float64 and in each dtype of the entry."""
+    """Compare the model, run eagerly, with its rewritten graph, in each dtype; for a pass alone, site by site as well."""
     if not sum(subject.rewritten(pipeline, torch.float64).sites):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
-    return judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module)
+    finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module)
+    wrong = subject.wrong_sites(pipeline, subject.dtypes[0])
+    if not wrong:
+        return finding
+    reason = "; ".join(filter(None, (finding.reason, *wrong[:3])))
+    return dataclasses.replace(finding, outcome=Outcome.FAIL, reason=reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxopt.errors import UndoError
 from fxopt.testing import assert_round_trip
 from validation.records import Finding, Outcome
 from validation.subject import Subject
@@ -13,7 +14,10 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     for dtype in subject.dtypes:
         if not sum(subject.rewritten(pipeline, dtype).sites):
             return Finding(Outcome.NO_OP, "nothing to rewrite")
-        restored = subject.restored(pipeline, dtype)
+        try:
+            restored = subject.restored(pipeline, dtype)
+        except UndoError as error:
+            return Finding(Outcome.FAIL, f"the round trip is not exact: {error}")
         with subject.entering("compare"):
             values += assert_round_trip(subject.traced(dtype), restored)
     return Finding(measurements={"values_compared": values})

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from fxopt.composition import Composition, LintAndRecompile
 from fxopt.errors import PassError, UndoError
-from fxopt.record import Snapshot, Step, find_record
-from fxopt.transformation import ReversibleTransformation, Transformation, undo_steps
+from fxopt.rewriting import undoing
+from fxopt.rewriting.composition import LintAndRecompile, leaves
+from fxopt.rewriting.record import Step, steps_of
+from fxopt.rewriting.transformation import Transformation, finished
 
 
 class History(tuple[Step, ...]):
@@ -48,8 +48,7 @@ def history(graph_module: GraphModule) -> History:
           1  FuseBiasInLinear()                                    1 nodes
           2  ReplaceActivation(source='gelu', target='gelu_tanh')  1 nodes
     """
-    record = find_record(graph_module)
-    return History(record.steps if record else ())
+    return History(steps_of(graph_module))
 
 
 def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
@@ -77,21 +76,14 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; give the number of applications to undo")
-    applied_steps = history(graph_module)
+    applied_steps = steps_of(graph_module)
     if steps > len(applied_steps):
         raise UndoError(
             f"steps is {steps}, but the graph module knows of {len(applied_steps)} transformations. What was "
             "applied is kept in a child module, which delete_all_unused_submodules, copy.copy, retracing and "
             "GraphModule(module, graph) lose"
         )
-    before, result = Snapshot(graph_module), graph_module
-    try:
-        for pass_, run in _runs(applied_steps[-steps:]):
-            result = undo_steps(pass_, result, run, lint_and_recompile=False)
-        return LintAndRecompile()(result)
-    except BaseException:
-        before.restore()
-        raise
+    return finished(LintAndRecompile(), undoing.undo_steps(graph_module, applied_steps[-steps:]), True)
 
 
 @contextlib.contextmanager
@@ -120,19 +112,21 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
         >>> print(traced.get_submodule("0"))
         Linear(in_features=2, out_features=3, bias=True)
     """
-    plain = [part for part in _parts(pipeline) if not part.reversible]
+    plain = [part for part in leaves(pipeline) if not part.reversible]
     if plain:
         raise UndoError(
             f"{', '.join(map(repr, plain))} cannot be undone, so the graph module was left alone: apply it to a "
             "copy.deepcopy of the graph module instead"
         )
-    before, earlier = Snapshot(graph_module), history(graph_module)
-    if pipeline(graph_module) is not graph_module:
-        before.restore()
+    earlier = history(graph_module)
+    result, take_back = pipeline._applied(graph_module, False)
+    if result is not graph_module:
+        take_back()
+        graph_module.recompile()
         raise PassError(
             f"{pipeline!r} gives another graph module; what is applied for a while works in place"
         )
-    own = history(graph_module)[len(earlier) :]
+    own = history(finished(pipeline, (result, take_back), True))[len(earlier) :]
     try:
         yield graph_module
     finally:
@@ -144,23 +138,3 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
                 f"{pipeline!r} cannot be undone, because the block applied or undid something else and left it "
                 f"so. Undo it in the block. Now {now}"
             )
-
-
-def _parts(pass_: Transformation) -> Iterator[Transformation]:
-    if isinstance(pass_, Composition):
-        for part in pass_.parts:
-            yield from _parts(part)
-    else:
-        yield pass_
-
-
-def _runs(steps: Sequence[Step]) -> list[tuple[ReversibleTransformation, list[Step]]]:
-    """The transformations to undo, the last one first, each with its applications that follow each other."""
-    plain = [step.name for step in steps if not step.reversible]
-    if plain:
-        raise UndoError(
-            f"{plain[-1]} cannot be undone, nor what was applied before it in this way. A transformation whose "
-            "places are as it left them can still be undone by itself: transformation(gm, reverse=True)"
-        )
-    runs = [list(run) for _, run in itertools.groupby(reversed(steps), lambda step: step.signature)]
-    return [(run[0].load(), run[::-1]) for run in runs]

@@ -1,0 +1,1 @@
+"""The contract of transformations: how they change a graph module, are undone, chained and verified."""

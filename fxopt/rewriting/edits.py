@@ -1,0 +1,208 @@
+"""Changes of a graph module as data: what a pass did to nodes, and to what stands at qualified names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+
+from fxopt.rewriting.weights import Keep, Left, Restore
+
+FIELDS = ("op", "target", "args", "kwargs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A node, by name, inside the stored arguments of another."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeState:
+    """A node as data; the nodes among its arguments are `Reference`s."""
+
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+
+    @classmethod
+    def of(cls, node: Node) -> NodeState:
+        """Describe a node."""
+        name: Any = lambda value: Reference(value.name)  # noqa: E731
+        return cls(node.op, node.target, map_arg(node.args, name), map_arg(node.kwargs, name))
+
+    def agrees(self, other: NodeState, fields: Iterable[str] = FIELDS) -> bool:
+        """Tell whether two nodes have the same values in these fields."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in fields)
+        # Arguments by what they read like: 1 is not 1.0, and nan is nan.
+        return all(a is b or (a == b if callable(a) else repr(a) == repr(b)) for a, b in pairs)
+
+    def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
+        """The fields, with the nodes themselves among the arguments."""
+
+        def node(value: Any) -> Any:
+            return nodes[value.name] if type(value) is Reference else value
+
+        args, kwargs = map_aggregate(self.args, node), map_aggregate(self.kwargs, node)
+        return {"op": self.op, "target": self.target, "args": args, "kwargs": kwargs}
+
+    def references(self) -> list[str]:
+        """The names of the nodes among the arguments."""
+        found: list[str] = []
+
+        def note(value: Any) -> None:
+            if isinstance(value, Reference):
+                found.append(value.name)
+
+        map_aggregate((self.args, self.kwargs), note)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeEdit:
+    """A node that was created (`before` is None), erased (`after` is None) or changed.
+
+    Attributes:
+        name: of the node.
+        before: the node as it was.
+        after: the node as it was left.
+        previous: the name of the node in front of it, where it was created or erased.
+        meta: the metadata that undo gives back.
+    """
+
+    name: str
+    before: NodeState | None
+    after: NodeState | None
+    previous: str = ""
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def fields(self) -> list[str]:
+        """The fields that changed: all of them, where the node is new or gone."""
+        if self.before is None or self.after is None:
+            return list(FIELDS)
+        return [name for name in FIELDS if not self.before.agrees(self.after, [name])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Redirect:
+    """The uses of one node that became uses of another.
+
+    Attributes:
+        old: the name of the node that was used.
+        new: the name of the node that is used now.
+        users: the names of the nodes that used `old`.
+        kept: the names of the nodes that used `new` before.
+        stands_in: whether `new` was made to stand for `old`, so that whoever uses it later means `old`, too.
+    """
+
+    old: str
+    new: str
+    users: tuple[str, ...]
+    kept: tuple[str, ...]
+    stands_in: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """What stood at qualified names, and what took its place: modules, parameters, buffers, or nothing (None)."""
+
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    restore: Restore | None
+    training: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Swapped:
+    """A `Swap` as data.
+
+    Attributes:
+        left: what was left at each qualified name; None for nothing.
+        restore: makes what stood there before; None where undo is left to a hand-written `reverse`.
+        training: the training flag of the graph module.
+    """
+
+    left: Mapping[str, Left | None]
+    restore: Restore | None
+    training: bool
+
+
+Edit = NodeEdit | Redirect | Swap | Swapped
+
+
+def as_data(edit: Edit, keep: bool = True) -> Edit:
+    """A change without objects; where `keep` is off, also without what undo needs of them."""
+    if not isinstance(edit, Swap):
+        return edit
+    restore = (edit.restore or Keep.of(edit.before, edit.after)) if keep else None
+    left = {path: None if value is None else Left.of(value) for path, value in edit.after.items()}
+    return Swapped(left, restore, edit.training)
+
+
+def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
+    """Tell whether later changes stand on earlier ones, so that these cannot be undone before them."""
+    one, other = _Touched(earlier), _Touched(later)
+    return bool(
+        one.places & other.places
+        or one.redirected & {name for name, *_ in other.places}
+        or other.redirected & {name for name, *_ in one.places}
+        or one.existing & other.referenced
+        or one.referenced & other.existing
+    )
+
+
+class _Touched:
+    """The names that changes touch.
+
+    Attributes:
+        places: (node, field), or (path, "module"), of what they changed.
+        redirected: the nodes that they gave another input.
+        existing: the nodes that they created or erased.
+        referenced: the nodes that others take in what they recorded.
+    """
+
+    def __init__(self, edits: Iterable[Edit]) -> None:
+        self.places: set[tuple[str, str]] = set()
+        self.redirected: set[str] = set()
+        self.existing: set[str] = set()
+        self.referenced: set[str] = set()
+        for edit in edits:
+            if isinstance(edit, NodeEdit):
+                states = [state for state in (edit.before, edit.after) if state]
+                self.places.update((edit.name, field) for field in edit.fields)
+                self.referenced.update(name for state in states for name in state.references())
+                if len(states) == 1:
+                    self.existing.add(edit.name)
+                if edit.after is None:
+                    self.referenced.add(edit.previous)
+            elif isinstance(edit, Redirect):
+                self.redirected.update(edit.users)
+                self.referenced.update((edit.old, edit.new))
+            else:
+                paths = edit.left if isinstance(edit, Swapped) else edit.after
+                self.places.update((path, "module") for path in paths)
+        self.referenced -= self.existing
+
+
+def picklable(value: Any) -> bool:
+    """Tell whether a value can be pickled, without pickling the weights in it."""
+    try:
+        _WithoutWeights(io.BytesIO()).dump(value)
+    except Exception:  # a class of a user may raise anything
+        return False
+    return True
+
+
+class _WithoutWeights(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return pickle.dumps(type(value)) if isinstance(value, Tensor | nn.Module) else None

@@ -1,0 +1,348 @@
+"""What was applied to a graph module, kept where copies and pickles keep it.
+
+Marks live in `node.meta`, which a deepcopy keeps and a pickle drops, and steps in a child module without
+parameters, which both keep. When it is pickled, it also writes down the nodes and their marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import pickle
+import re
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from fxopt.errors import PassError, UndoError
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference, Swapped, picklable
+from fxopt.rewriting.weights import PLAIN, PROVENANCE
+
+RECORD = "fxopt_record"
+"""The name of the child module that carries the record."""
+
+MARKS = "fxopt_marks"
+"""The key of `node.meta` with the signatures of the passes that transformed the node."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One application of a transformation.
+
+    Attributes:
+        name: the transformation as it is written, with its options.
+        signature: the same as `Transformation.signature`.
+        nodes: how many nodes it marked as transformed.
+        reversible: whether it can be undone.
+        sites: how many sites it rewrote; 1 where it has no sites but changed something.
+        edits: what it changed, oldest first; None where that did not survive a pickle.
+        before: the fingerprint of the graph module before it.
+        after: the fingerprint after it.
+        marked: the names of the nodes that it marked.
+        within: the signatures of the compositions that it was a part of.
+        parts: the applications of other transformations that were a part of it.
+        by_hand: whether its transformation has a `transform` of its own, and so a `reverse`.
+        transformation: the instance, or, out of a pickle, its pickle (`None`: it could not be pickled).
+        key: tells it from other applications, also in copies.
+    """
+
+    name: str
+    signature: str
+    nodes: int
+    reversible: bool
+    sites: int = dataclasses.field(default=0, repr=False, compare=False)
+    edits: tuple[Edit, ...] | None = dataclasses.field(default=(), repr=False, compare=False)
+    before: str = dataclasses.field(default="", repr=False, compare=False)
+    after: str = dataclasses.field(default="", repr=False, compare=False)
+    marked: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    within: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    parts: tuple[Step, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    by_hand: bool = dataclasses.field(default=True, repr=False, compare=False)
+    transformation: Any = dataclasses.field(default=None, repr=False, compare=False)
+    key: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
+
+    @property
+    def logged(self) -> bool:
+        """Whether its changes are known so well that playing them back undoes it."""
+        edits = self.edits or ()
+        return bool(edits) and all(e.restore for e in edits if isinstance(e, Swapped))
+
+    def load(self) -> Any:
+        """The transformation that was applied.
+
+        Raises:
+            UndoError: it did not survive a pickle.
+        """
+        if not isinstance(self.transformation, bytes | None):
+            return self.transformation
+        why = "it could not be pickled together with the graph module"
+        try:
+            if self.transformation is not None:
+                return pickle.loads(self.transformation)
+        except Exception as error:  # the class of a user may be gone, or raise anything
+            why = f"it cannot be unpickled ({type(error).__name__}: {error})"
+        raise UndoError(f"{self.name} is not known here: {why}. Undo it with {self.name}(gm, reverse=True)")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        return self  # nothing in it is ever changed
+
+    def __getstate__(self) -> dict[str, Any]:
+        pickled = self.transformation
+        if not isinstance(pickled, bytes | None):
+            pickled = pickle.dumps(pickled) if picklable(pickled) else None
+        edits = self.edits and tuple(_portable(edit) for edit in self.edits)
+        # A graph module must not become unpicklable by what was applied to it.
+        return {**self.__dict__, "transformation": pickled, "edits": edits if picklable(edits) else None}
+
+
+def _portable(edit: Edit) -> Edit:
+    """A change without metadata that means nothing in another process, as fake tensors."""
+    if not isinstance(edit, NodeEdit):
+        return edit
+    return dataclasses.replace(
+        edit, meta={k: v for k, v in edit.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeFact:
+    """A node as it was when the graph module was pickled."""
+
+    name: str
+    kind: tuple[str, str]
+    state: NodeState
+    marks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, node: Node) -> _NodeFact:
+        return cls(
+            node.name,
+            _kind(node),
+            dataclasses.replace(NodeState.of(node), target=""),
+            node.meta.get(MARKS, ()),
+        )
+
+
+class PassRecord(torch.nn.Module):
+    """The record of a graph module; it rides along as a child module without parameters.
+
+    Attributes:
+        steps: what was applied and not undone, oldest first.
+        orders: the names of the children that a module had before, where passes added or removed some, by path.
+        facts: out of a pickle, the nodes as they were.
+        owner: the graph module.
+    """
+
+    steps: list[Step]
+    orders: dict[str, list[str]]
+    facts: list[_NodeFact] | None
+    owner: GraphModule | None
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training = training
+        self.steps, self.orders, self.facts, self.owner = [], {}, None, None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not as a module does it, which would make the graph module a child of its child.
+        self.__dict__[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassRecord:
+        copied = PassRecord(self.training)
+        copied.steps, copied.orders, copied.facts = list(self.steps), self.orders, self.facts
+        copied.owner = memo.get(id(self.owner))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        facts = self.facts
+        if facts is None and self.owner is not None:
+            facts = [_NodeFact.of(node) for node in self.owner.graph.nodes]
+        return {**self.__dict__, "owner": None, "facts": facts if picklable(facts) else []}
+
+    def extra_repr(self) -> str:
+        return f"{len(self.steps)} steps"
+
+
+def find_record(graph_module: GraphModule) -> PassRecord | None:
+    """The record of `graph_module`, if it has one; marks that a pickle dropped are back on the nodes then."""
+    record = graph_module._modules.get(RECORD)
+    if not isinstance(record, PassRecord):
+        return None
+    record.owner = graph_module
+    if record.facts is not None:
+        facts, record.facts = record.facts, None
+        _restore_nodes(graph_module, facts)
+    return record
+
+
+def make_record(graph_module: GraphModule) -> PassRecord:
+    """The record of `graph_module`, made if it has none."""
+    record = find_record(graph_module)
+    if record is None:
+        if hasattr(graph_module, RECORD):
+            raise PassError(
+                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
+            )
+        record = PassRecord(graph_module.training)
+        record.owner = graph_module
+        graph_module.add_module(RECORD, record)
+    return record
+
+
+def steps_of(graph_module: GraphModule) -> list[Step]:
+    """What was applied to a graph module and not undone, oldest first."""
+    record = find_record(graph_module)
+    return list(record.steps) if record else []
+
+
+def orders_of(graph_module: GraphModule) -> dict[str, list[str]]:
+    """The names of the children that a module had before passes added or removed some, by path."""
+    record = find_record(graph_module)
+    return record.orders if record else {}
+
+
+def set_steps(graph_module: GraphModule, steps: list[Step], orders: dict[str, list[str]]) -> None:
+    """Write down what was applied; a record that has nothing to say goes."""
+    if steps:
+        record = make_record(graph_module)
+        record.steps, record.orders = steps, orders
+    elif find_record(graph_module):
+        delattr(graph_module, RECORD)
+
+
+def marked_nodes(graph_module: GraphModule, signature: str) -> list[Node]:
+    """The nodes with the mark of a pass, in graph order."""
+    find_record(graph_module)
+    return [node for node in graph_module.graph.nodes if signature in node.meta.get(MARKS, ())]
+
+
+def mark(node: Node, signature: str) -> None:
+    """Write on a node that a pass transformed it."""
+    marks = node.meta.get(MARKS, ())
+    if signature not in marks:
+        node.meta[MARKS] = (*marks, signature)  # a new tuple: copies of a node share the old one
+
+
+def unmark_names(graph_module: GraphModule, signature: str, names: Collection[str]) -> None:
+    """Take the mark of a pass off the nodes of these names."""
+    for node in graph_module.graph.nodes:
+        if node.name in names:
+            unmark(node, signature)
+
+
+def unmark(node: Node, signature: str) -> None:
+    """Take the mark of a pass off a node."""
+    marks = tuple(mark for mark in node.meta.get(MARKS, ()) if mark != signature)
+    if marks:
+        node.meta[MARKS] = marks
+    else:
+        node.meta.pop(MARKS, None)
+
+
+def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
+    """Give nodes the names, arguments and marks that they had before a pickle, by position.
+
+    fx's pickle traces the code again, and so renames nodes and writes defaults out. When the graph was edited
+    after its last pass and then pickled, positions prove nothing: the nodes stay as they are, and undoing raises.
+    """
+    nodes = list(graph_module.graph.nodes)
+    if [fact.kind for fact in facts] != [_kind(node) for node in nodes]:
+        return
+    by_name = {fact.name: node for fact, node in zip(facts, nodes, strict=True)}
+    for fact, node in zip(facts, nodes, strict=True):
+        if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:
+            return
+    namespace = graph_module.graph._graph_namespace
+    renamed = [(node, fact.name) for fact, node in zip(facts, nodes, strict=True) if node.name != fact.name]
+    namespace._used_names.difference_update(node.name for node, _ in renamed)
+    for node, name in renamed:
+        namespace.create_name(name, None)  # reserves it
+        node.name = name
+    for fact, node in zip(facts, nodes, strict=True):
+        if fact.marks:
+            node.meta[MARKS] = fact.marks
+        if _spells_out(NodeState.of(node), fact.state):
+            state = fact.state.resolved(by_name)
+            node.args, node.kwargs = state["args"], state["kwargs"]
+
+
+def _spells_out(now: NodeState, before: NodeState) -> bool:
+    """Tell whether a call takes what it took before and, maybe, options that were left to their defaults."""
+    left = _literals(now)
+    for value in _literals(before):
+        if value not in left:
+            return False  # edited since
+        left.remove(value)
+    return not now.agrees(before, ("args", "kwargs"))
+
+
+def _literals(state: NodeState) -> list[str]:
+    found: list[str] = []
+
+    def note(value: Any) -> None:
+        if not isinstance(value, Reference):
+            found.append(repr(value))
+
+    map_aggregate((state.args, state.kwargs), note)
+    return found
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
+    return node.op, "" if node.op in ("placeholder", "output") else _target(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _target(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    return f"{getattr(target, '__module__', '')}.{name}" if name else _ADDRESS.sub("", repr(target))
+
+
+def fingerprint(graph_module: GraphModule) -> str:
+    """Digests of a graph module but for the values of its tensors, the same in every process.
+
+    The first is of the nodes (names, order, operators, targets, arguments), the second of the modules (names, types,
+    options, training flags) with their parameters and buffers (names, shapes, dtypes, devices, `requires_grad`,
+    and which of them are the same tensor), the third of their order.
+    """
+    nodes = [f"{n.name} {n.op} {_target(n.target)} {n.args!r} {n.kwargs!r}" for n in graph_module.graph.nodes]
+    entries: list[tuple[str, int, str]] = []
+    _describe("", graph_module, entries)
+    first: dict[int, str] = {}  # what is one module or tensor has the least of its names
+    for path, identity, _ in entries:
+        first[identity] = min(path, first.get(identity, path))
+    modules = [f"{path} {text} {first[identity]}" for path, identity, text in entries]
+    return " ".join(map(_digest, (nodes, sorted(modules), modules)))
+
+
+def _digest(lines: list[str]) -> str:
+    text = "\n".join(lines)
+    text = _ADDRESS.sub("", text) if " at 0x" in text else text
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
+    """Append path, identity and description of a module, and of each module and tensor in it."""
+    attributes = vars(module)
+    options = [
+        (k, v) for k, v in attributes.items() if k[0] != "_" and k != PROVENANCE and isinstance(v, PLAIN)
+    ]
+    entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
+    for registry in ("_parameters", "_buffers"):
+        for name, tensor in attributes[registry].items():
+            if tensor is not None:
+                facts = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                entries.append((f"{path}.{name}", id(tensor), f"{type(tensor).__name__} {facts!r}"))
+    for name, child in attributes["_modules"].items():
+        if child is not None and not isinstance(child, PassRecord):
+            _describe(f"{path}.{name}", child, entries)
+
+
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -1,0 +1,338 @@
+"""A pass as `match` and `apply`: sites, refusals, and what follows from the log of the rewriter."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch.fx import GraphModule, Node
+
+from fxopt import graph, submodules
+from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
+from fxopt.rewriting import undoing, verification
+from fxopt.rewriting.attempt import Applied, check_promise
+from fxopt.rewriting.edits import as_data
+from fxopt.rewriting.record import (
+    Step,
+    fingerprint,
+    mark,
+    marked_nodes,
+    orders_of,
+    set_steps,
+    steps_of,
+    unmark_names,
+)
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
+from fxopt.rewriting.verification import Verify
+from fxopt.rewriting.weights import provenance
+
+
+class Site(Protocol):
+    """A place that a pass can rewrite; `node` stands for it in tables. A node may also be one itself."""
+
+    @property
+    def node(self) -> Node: ...
+
+
+S = TypeVar("S", bound=Site | Node)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A place that looks like a site and is left alone, with the reason.
+
+    Example:
+        >>> import torch
+        >>> (node,) = torch.fx.symbolic_trace(torch.nn.Identity()).graph.find_nodes(op="placeholder", target="input")
+        >>> Refusal(node, "it is an input").reason
+        'it is an input'
+    """
+
+    node: Node
+    reason: str
+
+
+class Row(NamedTuple):
+    """A site (`reason` is `None`) or a refusal.
+
+    Attributes:
+        node: the name of the node.
+        module: the module that it calls or belongs to; empty where the trace does not tell.
+        reason: why it is left alone.
+        source: `file:line` of the model's code; empty where the trace does not tell.
+    """
+
+    node: str
+    module: str
+    reason: str | None
+    source: str = ""
+
+    @classmethod
+    def of(cls, found: Site | Node | Refusal) -> Row:
+        """Describe what `match` found."""
+        node, reason = _node(found), found.reason if isinstance(found, Refusal) else None
+        return cls(node.name, graph.module_path(node), reason, graph.source_line(node))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a pass would do to a graph: `str()` gives a table.
+
+    Attributes:
+        name: the pass.
+        rows: the sites and refusals, in the order of matching.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def sites(self) -> tuple[tuple[str, str], ...]:
+        """Node and module of what would be rewritten."""
+        return tuple((row.node, row.module) for row in self.rows if row.reason is None)
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str, str], ...]:
+        """Node, module and reason of what would be left alone."""
+        return tuple((row.node, row.module, row.reason) for row in self.rows if row.reason is not None)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
+        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "rewritten") for r in self.rows]
+        columns = [column for column in zip(*cells, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        lines = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in zip(*columns, strict=True)
+        ]
+        return "\n  ".join([head, *lines])
+
+    __repr__ = __str__
+
+
+class Rewrite(Transformation, Generic[S]):
+    """A transformation written as `match` and `apply`.
+
+    Example:
+        >>> import torch
+        >>> class ReluToSilu(Rewrite):
+        ...     def match(self, graph_module):
+        ...         yield from graph_module.graph.find_nodes(op="call_function", target=torch.relu)
+        ...     def apply(self, rewriter, node):
+        ...         rewriter.set(node, target=torch.nn.functional.silu)
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.relu(x)
+        >>> ReluToSilu()(torch.fx.symbolic_trace(Model())).code.strip().splitlines()[1].strip()
+        'relu = torch.nn.functional.silu(x);  x = None'
+    """
+
+    @abc.abstractmethod
+    def match(self, graph_module: GraphModule) -> Iterator[S | Refusal]:
+        """Yield the sites that can be rewritten, and a refusal for each place that only looks like one.
+
+        Reads only. Sites of one call must not overlap: `apply` of one leaves the others as they are.
+        """
+
+    @abc.abstractmethod
+    def apply(self, rewriter: Rewriter, site: S) -> Node | Iterable[Node] | None:
+        """Rewrite `site` through `rewriter` alone; return what stands for it now, to be marked as transformed."""
+
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[S]) -> bool:
+        """Tell whether these sites, which were rewritten, have made others, so that `match` has to run again."""
+        return False
+
+    def explain(self, graph_module: GraphModule, verify: Verify = False) -> Explanation:
+        """List what the pass would rewrite in `graph_module`, and what it would not, and why.
+
+        Args:
+            graph_module: the module; it stays as it is.
+            verify: as in a call; sites that turn out to be wrong are refusals then.
+
+        Example:
+            >>> import torch
+            >>> from fxopt import FuseBatchNorm2dInConv2d
+            >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+            >>> FuseBatchNorm2dInConv2d().explain(torch.fx.symbolic_trace(layers))
+            FuseBatchNorm2dInConv2d: 0 sites, 1 refused
+              _1  1  the BatchNorm2d is in training mode: it normalises by batch statistics
+        """
+        check_graph_module(self, graph_module)
+        if verify is not False:
+            graph_module = submodules.sharing_copy(graph_module)
+            return Explanation(
+                type(self).__name__, tuple(self._rewrite_sites(Rewriter(graph_module), verify)[0])
+            )
+        return Explanation(type(self).__name__, tuple(map(Row.of, self.match(graph_module))))
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Rewrite all sites; where that opens new ones, these as well, until there is none.
+
+        Raises:
+            PassError: there is no end to it: the pass matches what it makes.
+        """
+        return self._rewrite(graph_module, False)[0]
+
+    def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
+        if type(self).transform is Rewrite.transform:
+            return self._rewrite(graph_module, verify)
+        return super()._applied(graph_module, verify)
+
+    def _rewrite(self, graph_module: GraphModule, verify: Verify) -> Applied:
+        steps, orders = steps_of(graph_module), orders_of(graph_module)
+        before, rewriter, marked = (
+            fingerprint(graph_module),
+            Rewriter(graph_module, self.signature),
+            list[Node](),
+        )
+
+        def take_back() -> None:
+            rewriter.roll_back()
+            set_steps(graph_module, steps, orders)
+            unmark_names(graph_module, self.signature, {node.name for node in marked})
+
+        try:
+            rows, nodes = self._rewrite_sites(rewriter, verify)
+            if [step.key for step in steps_of(graph_module)] != [step.key for step in steps]:
+                raise PassError(
+                    f"apply of {self!r} called another transformation: change the graph through the rewriter alone, "
+                    "or compose the two"
+                )
+            if self.signature != rewriter.signature:
+                raise PassError(
+                    f"apply of {self!r} changed its signature; keep results out of its attributes"
+                )
+            check_promise(self, graph_module, steps)
+            marked += [node for node in dict.fromkeys(nodes) if not node._erased]
+            for node in marked:
+                mark(node, self.signature)
+            if rewriter.log:
+                step = Step(
+                    name=repr(self),
+                    signature=self.signature,
+                    nodes=len(marked),
+                    reversible=self.reversible,
+                    sites=sum(row.reason is None for row in rows),
+                    edits=tuple(as_data(edit, keep=self.reversible) for edit in rewriter.log),
+                    before=before,
+                    after=fingerprint(graph_module),
+                    marked=tuple(node.name for node in marked),
+                    by_hand=False,
+                    transformation=self,
+                )
+                set_steps(graph_module, [*steps, step], rewriter.orders_before(orders))
+        except BaseException as error:
+            take_back()
+            error.add_note(f"raised by {self!r} in transform()")
+            raise
+        return graph_module, take_back
+
+    def _rewrite_sites(self, rewriter: Rewriter, verify: Verify) -> tuple[list[Row], list[Node]]:
+        """Rewrite all sites; returns a row for each site and refusal, and the nodes to mark."""
+        graph_module, marked = rewriter.graph_module, list[Node]()
+        rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
+        verifier = (
+            None
+            if verify is False
+            else verification.Verifier(graph_module, verify, self.preserves_computation)
+        )
+        limit = 1 + len(graph_module.graph.nodes)
+        for _ in range(limit):
+            found = list(self.match(graph_module))
+            rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
+            sites = [
+                each for each in found if not isinstance(each, Refusal) and not rows[_node(each).name].reason
+            ]
+            for site in sites:
+                row, start, where = rows[_node(site).name], len(rewriter.log), graph.place(_node(site))
+                settled.add(row.node)
+                nodes = self._rewrite_site(rewriter, site, where)
+                reason = verifier and verifier.difference(rewriter.log[start:], rewriter.made)
+                if reason:
+                    rewriter.roll_back(start)
+                    rows[row.node] = row._replace(reason=reason)
+                    warnings.warn(f"{self!r} left {where} alone: {reason}", VerificationWarning, 2)
+                    break  # what came back may be another node than the one in the sites: match again
+                marked += nodes
+            else:
+                if not sites or not self.opens_sites(graph_module, sites):
+                    break
+        else:
+            raise PassError(
+                f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
+                "what apply made"
+            )
+        for where, why in verifier.unverified.items() if verifier else ():
+            warnings.warn(f"{self!r} could not verify the site at {where}: {why}", UnverifiedWarning, 2)
+        return list(rows.values()), marked
+
+    def _rewrite_site(self, rewriter: Rewriter, site: S, where: str) -> list[Node]:
+        try:
+            made = self.apply(rewriter, site)
+        except Exception as error:
+            error.add_note(f"{type(self).__name__} was rewriting {where}")
+            raise
+        return [made] if isinstance(made, Node) else list(made or ())
+
+
+def _node(found: Site | Node | Refusal) -> Node:
+    return found if isinstance(found, Node) else found.node
+
+
+class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
+    """A rewrite that is undone by playing back what its rewriter logged.
+
+    Example:
+        >>> import torch
+        >>> class ReluToSilu(ReversibleRewrite):
+        ...     def match(self, graph_module):
+        ...         yield from graph_module.graph.find_nodes(op="call_module", target="0")
+        ...     def apply(self, rewriter, node):
+        ...         rewriter.replace_module("0", torch.nn.SiLU())
+        >>> traced = ReluToSilu()(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU())))
+        >>> ReluToSilu()(traced, reverse=True).get_submodule("0")
+        ReLU()
+    """
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Undo all applications of this pass; a graph module that it never changed is returned as it is.
+
+        Raises:
+            UndoError: the record is gone, or something else has changed what the pass made since.
+        """
+        return self._reversed(graph_module)[0]
+
+    def _reversed(self, graph_module: GraphModule) -> Applied:
+        if not self.reversible:
+            raise UndoError(
+                f"{self!r} cannot be undone: it keeps no copy of the weights: make it with reversible=True"
+            )
+        own = [step for step in steps_of(graph_module) if step.signature == self.signature]
+        if not own:
+            check_no_trace(self, graph_module)
+        return undoing.undo_steps(graph_module, own)
+
+
+def check_no_trace(pass_: Transformation, graph_module: GraphModule) -> None:
+    """Raise an UndoError if a pass of which the record knows nothing has left something in a graph module."""
+    nodes = [node.name for node in marked_nodes(graph_module, pass_.signature)]
+    modules = [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
+    if nodes or modules:
+        outer = [
+            s.name for s in steps_of(graph_module) for part in s.parts if part.signature == pass_.signature
+        ]
+        why = (
+            f"it was a part of {outer[0]}: undo that"
+            if outer
+            else (
+                "the record of how is gone. It is a child module of the graph module, which "
+                "delete_all_unused_submodules, copy.copy, retracing and GraphModule(module, graph) lose; undo the "
+                "pass before these"
+            )
+        )
+        raise UndoError(f"{pass_!r} cannot be undone: it rewrote {', '.join([*nodes, *modules])}, but {why}")

@@ -1,0 +1,266 @@
+"""The one way by which a pass changes a graph module: every change is logged, and can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxopt import graph, submodules
+from fxopt.errors import UndoError
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, Swapped
+from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
+
+
+class Rewriter:
+    """Changes a graph module on behalf of a pass, and logs each change.
+
+    `Rewrite.apply` gets one, and changes the graph module through it alone: what is not logged is not undone.
+
+    Attributes:
+        graph_module: the module to change.
+        log: the changes so far, oldest first.
+        signature: of the pass.
+        made: the nodes that were created, by name.
+        orders: the names of the children that a module had before, for each path where modules were swapped.
+
+    Example:
+        >>> import torch
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> (relu,) = traced.graph.find_nodes(op="call_module", target="0")
+        >>> rewriter = Rewriter(traced)
+        >>> rewriter.set(relu, op="call_function", target=torch.relu)
+        >>> rewriter.roll_back()
+        >>> relu.target
+        '0'
+    """
+
+    def __init__(self, graph_module: GraphModule, signature: str = "") -> None:
+        self.graph_module = graph_module
+        self.log: list[Edit] = []
+        self.made: dict[str, Node] = {}
+        self.orders: dict[str, list[str]] = {}
+        self.signature = signature
+        self._swapped: set[str] = set()
+        self._known = {id(module) for module in graph_module.modules()}
+
+    @property
+    def graph(self) -> Graph:
+        """The graph to change."""
+        return self.graph_module.graph
+
+    def create(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        before: Node,
+        val: Any = None,
+    ) -> Node:
+        """Insert a node, described as for `torch.fx.Graph.create_node`.
+
+        Args:
+            before: the node that it stands in front of, whose origin in the model it takes.
+            val: a tensor without data that describes its value, for `meta["val"]`.
+        """
+        with self.graph.inserting_before(before):
+            node = self.graph.create_node(op, target, args, dict(kwargs or {}))
+        node.meta = graph.origin_of(before) | ({} if val is None else {"val": val})
+        self.log.append(NodeEdit(node.name, None, NodeState.of(node), node.prev.name))
+        self.made[node.name] = node
+        return node
+
+    def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
+        """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
+        before, meta = NodeState.of(node), {}
+        if val is not None:
+            meta, node.meta["val"] = {"val": node.meta.get("val")}, val
+        for name, value in fields.items():
+            setattr(node, name, value)
+        self.log.append(NodeEdit(node.name, before, NodeState.of(node), meta=meta))
+
+    def replace_input(self, node: Node, old: Node, new: Node) -> None:
+        """Make one node take `new` wherever it took `old`."""
+
+        def renewed(value: Node) -> Node:
+            return new if value is old else value
+
+        self.set(node, args=map_arg(node.args, renewed), kwargs=map_arg(node.kwargs, renewed))
+
+    def replace_uses(self, old: Node, new: Node) -> None:
+        """Make all users of `old`, but for `new` itself, take `new`."""
+        kept = tuple(user.name for user in new.users)
+        users = [user for user in old.users if user is not new]
+        for user in [user for user in users if user in new.users]:
+            self.replace_input(user, old, new)  # which of its inputs was which, its arguments alone tell
+            users.remove(user)
+        for user in users:
+            user.replace_input_with(old, new)
+        stands_in = new.name in self.made or (new.op == "call_module" and new.target in self._swapped)
+        names = tuple(user.name for user in users)
+        self.log.append(Redirect(old.name, new.name, names, kept, stands_in))
+
+    def erase(self, node: Node) -> None:
+        """Erase a node that nothing uses; its name stays reserved."""
+        edit = NodeEdit(node.name, NodeState.of(node), None, node.prev.name, node.meta)
+        self.graph.erase_node(node)
+        self.log.append(edit)
+
+    def swap(
+        self, put: Mapping[str, Any], remove: Iterable[str] = (), restore: Restore | None = None
+    ) -> None:
+        """Put modules, parameters or buffers at qualified names and take others away, as one change.
+
+        Args:
+            put: what to put at each name, in the place of what is there.
+            remove: the names to take away.
+            restore: makes what undo puts back at each name, given what stands at each name of `put` then and
+                how it was left; by default copies of what is there now, as long as the new weights stay.
+        """
+        before = {path: submodules.find(self.graph_module, path) for path in (*put, *remove)}
+        made_by = (*(s for value in before.values() for s in provenance(value)), self.signature)
+        for value in put.values():  # what was there before, the model may share
+            if isinstance(value, nn.Module) and id(value) not in self._known:
+                value.__dict__[PROVENANCE] = tuple(dict.fromkeys(made_by))
+        self._swapped.update(put)
+        self._place(before, {**put, **dict.fromkeys(remove)}, restore)
+
+    def replace_module(self, path: str, module: nn.Module, restore: Restore | None = None) -> None:
+        """Put `module` at `path`, in the place of what is there."""
+        self.swap({path: module}, restore=restore)
+
+    def add_module(self, parent: str, name: str, module: nn.Module) -> str:
+        """Add `module` below `parent`, under this name or one like it that is free; returns the path."""
+        path = submodules.free_path(self.graph_module, parent, name)
+        self.swap({path: module})
+        return path
+
+    def remove_module(self, path: str) -> None:
+        """Take the module at `path` away."""
+        self.swap({}, [path])
+
+    def orders_before(self, known: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        """The orders that are `known` from before, and those of the children that were added or removed since."""
+        found = dict(known)
+        for path, names in self.orders.items():
+            if list(self.graph_module.get_submodule(path)._modules) != names:
+                found[path] = submodules.merged_order(found.get(path, []), names)
+        return found
+
+    def roll_back(self, start: int = 0) -> None:
+        """Take back all changes since the log had `start` entries."""
+        later, self.log = self.log[start:], self.log[:start]
+        self.play_back(later)
+        for path, names in self.orders.items():
+            submodules.order_children(self.graph_module, path, names)
+        del self.log[start:]
+
+    def play_back(self, edits: Sequence[Edit]) -> None:
+        """Invert changes, the last one first; what that changes is logged, too.
+
+        Raises:
+            UndoError: something is not as a change left it. What was inverted before that stays so.
+        """
+        nodes = _Nodes({node.name: node for node in self.graph.nodes})
+        for edit in reversed(edits):
+            if isinstance(edit, Swap):
+                self._place(edit.after, edit.before)
+            elif isinstance(edit, Swapped):
+                self._restore(edit)
+            elif isinstance(edit, Redirect):
+                self._direct_back(edit, nodes[edit.old], nodes[edit.new], nodes)
+            elif edit.after is None:
+                nodes[edit.name] = self._recreate(edit, nodes)
+            else:
+                self._change_back(edit, edit.after, nodes)
+
+    def _direct_back(self, edit: Redirect, old: Node, new: Node, nodes: _Nodes) -> None:
+        for name in edit.users:
+            if new not in nodes[name].all_input_nodes:
+                raise changed(name, nodes[name])
+        for user in [user for user in new.users if user is not old]:
+            if user.name in edit.users or (edit.stands_in and user.name not in edit.kept):
+                self.replace_input(user, new, old)
+
+    def _change_back(self, edit: NodeEdit, left: NodeState, nodes: _Nodes) -> None:
+        node, fields = nodes[edit.name], edit.fields
+        if fields and not NodeState.of(node).agrees(left, fields):
+            raise changed(node.name, node)
+        if edit.before is not None:
+            state = edit.before.resolved(nodes)
+            self.set(node, **{name: state[name] for name in fields})
+            node.meta.update(edit.meta)
+        elif node.users:
+            raise changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)
+        else:
+            self.erase(nodes.pop(edit.name))
+            self.graph._graph_namespace._used_names.discard(edit.name)
+
+    def _recreate(self, edit: NodeEdit, nodes: _Nodes) -> Node:
+        assert edit.before is not None
+        state = edit.before.resolved(nodes)
+        if edit.name not in nodes:
+            self.graph._graph_namespace._used_names.discard(edit.name)
+        # Where the node in front of it is gone, it stands behind what it takes.
+        behind = [nodes[name] for name in edit.before.references()]
+        behind += [nodes[edit.previous]] if edit.previous in nodes else []
+        with self.graph.inserting_after(max(behind, default=self.graph._root)):
+            node = self.graph.create_node(name=edit.name, **state)
+        node.meta = dict(edit.meta)
+        self.log.append(NodeEdit(node.name, None, NodeState.of(node), node.prev.name))
+        return node
+
+    def _restore(self, edit: Swapped) -> None:
+        """Put back what stood at each path, made of what stands there now."""
+        now = {path: submodules.find(self.graph_module, path) for path in edit.left}
+        for path, left in edit.left.items():
+            if left is None and now[path] is not None:
+                raise UndoError(
+                    f"other modules stand at {path} now, a name that the pass had freed. Give them other names first"
+                )
+            if left is not None and not left.fits(now[path]):
+                raise changed(path)
+        assert edit.restore is not None
+        left_behind = {path: left for path, left in edit.left.items() if left is not None}
+        restored = edit.restore({path: now[path] for path in left_behind}, left_behind)
+        for path, value in restored.items():
+            if isinstance(value, nn.Module):
+                twin = path if path in left_behind else next(iter(left_behind), "")
+                was = left_behind[twin].training if twin else edit.training
+                is_now = (now[twin] if twin else self.graph_module).training
+                if was != is_now:
+                    value.train(is_now)
+        self._place(now, {**dict.fromkeys(edit.left), **restored})
+
+    def _place(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], restore: Restore | None = None
+    ) -> None:
+        for path, value in after.items():
+            parent, _ = submodules.split_path(path)
+            owner = self.graph_module.get_submodule(parent)
+            self.orders.setdefault(parent, list(owner._modules))
+            submodules.place(owner, path, value)
+        self.log.append(Swap(before, after, restore, self.graph_module.training))
+
+
+class _Nodes(dict[str, Node]):
+    """The nodes of a graph by name."""
+
+    def __missing__(self, name: str) -> Node:
+        raise UndoError(
+            f"nodes that it made are gone from the graph ({name}). Undo it before dead code elimination, and "
+            "before pickling a graph that was edited by hand"
+        )
+
+
+def changed(what: str, node: Node | None = None) -> UndoError:
+    """The error to raise where something is not as a pass left it."""
+    where = f", at {graph.place(node)}" if node is not None else ""
+    return UndoError(
+        f"{what} was changed since{where}. Undo that change first, or take a copy from before it"
+    )

@@ -1,0 +1,111 @@
+"""A text that identifies a value, the same in every process: what signatures of passes consist of."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxopt.errors import PassError
+
+
+def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
+    """A text for an option of a pass; what has no name or plain text is hashed by content.
+
+    Args:
+        value: the option.
+        within: the ids of the values that it is a part of.
+
+    Raises:
+        PassError: the content cannot be read, as that of an object with memory in C.
+
+    Example:
+        >>> stable_text({"b", "a"}), stable_text(torch.relu), stable_text(lambda x: x) == stable_text(lambda x: -x)
+        ("{'a', 'b'}", 'torch.relu', False)
+    """
+    if id(value) in within:
+        return "itself"
+    signature, inside = getattr(value, "signature", None), (*within, id(value))
+    if isinstance(signature, str):
+        return signature  # a transformation inside another
+    if value is None or isinstance(value, _PLAIN):
+        return f"{class_name(type(value))}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{stable_text(k, inside)}: {stable_text(v, inside)}" for k, v in value.items())
+        return "{" + ", ".join(sorted(pairs)) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(stable_text(item, inside) for item in value)) + "}"
+    if type(value) in (list, tuple):
+        items: Any = value
+        return "(" + ", ".join(stable_text(item, inside) for item in items) + ")"
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        facts = f"{type(value).__name__} {value.dtype} {list(value.shape)}"
+        return f"{facts} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"
+    return _name(value) or _digest(value, inside)
+
+
+def class_name(cls: type) -> str:
+    """The qualified name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, enum.Enum, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
+
+def _name(value: Any) -> str:
+    """The name by which a class or function can be imported; empty where it cannot."""
+    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
+    if not isinstance(name, str) or isinstance(value, types.MethodType):
+        return ""
+    for owner in (module, "torch", "builtins"):  # torch's own builtins do not know their module
+        found: Any = sys.modules.get(owner or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is value:
+            return f"{owner}.{name}"
+        found = getattr(sys.modules.get(owner or ""), getattr(value, "__name__", ""), None)
+        if found is value:
+            return f"{owner}.{value.__name__}"
+    return ""
+
+
+def _digest(value: Any, within: tuple[int, ...]) -> str:
+    """A name that does not tell it from others, and a hash of its content."""
+    text = stable_text(_content(value), within)
+    name = getattr(value, "__qualname__", None) or class_name(type(value))
+    return f"{name}#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def _content(value: Any) -> list[Any]:
+    """The parts that a value consists of."""
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [_code(value.__code__), cells, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, type):
+        own = {k: v for k, v in vars(value).items() if callable(v) or not k.startswith(("__", "_abc_"))}
+        return [value.__bases__, own]
+    if isinstance(value, property | classmethod | staticmethod):
+        return [getattr(value, name, None) for name in ("fget", "fset", "fdel", "__func__")]
+    try:
+        return [*value.__reduce_ex__(4)]
+    except Exception as error:  # whatever a class of a user raises
+        raise PassError(
+            f"{value!r} cannot be told from other values of its type ({type(error).__name__}: {error}), so a pass "
+            "with this option has no signature: give the pass a property `signature` of its own"
+        ) from error
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    consts = [_code(const) if isinstance(const, types.CodeType) else const for const in code.co_consts]
+    return [code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, consts]

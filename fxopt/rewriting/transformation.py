@@ -1,0 +1,223 @@
+"""What a transformation is: a callable that rewrites a graph module, marks the nodes it touched, and can be undone."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import warnings
+
+from torch.fx import GraphModule, Node
+
+from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning
+from fxopt.rewriting import undoing
+from fxopt.rewriting.attempt import Applied, Attempt
+from fxopt.rewriting.record import MARKS, find_record, mark, marked_nodes, steps_of, unmark
+from fxopt.rewriting.signature import stable_text
+from fxopt.rewriting.verification import Verifier, Verify
+
+
+class Transformation(abc.ABC):
+    """A transformation of a `torch.fx.GraphModule`: write `transform`, then call the instance.
+
+    Attributes:
+        preserves_computation: whether the transformed graph gives the same outputs as the original.
+        reversible: whether it can be undone.
+
+    Example:
+        >>> import operator, torch
+        >>> class ChangeMulToAdd(Transformation):
+        ...     def transform(self, graph_module):
+        ...         for node in graph_module.graph.nodes:
+        ...             if node.op == "call_function" and node.target == operator.mul:
+        ...                 node.target = operator.add
+        ...                 self.mark_as_transformed(node)
+        ...         return graph_module
+        >>> class Square(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * x
+        >>> transformed = ChangeMulToAdd()(torch.fx.symbolic_trace(Square()))
+        >>> transformed(torch.tensor(5.0))
+        tensor(10.)
+        >>> ChangeMulToAdd().get_transformed_nodes(transformed)
+        [mul]
+    """
+
+    preserves_computation: bool = False
+    reversible: bool = False
+
+    @abc.abstractmethod
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Rewrite `graph_module` and return the transformed module (the same object, or a new one)."""
+
+    def ensures(self, graph_module: GraphModule) -> str | None:
+        """Say why a transformed module is not as this transformation promises to leave it; None if it is."""
+        return None
+
+    def __call__(
+        self, graph_module: GraphModule, lint_and_recompile: bool = True, *, verify: Verify = False
+    ) -> GraphModule:
+        """Apply the transformation; after an error, the graph module is as it was.
+
+        Nodes that an error brings back are copies where `transform` is written by hand. What was written into
+        a tensor stays written; a note on the error names these tensors.
+
+        Args:
+            graph_module: the module to transform.
+            lint_and_recompile: check the graph and generate its code again; `False` when several
+                transformations follow each other and the last one does it.
+            verify: run what each site was and what it is now on random inputs, and take a site back, with a
+                warning, where they differ. Shapes and dtypes come from the metadata of the nodes, or from
+                example inputs of the graph module, given here as a tuple.
+
+        Returns:
+            The transformed module.
+
+        Raises:
+            PassError: the transformation returned no graph module, left an invalid graph or not what it
+                `ensures`, or changed its own signature. An error of the transformation itself is raised as it
+                is, with a note that names the transformation.
+        """
+        check_graph_module(self, graph_module)
+        return finished(self, self._applied(graph_module, verify), lint_and_recompile)
+
+    @property
+    def signature(self) -> str:
+        """A text that identifies the transformation: its class and its options, the same in every process."""
+        return f"{stable_text(type(self))}({self._options()})"
+
+    def mark_as_transformed(self, node: Node) -> None:
+        """Mark `node` as transformed by this transformation."""
+        mark(node, self.signature)
+
+    def transformed(self, node: Node) -> bool:
+        """Tell whether `node` was transformed by this transformation."""
+        if node.graph.owning_module is not None:
+            find_record(node.graph.owning_module)
+        return self.signature in node.meta.get(MARKS, ())
+
+    def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
+        """The nodes of `graph_module` that were transformed by this transformation, in graph order."""
+        return marked_nodes(graph_module, self.signature)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({self._options()})"
+
+    def _options(self) -> str:
+        fields: list[str] = (
+            [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
+        )
+        others = sorted(name for name in vars(self) if name not in (*fields, "preserves_computation"))
+        return ", ".join(f"{name}={stable_text(getattr(self, name))}" for name in (*fields, *others))
+
+    def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
+        """Apply a hand-written `transform`, and find out what it changed."""
+        with Attempt(self, graph_module) as attempt:
+            verifier = None if verify is False else Verifier(graph_module, verify, self.preserves_computation)
+            result = self.transform(graph_module)
+            attempt.check(result)
+            edits, made = attempt.changes(result), {node.name: node for node in result.graph.nodes}
+            if verifier and edits and result is graph_module:
+                verifier.enter(result.graph.nodes)
+                reason = verifier.difference(edits, made)
+                if reason:
+                    attempt.take_back()
+                    warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)
+                    return graph_module, lambda: None
+            elif verifier and result is not graph_module:
+                verifier.unverified[repr(self)] = "it gives another graph module"
+            for where, why in verifier.unverified.items() if verifier else ():
+                warnings.warn(f"{self!r} could not be verified at {where}: {why}", UnverifiedWarning, 3)
+            attempt.note(result, edits)
+        return result, attempt.take_back
+
+
+class ReversibleTransformation(Transformation):
+    """A transformation that can be undone: write `transform` and `reverse`.
+
+    Example:
+        >>> import operator, torch
+        >>> class SwapMulAndAdd(ReversibleTransformation):
+        ...     def transform(self, graph_module):
+        ...         return self.change(graph_module, operator.mul, operator.add)
+        ...     def reverse(self, graph_module):
+        ...         return self.change(graph_module, operator.add, operator.mul)
+        ...     def change(self, graph_module, before, after):
+        ...         for node in graph_module.graph.find_nodes(op="call_function", target=before):
+        ...             node.target = after
+        ...         return graph_module
+        >>> class Square(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * x
+        >>> swap = SwapMulAndAdd()
+        >>> swapped = swap(torch.fx.symbolic_trace(Square()))
+        >>> swap(swapped, reverse=True)(torch.tensor(5.0))
+        tensor(25.)
+    """
+
+    reversible = True
+
+    @abc.abstractmethod
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Undo all that the transformation did to `graph_module`, and return the module."""
+
+    def __call__(
+        self,
+        graph_module: GraphModule,
+        lint_and_recompile: bool = True,
+        reverse: bool = False,
+        *,
+        verify: Verify = False,
+    ) -> GraphModule:
+        """Apply the transformation, or undo all its applications if `reverse`.
+
+        Raises:
+            UndoError: it cannot be undone exactly, or another transformation has to be undone first.
+        """
+        if not reverse:
+            return super().__call__(graph_module, lint_and_recompile, verify=verify)
+        check_graph_module(self, graph_module)
+        return finished(self, self._reversed(graph_module), lint_and_recompile)
+
+    def mark_as_restored(self, node: Node) -> None:
+        """Take the mark of this transformation off `node`.
+
+        Raises:
+            ValueError: the node was not transformed by this transformation.
+        """
+        if not self.transformed(node):
+            raise ValueError(f"node {node.name!r} was not transformed by {self!r}, so it cannot be restored")
+        unmark(node, self.signature)
+
+    def _reversed(self, graph_module: GraphModule) -> Applied:
+        own = [step for step in steps_of(graph_module) if step.signature == self.signature]
+        return undoing.reverse_by_hand(self, graph_module, own)
+
+
+def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
+    """Raise a TypeError that says what to do if `graph_module` is none, most likely a model."""
+    if not isinstance(graph_module, GraphModule):
+        raise TypeError(
+            f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "
+            "trace the model first, for example with fxopt.symbolic_trace"
+        )
+
+
+def finished(pass_: Transformation, applied: Applied, lint_and_recompile: bool) -> GraphModule:
+    """The result of a transformation, checked and compiled; PassError, and all taken back, if it is invalid."""
+    result, take_back = applied
+    if lint_and_recompile:
+        try:
+            check_and_compile(pass_, result)
+        except BaseException:
+            take_back()
+            raise
+    return result
+
+
+def check_and_compile(pass_: Transformation, graph_module: GraphModule) -> None:
+    """Lint the graph that a transformation left, and generate its code again; PassError if it is invalid."""
+    try:
+        graph_module.graph.lint()
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise PassError(f"{pass_!r} left an invalid graph: {error}") from error
+    graph_module.recompile()

@@ -1,0 +1,186 @@
+"""Undoing applications of transformations: in any order that their changes allow, exactly, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxopt import submodules
+from fxopt.errors import UndoError
+from fxopt.rewriting.attempt import Applied, Attempt
+from fxopt.rewriting.edits import NodeEdit, NodeState, conflicts
+from fxopt.rewriting.record import (
+    Step,
+    fingerprint,
+    mark,
+    marked_nodes,
+    orders_of,
+    set_steps,
+    steps_of,
+    unmark_names,
+)
+from fxopt.rewriting.rewriter import Rewriter
+
+
+def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:
+    """Undo applications, the last one first.
+
+    Raises:
+        UndoError: one of them cannot be undone exactly, or not before another; then all stay applied.
+    """
+    result, done = graph_module, list[Callable[[], None]]()
+
+    def take_back() -> None:
+        for each in reversed(done):
+            each()
+
+    try:
+        for step in reversed(chosen):
+            if step.key in {other.key for other in steps_of(result)}:
+                result, undone = _undone(result, step, {other.key for other in chosen})
+                done.append(undone)
+    except BaseException:
+        take_back()
+        graph_module.recompile()
+        raise
+    return result, take_back
+
+
+def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> Applied:
+    if not step.reversible:
+        raise UndoError(
+            f"{step.name} cannot be undone, nor what was applied before it in this way. A transformation whose "
+            "places are as it left them can still be undone by itself: transformation(gm, reverse=True)"
+        )
+    same = [other for other in steps_of(graph_module) if other.signature == step.signature]
+    if not step.by_hand or (len(same) > 1 and step.logged):
+        return _played_back(graph_module, step)
+    if not {other.key for other in same} <= {*chosen}:
+        raise UndoError(
+            f"{step.name} was applied {len(same)} times, and its reverse() undoes them together: undo as many"
+        )
+    return reverse_by_hand(step.load(), graph_module, same)
+
+
+def _played_back(graph_module: GraphModule, step: Step) -> Applied:
+    """Undo one application by inverting what it logged."""
+    steps, rewriter = steps_of(graph_module), Rewriter(graph_module)
+    _check_order([step], steps)
+    orders, standing = orders_of(graph_module), [other for other in steps if other.key != step.key]
+    unmarked: list[str] = []
+
+    def take_back() -> None:
+        rewriter.roll_back()
+        set_steps(graph_module, steps, orders)
+        for node in graph_module.graph.nodes:
+            if node.name in unmarked:
+                mark(node, step.signature)
+
+    try:
+        if step.edits is None:
+            raise UndoError("what it did could not be pickled together with the graph module")
+        exact = fingerprint(graph_module) == step.after
+        rewriter.play_back(step.edits)
+        for path in rewriter.orders.keys() & orders.keys():
+            submodules.order_children(graph_module, path, orders[path])
+        unmarked += _unmark(graph_module, [step], standing)
+        set_steps(graph_module, standing, orders)
+        if exact and fingerprint(graph_module) != step.before:
+            raise UndoError(_INEXACT)
+    except BaseException as error:
+        take_back()
+        if not isinstance(error, Exception):
+            raise
+        why = str(error) if isinstance(error, UndoError) else f"{type(error).__name__}: {error}"
+        raise UndoError(f"{step.name} cannot be undone: {why}") from error
+    return graph_module, take_back
+
+
+def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:
+    """Undo all applications of a transformation with its own `reverse`, and check what comes out.
+
+    The reverse of what was never applied is a step of its own.
+    """
+    steps = steps_of(graph_module)
+    _check_order(undone, steps)
+    keys = {step.key for step in undone}
+    with Attempt(pass_, graph_module, "reverse") as attempt:
+        if any(step.parts for step in undone):  # what it applied inside, its reverse may undo
+            parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
+            set_steps(graph_module, parts, attempt.orders)
+        result = pass_.reverse(graph_module)
+        attempt.check(result)
+        if undone:
+            _check_exact(pass_, attempt, result, undone, steps)
+            standing = [step for step in attempt.standing(result)[0] if step.key not in keys]
+            _unmark(result, undone, standing)
+            set_steps(result, standing, attempt.orders)
+        elif attempt.changes(result):
+            standing, _ = attempt.standing(result)
+            standing.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
+            set_steps(result, standing, attempt.orders)
+    return result, attempt.take_back
+
+
+def _check_order(undone: Sequence[Step], steps: Sequence[Step]) -> None:
+    """Raise an UndoError that names what has to be undone first, if later changes stand on these."""
+    keys = {step.key for step in undone}
+    for number, step in enumerate(steps):
+        if step.key in keys:
+            later = [other for other in steps[number + 1 :] if other.key not in keys]
+            names = dict.fromkeys(other.name for other in reversed(later) if _meet(step, other))
+            if names:
+                raise UndoError(
+                    f"{step.name} cannot be undone yet: the same place was rewritten since. "
+                    f"Undo {', then '.join(names)} first"
+                )
+
+
+def _meet(step: Step, later: Step) -> bool:
+    return step.edits is None or later.edits is None or conflicts(step.edits, later.edits)
+
+
+def _check_exact(
+    pass_: Any, attempt: Attempt, result: GraphModule, undone: Sequence[Step], steps: Sequence[Step]
+) -> None:
+    """Raise an UndoError if a hand-written `reverse` gives back another graph than there was."""
+    nodes = dict(attempt.states)
+    for step in reversed(undone):
+        if step.edits is None:
+            return
+        for edit in reversed(step.edits):
+            if isinstance(edit, NodeEdit) and edit.before is None:
+                nodes.pop(edit.name, None)
+            elif isinstance(edit, NodeEdit) and edit.before is not None:
+                old = {field: getattr(edit.before, field) for field in edit.fields}
+                nodes[edit.name] = (
+                    dataclasses.replace(nodes[edit.name], **old) if edit.name in nodes else edit.before
+                )
+    now = {node.name: NodeState.of(node) for node in result.graph.nodes}
+    wrong = [
+        n
+        for n in nodes | now
+        if n not in nodes or n not in now or not (nodes[n] == now[n] or nodes[n].agrees(now[n]))
+    ]
+    exact = attempt.fingerprint == undone[-1].after and [*steps[-len(undone) :]] == [*undone]
+    # A hand-written reverse may leave numbers of another type, and modules in another order.
+    if wrong or (exact and fingerprint(result).split()[1] != undone[0].before.split()[1]):
+        where = f", as {', '.join(wrong[:3])} shows" if wrong else ""
+        raise UndoError(f"{pass_!r} cannot be undone: {_INEXACT} by {type(pass_).__name__}.reverse{where}")
+
+
+_INEXACT = (
+    "the graph module that comes out is not the one that it was applied to: more was changed than is undone"
+)
+
+
+def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequence[Step]) -> list[str]:
+    """Take the marks of what was undone off the nodes that no other application has marked; returns their names."""
+    signature = undone[0].signature
+    held = {name for step in standing if step.signature == signature for name in step.marked}
+    names = [node.name for node in marked_nodes(graph_module, signature) if node.name not in held]
+    unmark_names(graph_module, signature, names)
+    return names

@@ -1,0 +1,160 @@
+"""Modules, parameters and buffers as a pass left them, and how undo makes of them what stood there before."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.errors import UndoError
+from fxopt.submodules import with_values, without_tensors
+
+PROVENANCE = "fxopt_rewritten_by"
+"""The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
+
+
+PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
+"""The types of the options of modules that are compared."""
+
+
+def _options(value: Any) -> str:
+    if not isinstance(value, nn.Module):
+        return ""
+    own = [(k, v) for k, v in vars(value).items() if k[0] != "_" and k not in ("training", PROVENANCE)]
+    hooks = [k for k, v in vars(value).items() if k.endswith("_hooks") and v]
+    return repr(([(k, v) for k, v in own if isinstance(v, PLAIN)], hooks))
+
+
+def provenance(value: object) -> tuple[str, ...]:
+    """The signatures of the passes that made a module."""
+    found: tuple[str, ...] = getattr(value, "__dict__", {}).get(PROVENANCE, ())
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A module, parameter or buffer as a pass left it, without its values.
+
+    Attributes:
+        kind: its type.
+        made_by: its provenance.
+        tensors: shape, dtype, device and `requires_grad` of each of its tensors, by name.
+        training: the training flag of a module.
+        options: the other options of a module, and the kinds of hooks that it has, as a text.
+    """
+
+    kind: type
+    made_by: tuple[str, ...]
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device, bool]]
+    training: bool
+    options: str
+
+    @classmethod
+    def of(cls, value: Any) -> Left:
+        """Describe a module or tensor."""
+        facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in _tensors(value)}
+        return cls(type(value), provenance(value), facts, getattr(value, "training", False), _options(value))
+
+    def fits(self, value: Any) -> bool:
+        """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(value)}
+        left = {name: facts[0] for name, facts in self.tensors.items()}
+        same = type(value) is self.kind and provenance(value) == self.made_by and shapes == left
+        return same and _options(value) == self.options
+
+    def follow(self, restored: Any, now: Any) -> Any:
+        """Give `restored` the dtype, device and gradients that `now` was given since it was left as this."""
+        before, after = ([facts[1:] for facts in s.tensors.values()] for s in (self, Left.of(now)))
+        if before != after:
+            if before[0][:2] != after[0][:2] and (
+                before[0][0].is_floating_point or before[0][1] != after[0][1]
+            ):
+                restored = restored.to(after[0][1], after[0][0])
+            if [facts[2] for facts in before] != [facts[2] for facts in after]:
+                restored.requires_grad_(any(facts[2] for facts in after))
+        return restored
+
+
+Restore = Callable[[Mapping[str, Any], Mapping[str, Left]], Mapping[str, Any]]
+"""Makes what stood at each path before a pass, given what stands at each now, and how the pass left it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Puts copies back, and refuses where the weights that took their place have changed.
+
+    Attributes:
+        copies: what stood at each path.
+        values: a digest of the tensors that took their place.
+    """
+
+    copies: Mapping[str, Any]
+    values: str
+
+    @classmethod
+    def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Keep:
+        """Copy what a pass replaces; what was one object, or one tensor, stays one."""
+        return cls(copied({p: value for p, value in before.items() if value is not None}), _digest(after))
+
+    def __call__(self, now: Mapping[str, Any], left: Mapping[str, Left]) -> Mapping[str, Any]:
+        if _digest(now) != self.values:
+            raise UndoError(
+                f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
+                "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
+            )
+        return copied(self.copies)
+
+
+def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = None) -> dict[str, Any]:
+    """Copies of modules and tensors; ties stay ties.
+
+    Args:
+        values: modules, parameters and buffers by qualified name.
+        tensors: what takes the place of each tensor, by the id of that; by default copies without gradients.
+    """
+    memo: dict[int, Any] = dict(tensors or {})
+    if tensors is None:
+        memo = {id(t): with_values(t, t.detach().clone()) for v in values.values() for _, t in _tensors(v)}
+    return {path: _copy(value, memo) for path, value in values.items()}
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo or not isinstance(value, nn.Module) or value._modules or not _of_torch(value):
+        return copy.deepcopy(value, memo)
+    shell = memo[id(value)] = without_tensors(value)  # deepcopy is slow
+    for registry in ("_parameters", "_buffers"):
+        tensors = getattr(value, registry)
+        shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}
+    return shell
+
+
+def _of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, nn.Module) and not value._modules:  # what follows gives the same, slowly
+        yield from (
+            (n, t) for held in (value._parameters, value._buffers) for n, t in held.items() if t is not None
+        )
+    elif isinstance(value, nn.Module):
+        yield from value.named_parameters(remove_duplicate=False)
+        yield from value.named_buffers(remove_duplicate=False)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path, value in values.items():
+        for name, tensor in _tensors(value):
+            digest.update(f"{path}.{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            if not tensor.is_meta:
+                flat = tensor.detach().cpu().contiguous().flatten()
+                digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()

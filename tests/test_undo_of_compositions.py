@@ -1,0 +1,347 @@
+"""What the first version undid too much of, or not at all: compositions, signatures, hand-written transformations."""
+
+import copy
+import operator
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import (
+    FuseBatchNorm1dInLinear,
+    FuseBiasInLinear,
+    MergeLinears,
+    PassError,
+    ReplaceActivation,
+    ReversibleTransformation,
+    Transformation,
+    UndoError,
+    compose,
+    history,
+    undo,
+)
+from fxopt.rewriting.record import RECORD
+from fxopt.testing import assert_round_trip, randomise
+
+
+class Norms(nn.Module):
+    """A fold makes two layers on one input, and a fold behind these is possible when they are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.norm, self.last = nn.BatchNorm1d(4), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        return self.last(self.a(x)), self.b(x)
+
+
+X = torch.randn(5, 4)
+
+
+def norms():
+    return fxopt.trace(randomise(Norms()).eval(), (X,))
+
+
+def names(graph_module):
+    return [step.name for step in history(graph_module)]
+
+
+def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
+    graph_module = norms()
+    before = copy.deepcopy(graph_module)
+    last = graph_module.last.train()  # so that the second fold finds it, and the first does not
+    passes = compose(FuseBatchNorm1dInLinear(), MergeLinears(), Evaluates(), FuseBatchNorm1dInLinear())
+    last.eval()
+    after = passes(graph_module)
+    assert passes.reversible
+    assert_round_trip(before, passes(after, reverse=True))
+
+
+class Evaluates(ReversibleTransformation):
+    """Does nothing."""
+
+    def transform(self, graph_module):
+        return graph_module
+
+    reverse = transform
+
+
+class TwoFolds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.other, self.act = nn.Linear(4, 2), nn.ReLU()
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x))), self.other(x), self.act(x)
+
+
+def two():
+    return torch.fx.symbolic_trace(randomise(TwoFolds()).eval())
+
+
+def test_a_pass_that_found_sites_twice_is_undone_in_reverse_order():
+    """FuseBiasInLinear, then a layer of a user, then FuseBiasInLinear again: three steps, undone one by one."""
+    graph_module = two()
+    before = copy.deepcopy(graph_module)
+    passes = compose(FuseBiasInLinear(), GivesBias(), FuseBiasInLinear())
+    passes(graph_module)
+    assert names(graph_module) == ["FuseBiasInLinear()", "GivesBias()", "FuseBiasInLinear()"]
+    assert_round_trip(before, passes(graph_module, reverse=True))
+
+
+class GivesBias(ReversibleTransformation):
+    """Adds a layer with a bias at the end."""
+
+    def transform(self, graph_module):
+        output = next(iter(graph_module.graph.find_nodes(op="output")))
+        graph_module.add_module("late", nn.Linear(2, 2))
+        with graph_module.graph.inserting_before(output):
+            late = graph_module.graph.call_module("late", (output.args[0][1],))
+        output.args = ((output.args[0][0], late, output.args[0][2]),)
+        return graph_module
+
+    def reverse(self, graph_module):
+        (late,) = graph_module.graph.find_nodes(op="call_module", target="late")
+        late.replace_all_uses_with(late.args[0])
+        graph_module.graph.erase_node(late)
+        del graph_module.late
+        return graph_module
+
+
+def test_a_composition_undoes_its_own_steps_alone():
+    graph_module = two()
+    before = copy.deepcopy(graph_module)
+    FuseBiasInLinear()(graph_module)
+    once = copy.deepcopy(graph_module)
+    passes = compose(FuseBiasInLinear(), ReplaceActivation("relu", "silu"))
+    restored = passes(passes(graph_module), reverse=True)
+    assert names(restored) == ["FuseBiasInLinear()"]
+    assert_round_trip(once, restored)
+    assert_round_trip(before, undo(restored))
+
+
+class Replaces(ReversibleTransformation):
+    """Replaces one function by another, in both directions."""
+
+    def __init__(self, function=operator.mul, other=operator.add, tag=None):
+        self.pair, self.tag = (function, other), tag
+
+    def transform(self, graph_module):
+        return self.change(graph_module, *self.pair)
+
+    def reverse(self, graph_module):
+        return self.change(graph_module, *reversed(self.pair))
+
+    def change(self, graph_module, old, new):
+        for node in graph_module.graph.find_nodes(op="call_function", target=old):
+            node.target = new
+            if self.transformed(node):
+                self.mark_as_restored(node)
+            else:
+                self.mark_as_transformed(node)
+        return graph_module
+
+
+class Arithmetic(nn.Module):
+    def forward(self, x):
+        return torch.relu(x * 2) - 3
+
+
+def arithmetic():
+    return torch.fx.symbolic_trace(Arithmetic())
+
+
+def scaled(factor):
+    def function(x):
+        return x * factor
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x, lambda x: -x),
+        (scaled(2), scaled(3)),
+        (torch.arange(5000), torch.cat([torch.arange(4999), torch.zeros(1, dtype=torch.int64)])),
+        ({"weights": torch.zeros(2000)}, {"weights": torch.ones(2000) * (torch.arange(2000) == 1000)}),
+        (nn.Linear(2, 2), nn.Linear(2, 2)),
+        (scaled, 1),
+    ],
+)
+def test_options_that_differ_have_signatures_that_differ(one, other):
+    signatures = [Replaces(tag=tag).signature for tag in (one, other)]
+    assert signatures[0] != signatures[1]
+    assert signatures == [Replaces(tag=tag).signature for tag in (one, other)]
+    first, second = Replaces(tag=one), Replaces(operator.sub, operator.floordiv, tag=other)
+    graph_module = second(first(arithmetic()))
+    first(graph_module, reverse=True)
+    assert len(history(graph_module)) == 1
+
+
+def test_local_classes_of_one_name_are_not_one_transformation():
+    def made(target):
+        class Local(Transformation):
+            def transform(self, graph_module):
+                for node in graph_module.graph.find_nodes(op="call_function", target=operator.mul):
+                    node.target = target
+                return graph_module
+
+        return Local()
+
+    assert made(operator.add).signature != made(operator.sub).signature
+    assert made(operator.add).signature == made(operator.add).signature
+
+
+def test_an_option_without_a_stable_text_is_refused():
+    with pytest.raises(PassError, match=r"no signature: give the pass a property `signature`"):
+        _ = Replaces(tag=(n for n in range(3))).signature
+
+
+class Plus(Replaces):
+    """The user's V, which changes what U does not touch."""
+
+    def __init__(self):
+        super().__init__(operator.sub, operator.add)
+
+    signature = "Plus"
+
+
+def test_a_hand_written_transformation_that_was_applied_before_and_after_another():
+    graph_module = arithmetic()
+    u, v = Doubles(), Plus()
+    once = copy.deepcopy(u(graph_module))
+    then = copy.deepcopy(v(graph_module))
+    u(graph_module)
+    assert len(history(graph_module)) == 3
+    other_way = copy.deepcopy(graph_module)
+    assert_round_trip(then, undo(graph_module))
+    assert_round_trip(once, undo(graph_module))
+    assert_round_trip(arithmetic(), undo(graph_module))
+    v(other_way, reverse=True)
+    assert names(other_way) == [repr(u), repr(u)]
+    assert_round_trip(arithmetic(), u(other_way, reverse=True))
+
+
+class Doubles(ReversibleTransformation):
+    """The user's U: each application adds a node, and `reverse` takes all of them away."""
+
+    def transform(self, graph_module):
+        (relu,) = graph_module.graph.find_nodes(op="call_function", target=torch.relu)
+        with graph_module.graph.inserting_before(relu):
+            node = graph_module.graph.call_function(operator.mul, (relu.args[0], 2))
+        relu.args = (node,)
+        self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module):
+        for node in reversed(self.get_transformed_nodes(graph_module)):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+        return graph_module
+
+
+class MarkLayers(ReversibleTransformation):
+    """Marks, and changes nothing; with an argument it is another transformation."""
+
+    def __init__(self, argument=None):
+        self.argument = argument
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_module", target="a"):
+            self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_module", target="a"):
+            self.mark_as_restored(node)
+        return graph_module
+
+
+@pytest.mark.parametrize("carry", [lambda gm: gm, copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+def test_marks_of_two_transformations_are_taken_off_in_any_order(carry):
+    one, two_ = MarkLayers(), MarkLayers("argument")
+    graph_module = carry(two_(one(two())))
+    node = next(iter(graph_module.graph.find_nodes(op="call_module", target="a")))
+    assert one.get_transformed_nodes(graph_module) == two_.get_transformed_nodes(graph_module) == [node]
+    one(graph_module, reverse=True)
+    assert not one.transformed(node)
+    assert two_.transformed(node)
+    two_(graph_module, reverse=True)
+    assert not two_.transformed(node)
+
+
+class ForgetsAConstant(Replaces):
+    """Its reverse is inexact: a subtraction that was there before becomes an addition, too."""
+
+    def __init__(self):
+        super().__init__(operator.mul, operator.sub)
+
+
+def test_a_reverse_that_gives_back_another_graph_is_an_error():
+    graph_module = ForgetsAConstant()(arithmetic())
+    before = copy.deepcopy(graph_module)
+    for undoing in (undo, lambda gm: ForgetsAConstant()(gm, reverse=True)):
+        with pytest.raises(
+            UndoError, match=r"more was changed than is undone by ForgetsAConstant.reverse.*sub"
+        ):
+            undoing(graph_module)
+        assert_round_trip(before, graph_module)
+
+
+def test_what_a_pass_changes_past_its_rewriter_is_noticed_by_undo():
+    class Sneaks(FuseBiasInLinear):
+        def apply(self, rewriter, site):
+            for node in rewriter.graph.find_nodes(op="call_function", target=torch.relu):
+                node.target = torch.sigmoid
+            return super().apply(rewriter, site)
+
+    layers = nn.Sequential(nn.Linear(2, 2), Relu())
+    graph_module = Sneaks()(torch.fx.symbolic_trace(layers))
+    after = copy.deepcopy(graph_module)
+    with pytest.raises(UndoError, match="more was changed than is undone"):
+        undo(graph_module)
+    assert_round_trip(after, graph_module)
+
+
+class Relu(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_record_is_in_the_mode_of_the_model(training):
+    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)).train(training)))
+    assert RECORD in dict(graph_module.named_children())
+    for carried in (graph_module, copy.deepcopy(graph_module), pickle.loads(pickle.dumps(graph_module))):
+        assert {module.training for module in carried.modules()} == {training}
+
+
+@pytest.mark.parametrize("name", ["relu", nn.ReLU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_new_activation_has_the_dtype_and_device_of_the_model(name, dtype):
+    graph_module = fxopt.trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(dtype), (X[:, :2].to(dtype),))
+    ReplaceActivation(name, nn.PReLU)(graph_module)
+    assert {parameter.dtype for parameter in graph_module.parameters()} == {dtype}
+    assert graph_module(X[:, :2].to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: fxopt.trace(m, (torch.ones(1, 2),))])
+def test_a_new_activation_of_a_function_call_is_where_the_model_is(trace):
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return torch.relu(self.layer(x))
+
+    graph_module = trace(Calls())
+    graph_module = graph_module.to("meta") if trace is torch.fx.symbolic_trace else graph_module
+    ReplaceActivation("relu", nn.PReLU)(graph_module)
+    assert {p.device for p in graph_module.parameters()} == {graph_module.layer.weight.device}
