@@ -170,7 +170,7 @@ def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> Non
 
 
 def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
-    """What stands at each qualified name: modules, parameters, buffers."""
+    """Yield the modules, parameters and buffers with their qualified names."""
     for path, module in graph_module.named_modules():
         for held in (module._modules, module._parameters, module._buffers):
             for name, value in held.items():

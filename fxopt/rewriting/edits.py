@@ -114,7 +114,7 @@ class Redirect:
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """What stood at qualified names, and what took its place: modules, parameters, buffers, or nothing (None)."""
+    """Modules, parameters and buffers at qualified names, and those that took their place; None stands for nothing."""
 
     before: Mapping[str, Any]
     after: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What was applied to a graph module, kept where copies and pickles keep it.
+"""The record of passes on a graph module, kept where copies and pickles keep it.
 
 Marks live in `node.meta`, which a deepcopy keeps and a pickle drops, and steps in a child module without
 parameters, which both keep. When it is pickled, it also writes down the nodes and their marks.
@@ -68,7 +68,7 @@ class Step:
 
     @property
     def logged(self) -> bool:
-        """Whether its changes are known so well that playing them back undoes it."""
+        """True where its changes are known so well that playing them back undoes it."""
         edits = self.edits or ()
         return bool(edits) and all(e.restore for e in edits if isinstance(e, Swapped))
 
@@ -195,7 +195,7 @@ def make_record(graph_module: GraphModule) -> PassRecord:
 
 
 def steps_of(graph_module: GraphModule) -> list[Step]:
-    """What was applied to a graph module and not undone, oldest first."""
+    """The applications to a graph module that were not undone, oldest first."""
     record = find_record(graph_module)
     return list(record.steps) if record else []
 

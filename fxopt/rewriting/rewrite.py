@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a pass would do to a graph: `str()` gives a table.
+    """The sites and refusals of a pass in a graph: `str()` gives a table.
 
     Attributes:
         name: the pass.

@@ -1,4 +1,4 @@
-"""What a transformation is: a callable that rewrites a graph module, marks the nodes it touched, and can be undone."""
+"""The contract of a transformation: a callable that rewrites a graph module, marks the nodes it touched, and can be undone."""
 
 from __future__ import annotations
 

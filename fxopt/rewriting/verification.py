@@ -26,7 +26,7 @@ from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference
 from fxopt.submodules import attribute, prefixes, sharing_copy
 
 Verify = bool | tuple[Any, ...]
-"""Whether to verify; or example inputs of the graph module, for shapes and dtypes that its nodes do not have."""
+"""True to verify, or example inputs of the graph module, for shapes and dtypes that its nodes do not have."""
 
 RTOL = 1e-9
 """How well both pieces agree in float64, relative to the largest value of a row, where no weights were rounded."""
