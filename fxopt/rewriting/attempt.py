@@ -118,7 +118,7 @@ class Attempt:
         changed = [
             NodeEdit(n, before[n], now[n], meta=nodes[n].meta)
             for n in now
-            if n in before and not before[n].agrees(now[n])
+            if n in before and before[n].differs(now[n])
         ]
         erased = [
             NodeEdit(n, before[n], None, nodes[n].prev.name, nodes[n].meta) for n in before if n not in now

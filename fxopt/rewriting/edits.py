@@ -18,16 +18,22 @@ from fxopt.rewriting.weights import Keep, Left, Restore
 FIELDS = ("op", "target", "args", "kwargs")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """A node, by name, inside the stored arguments of another."""
+    """A node, by name, inside the stored arguments of another; it reads like the node."""
 
     name: str
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeState:
-    """A node as data; the nodes among its arguments are `Reference`s."""
+    """A node as data; the nodes among its arguments are `Reference`s.
+
+    Arguments are compared by what they read like: 1 is not 1.0, and nan is nan.
+    """
 
     op: str
     target: Any
@@ -40,11 +46,12 @@ class NodeState:
         name: Any = lambda value: Reference(value.name)  # noqa: E731
         return cls(node.op, node.target, map_arg(node.args, name), map_arg(node.kwargs, name))
 
-    def agrees(self, other: NodeState, fields: Iterable[str] = FIELDS) -> bool:
-        """Tell whether two nodes have the same values in these fields."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in fields)
-        # Arguments by what they read like: 1 is not 1.0, and nan is nan.
-        return all(a is b or (a == b if callable(a) else repr(a) == repr(b)) for a, b in pairs)
+    def differs(self, other: NodeState | Node) -> list[str]:
+        """The fields in which a node is not as this one."""
+        same = {"op": self.op == other.op, "target": self.target == other.target}
+        same["args"] = repr(self.args) == repr(other.args)
+        same["kwargs"] = repr(self.kwargs) == repr(other.kwargs)
+        return [name for name in FIELDS if not same[name]]
 
     def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
         """The fields, with the nodes themselves among the arguments."""
@@ -90,7 +97,7 @@ class NodeEdit:
         """The fields that changed: all of them, where the node is new or gone."""
         if self.before is None or self.after is None:
             return list(FIELDS)
-        return [name for name in FIELDS if not self.before.agrees(self.after, [name])]
+        return self.before.differs(self.after)
 
 
 @dataclasses.dataclass(frozen=True)

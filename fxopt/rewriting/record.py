@@ -278,7 +278,7 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
         if value not in left:
             return False  # edited since
         left.remove(value)
-    return not now.agrees(before, ("args", "kwargs"))
+    return not {"args", "kwargs"}.isdisjoint(now.differs(before))
 
 
 def _literals(state: NodeState) -> list[str]:
@@ -330,19 +330,21 @@ def _digest(lines: list[str]) -> str:
 
 def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
     """Append path, identity and description of a module, and of each module and tensor in it."""
-    attributes = vars(module)
-    options = [
-        (k, v) for k, v in attributes.items() if k[0] != "_" and k != PROVENANCE and isinstance(v, PLAIN)
-    ]
+    held = vars(module)
+    options = [(k, v) for k, v in held.items() if isinstance(v, PLAIN) and k[0] != "_" and k != PROVENANCE]
     entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
-    for registry in ("_parameters", "_buffers"):
-        for name, tensor in attributes[registry].items():
-            if tensor is not None:
-                facts = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-                entries.append((f"{path}.{name}", id(tensor), f"{type(tensor).__name__} {facts!r}"))
-    for name, child in attributes["_modules"].items():
+    for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
+        if tensor is not None:
+            text = _text_of(type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            entries.append((f"{path}.{name}", id(tensor), text))
+    for name, child in held["_modules"].items():
         if child is not None and not isinstance(child, PassRecord):
             _describe(f"{path}.{name}", child, entries)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(kind: type, *facts: object) -> str:
+    return f"{kind.__name__} {facts}"
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -194,7 +194,7 @@ class Rewrite(Transformation, Generic[S]):
         def take_back() -> None:
             rewriter.roll_back()
             set_steps(graph_module, steps, orders)
-            unmark_names(graph_module, self.signature, {node.name for node in marked})
+            unmark_names(graph_module, rewriter.signature, {node.name for node in marked})
 
         try:
             rows, nodes = self._rewrite_sites(rewriter, verify)
@@ -210,11 +210,11 @@ class Rewrite(Transformation, Generic[S]):
             check_promise(self, graph_module, steps)
             marked += [node for node in dict.fromkeys(nodes) if not node._erased]
             for node in marked:
-                mark(node, self.signature)
+                mark(node, rewriter.signature)
             if rewriter.log:
                 step = Step(
                     name=repr(self),
-                    signature=self.signature,
+                    signature=rewriter.signature,
                     nodes=len(marked),
                     reversible=self.reversible,
                     sites=sum(row.reason is None for row in rows),

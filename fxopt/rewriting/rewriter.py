@@ -189,7 +189,7 @@ class Rewriter:
 
     def _change_back(self, edit: NodeEdit, left: NodeState, nodes: _Nodes) -> None:
         node, fields = nodes[edit.name], edit.fields
-        if fields and not NodeState.of(node).agrees(left, fields):
+        if not {*fields}.isdisjoint(left.differs(node)):
             raise changed(node.name, node)
         if edit.before is not None:
             state = edit.before.resolved(nodes)

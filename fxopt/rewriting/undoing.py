@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxopt import submodules
 from fxopt.errors import UndoError
 from fxopt.rewriting.attempt import Applied, Attempt
-from fxopt.rewriting.edits import NodeEdit, NodeState, conflicts
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, conflicts
 from fxopt.rewriting.record import (
     Step,
     fingerprint,
@@ -82,14 +82,14 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     try:
         if step.edits is None:
             raise UndoError("what it did could not be pickled together with the graph module")
-        exact = fingerprint(graph_module) == step.after
-        rewriter.play_back(step.edits)
-        for path in rewriter.orders.keys() & orders.keys():
-            submodules.order_children(graph_module, path, orders[path])
+        _play_back(rewriter, step.edits, orders)
+        if fingerprint(graph_module) != step.before:
+            rewriter.roll_back()
+            if fingerprint(graph_module) == step.after:
+                raise UndoError(_INEXACT)
+            _play_back(rewriter, step.edits, orders)  # the difference was made by others, and stays
         unmarked += _unmark(graph_module, [step], standing)
         set_steps(graph_module, standing, orders)
-        if exact and fingerprint(graph_module) != step.before:
-            raise UndoError(_INEXACT)
     except BaseException as error:
         take_back()
         if not isinstance(error, Exception):
@@ -97,6 +97,12 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
         why = str(error) if isinstance(error, UndoError) else f"{type(error).__name__}: {error}"
         raise UndoError(f"{step.name} cannot be undone: {why}") from error
     return graph_module, take_back
+
+
+def _play_back(rewriter: Rewriter, edits: Sequence[Edit], orders: Mapping[str, list[str]]) -> None:
+    rewriter.play_back(edits)
+    for path in rewriter.orders.keys() & orders.keys():
+        submodules.order_children(rewriter.graph_module, path, orders[path])
 
 
 def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:
@@ -163,7 +169,7 @@ def _check_exact(
     wrong = [
         n
         for n in nodes | now
-        if n not in nodes or n not in now or not (nodes[n] == now[n] or nodes[n].agrees(now[n]))
+        if n not in nodes or n not in now or not (nodes[n] == now[n] or not nodes[n].differs(now[n]))
     ]
     exact = attempt.fingerprint == undone[-1].after and [*steps[-len(undone) :]] == [*undone]
     # A hand-written reverse may leave numbers of another type, and modules in another order.
