@@ -42,7 +42,8 @@ _FIRST = {
     "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
     "effects.py": ["tests/test_memory.py"],
     "rewriting": [
-        *("tests/test_undo_of_compositions.py", "tests/test_history.py", "tests/test_rewrite.py"),
+        *("tests/test_rewriter.py", "tests/test_fingerprint.py", "tests/test_undo_of_compositions.py"),
+        *("tests/test_undo_between_edits.py", "tests/test_history.py", "tests/test_rewrite.py"),
         *("tests/passes/test_fuse_batch_norm1d_in_linear.py", "tests/passes/test_metadata.py"),
         *("tests/passes/test_merge_linears.py", "tests/passes/test_undo_folds.py"),
         *(

@@ -1,0 +1,234 @@
+"""The rewriter's log, played back: by rolling back after an error, and by undo beside other changes."""
+
+import copy
+import dataclasses
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import PassError, ReversibleRewrite, UndoError, undo
+from fxopt.rewriting.record import MARKS, fingerprint
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.testing import assert_round_trip, randomise
+
+X = torch.randn(3, 4)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x):
+        a = self.first(x)
+        b = self.second(a)
+        return a + b, self.act(b), -a
+
+
+def traced():
+    return torch.fx.symbolic_trace(randomise(Model()))
+
+
+def nodes_of(graph_module):
+    return {node.name: node for node in graph_module.graph.nodes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes(ReversibleRewrite):
+    """Changes the graph as a function says, once."""
+
+    change: Callable[..., Any]
+
+    def match(self, graph_module):
+        if not self.get_transformed_nodes(graph_module):
+            yield graph_module.graph.output_node()
+
+    def apply(self, rewriter, node):
+        self.change(rewriter, nodes_of(rewriter.graph_module))
+        return node
+
+
+def use_second_for_first(rewriter, nodes):
+    rewriter.replace_uses(nodes["first"], nodes["second"])
+
+
+def wrap_first(rewriter, nodes):
+    wrapped = rewriter.create("call_function", torch.relu, (nodes["first"],), before=nodes["second"])
+    rewriter.replace_uses(nodes["first"], wrapped)
+
+
+def drop_act(rewriter, nodes):
+    rewriter.replace_uses(nodes["act"], nodes["second"])
+    rewriter.erase(nodes["act"])
+
+
+def drop_all_but_first(rewriter, nodes):
+    rewriter.set(nodes["output"], args=(nodes["first"],))
+    for name in ("neg", "act", "add", "second"):
+        rewriter.erase(nodes[name])
+    rewriter.remove_module("second")
+
+
+def replace_act(rewriter, nodes):
+    rewriter.replace_module("act", nn.SiLU())
+
+
+def replace_act_again(rewriter, nodes):
+    rewriter.replace_module("act", nn.GELU())
+
+
+def replace_second(rewriter, nodes):
+    rewriter.replace_module("second", nn.Linear(4, 4, bias=False))
+
+
+def turn_add(rewriter, nodes):
+    rewriter.set(nodes["add"], args=(*reversed(nodes["add"].args),))
+
+
+def multiply(rewriter, nodes):
+    rewriter.set(nodes["add"], target=operator.mul, args=(nodes["first"], 1))
+
+
+def add_a_scale(rewriter, nodes):
+    path = rewriter.add_module("", "scale", nn.Linear(4, 4))
+    scaled = rewriter.create("call_module", path, (nodes["second"],), before=nodes["add"])
+    rewriter.replace_input(nodes["add"], nodes["second"], scaled)
+
+
+CHANGES = [
+    *(use_second_for_first, wrap_first, drop_act, drop_all_but_first, replace_act, replace_second),
+    *(turn_add, multiply, add_a_scale),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_rolled_back_and_undone(change):
+    before = traced()
+    graph_module = copy.deepcopy(before)
+    rewriter = Rewriter(graph_module)
+    change(rewriter, nodes_of(graph_module))
+    assert fingerprint(graph_module) != fingerprint(before)
+    rewriter.roll_back()
+    assert not rewriter.log
+    assert_round_trip(before, graph_module)
+
+    changed = Changes(change)(copy.deepcopy(before))
+    code = changed.code
+    for carried in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        restored = undo(carried)
+        assert_round_trip(before, restored)
+        assert Changes(change)(restored).code == code, "names are not free again"
+
+
+def test_a_node_comes_back_behind_its_inputs_where_the_one_before_it_is_gone():
+    class Parallel(nn.Module):
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            b = -x
+            return torch.relu(a) + b
+
+    graph_module = torch.fx.symbolic_trace(Parallel())
+
+    def drop_relu(rewriter, nodes):
+        rewriter.replace_uses(nodes["relu"], nodes["sigmoid"])
+        rewriter.erase(nodes["relu"])
+
+    changed = Changes(drop_relu)(graph_module)
+    nodes = nodes_of(changed)
+    nodes["add"].args = (nodes["sigmoid"], nodes["x"])
+    changed.graph.erase_node(nodes["neg"])
+    changed.recompile()
+    torch.testing.assert_close(undo(changed)(X), X.sigmoid().relu() + X)
+
+
+def test_names_of_erased_nodes_stay_theirs():
+    before = traced()
+    changed = Changes(drop_act)(copy.deepcopy(before))
+    with changed.graph.inserting_before(changed.graph.output_node()):
+        added = changed.graph.create_node(
+            "call_function", torch.sigmoid, (nodes_of(changed)["add"],), name="act"
+        )
+    assert added.name != "act"
+    restored = undo(changed)
+    restored.graph.erase_node(added)
+    restored.recompile()
+    assert_round_trip(before, restored)
+
+
+def test_a_module_of_another_class_is_not_taken_for_the_one_that_was_put_there():
+    changed = Changes(replace_act)(traced())
+    changed.act.__class__ = nn.Mish
+    with pytest.raises(UndoError, match="act was changed since"):
+        undo(changed)
+
+
+def test_weights_that_were_trained_are_not_thrown_away():
+    changed = Changes(replace_second)(traced())
+    with torch.no_grad():
+        changed.second.weight.add_(1)
+    output = changed(X)[0]
+    with pytest.raises(UndoError, match="the weights of second have changed since"):
+        undo(changed)
+    assert torch.equal(changed(X)[0], output)
+
+
+def test_what_undo_gives_back_belongs_to_one_graph_module():
+    before = traced()
+    changed = Changes(replace_second)(copy.deepcopy(before))
+    other = copy.deepcopy(changed)
+    restored = undo(changed)
+    with torch.no_grad():
+        restored.second.weight.add_(1)
+    assert_round_trip(before, undo(other))
+
+
+def test_a_number_of_another_type_is_a_change():
+    changed = Changes(multiply)(traced())
+    node = nodes_of(changed)["add"]
+    node.args = (node.args[0], 1.0)
+    with pytest.raises(UndoError, match="add was changed since"):
+        undo(changed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(replace_act, replace_act_again), (use_second_for_first, multiply), (turn_add, use_second_for_first)],
+)
+def test_what_was_changed_again_is_undone_in_order(first, second):
+    before = traced()
+    changed = Changes(second)(Changes(first)(copy.deepcopy(before)))
+    with pytest.raises(
+        UndoError, match=rf"same place was rewritten since. Undo Changes\(.*{second.__name__}"
+    ):
+        Changes(first)(changed, reverse=True)
+    assert_round_trip(before, undo(changed, 2))
+
+
+def test_changes_of_which_a_pickle_dropped_the_log_are_undone_in_no_order():
+    def add_something_local(rewriter, nodes):
+        class Local(nn.Identity):
+            pass
+
+        rewriter.set(nodes["output"], kwargs={})
+        rewriter.set(nodes["neg"], target=lambda x: -x)
+
+    before = traced()
+    changed = Changes(replace_act)(Changes(add_something_local)(copy.deepcopy(before)))
+    assert_round_trip(before, undo(changed, 2))
+
+
+def test_marks_go_where_the_graph_is_invalid():
+    def read_too_early(rewriter, nodes):
+        rewriter.create("call_function", torch.relu, (nodes["second"],), before=nodes["first"])
+
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(PassError, match="left an invalid graph"):
+        Changes(read_too_early)(graph_module)
+    assert not any(MARKS in node.meta for node in graph_module.graph.nodes)
+    assert_round_trip(before, graph_module)
