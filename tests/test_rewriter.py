@@ -62,6 +62,12 @@ def wrap_first(rewriter, nodes):
     rewriter.replace_uses(nodes["first"], wrapped)
 
 
+def read_first_in_two_ways(rewriter, nodes):
+    read = rewriter.create("call_function", torch.relu, (nodes["first"],), before=nodes["second"])
+    rewriter.set(nodes["neg"], args=(read,))
+    rewriter.replace_uses(nodes["act"], read)
+
+
 def drop_act(rewriter, nodes):
     rewriter.replace_uses(nodes["act"], nodes["second"])
     rewriter.erase(nodes["act"])
@@ -101,7 +107,15 @@ def add_a_scale(rewriter, nodes):
 
 
 CHANGES = [
-    *(use_second_for_first, wrap_first, drop_act, drop_all_but_first, replace_act, replace_second),
+    *(
+        use_second_for_first,
+        wrap_first,
+        read_first_in_two_ways,
+        drop_act,
+        drop_all_but_first,
+        replace_act,
+        replace_second,
+    ),
     *(turn_add, multiply, add_a_scale),
 ]
 
@@ -220,6 +234,42 @@ def test_changes_of_which_a_pickle_dropped_the_log_are_undone_in_no_order():
     before = traced()
     changed = Changes(replace_act)(Changes(add_something_local)(copy.deepcopy(before)))
     assert_round_trip(before, undo(changed, 2))
+
+
+def change_operator(rewriter, nodes):
+    rewriter.set(nodes["relu"], target=torch.ops.aten.sigmoid.default)
+
+
+def test_operators_of_aten_survive_a_pickle():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.create_node("call_function", torch.ops.aten.relu.default, (x,), name="relu"))
+    before = torch.fx.GraphModule(nn.Module(), graph)
+    changed = Changes(change_operator)(copy.deepcopy(before))
+    assert_round_trip(before, undo(pickle.loads(pickle.dumps(changed))))
+
+
+class WithOptions(ReversibleRewrite):
+    def __init__(self, target):
+        self.target = target
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=operator.add)
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target=self.target)
+
+
+def test_options_that_were_changed_after_applying_are_an_error():
+    before = traced()
+    pass_ = WithOptions(operator.mul)
+    changed = pass_(copy.deepcopy(before))
+    pass_.target = operator.sub
+    with pytest.raises(
+        UndoError, match=r"WithOptions\(target=_operator.sub\) was WithOptions\(target=_operator.mul"
+    ):
+        pass_(changed, reverse=True)
+    assert_round_trip(before, undo(changed))
 
 
 def test_marks_go_where_the_graph_is_invalid():

@@ -9,7 +9,9 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
@@ -53,6 +55,15 @@ class NodeState:
         same["kwargs"] = repr(self.kwargs) == repr(other.kwargs)
         return [name for name in FIELDS if not same[name]]
 
+    def __getstate__(self) -> dict[str, Any]:
+        operator = isinstance(self.target, OpOverload)  # which torch cannot pickle
+        return {**vars(self), "target": _Operator(str(self.target)) if operator else self.target}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if isinstance(self.target, _Operator):
+            vars(self)["target"] = functools.reduce(getattr, self.target.split("."), torch.ops)
+
     def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
         """The fields, with the nodes themselves among the arguments."""
 
@@ -72,6 +83,10 @@ class NodeState:
 
         map_aggregate((self.args, self.kwargs), note)
         return found
+
+
+class _Operator(str):
+    """The name of an operator below `torch.ops`, with its overload."""
 
 
 @dataclasses.dataclass(frozen=True)

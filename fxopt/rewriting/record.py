@@ -12,7 +12,7 @@ import hashlib
 import pickle
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -335,7 +335,8 @@ def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, 
     entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
     for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
         if tensor is not None:
-            text = _text_of(type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            kind = type(tensor).__name__
+            text = _text_of(kind, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
             entries.append((f"{path}.{name}", id(tensor), text))
     for name, child in held["_modules"].items():
         if child is not None and not isinstance(child, PassRecord):
@@ -343,8 +344,8 @@ def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _text_of(kind: type, *facts: object) -> str:
-    return f"{kind.__name__} {facts}"
+def _text_of(*facts: Hashable) -> str:
+    return repr(facts)
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -27,7 +27,12 @@ from fxopt.rewriting.record import (
     unmark_names,
 )
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
+from fxopt.rewriting.transformation import (
+    ReversibleTransformation,
+    Transformation,
+    check_graph_module,
+    own_steps,
+)
 from fxopt.rewriting.verification import Verify
 from fxopt.rewriting.weights import provenance
 
@@ -312,7 +317,7 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             raise UndoError(
                 f"{self!r} cannot be undone: it keeps no copy of the weights: make it with reversible=True"
             )
-        own = [step for step in steps_of(graph_module) if step.signature == self.signature]
+        own = own_steps(self, graph_module)
         if not own:
             check_no_trace(self, graph_module)
         return undoing.undo_steps(graph_module, own)

@@ -8,10 +8,10 @@ import warnings
 
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning
+from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
-from fxopt.rewriting.record import MARKS, find_record, mark, marked_nodes, steps_of, unmark
+from fxopt.rewriting.record import MARKS, Step, find_record, mark, marked_nodes, steps_of, unmark
 from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.verification import Verifier, Verify
 
@@ -189,8 +189,19 @@ class ReversibleTransformation(Transformation):
         unmark(node, self.signature)
 
     def _reversed(self, graph_module: GraphModule) -> Applied:
-        own = [step for step in steps_of(graph_module) if step.signature == self.signature]
-        return undoing.reverse_by_hand(self, graph_module, own)
+        return undoing.reverse_by_hand(self, graph_module, own_steps(self, graph_module))
+
+
+def own_steps(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
+    """The applications of a transformation; UndoError if its options were changed since."""
+    steps = steps_of(graph_module)
+    own = [step for step in steps if step.signature == pass_.signature]
+    for step in steps:
+        if step.transformation is pass_ and step not in own:
+            raise UndoError(
+                f"{pass_!r} was {step.name} when it was applied: undo it with these options, or with fxopt.undo"
+            )
+    return own
 
 
 def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:

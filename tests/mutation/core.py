@@ -151,7 +151,7 @@ CORE = (
     Fault("rewrite: a lost record is seen by marks alone", _REWRITE, "if pass_.signature in provenance(m)]", "if False]"),
     Fault("rewrite: half of it stays after an error", _REWRITE, '            take_back()\n            error.add_note(f"raised by', '            error.add_note(f"raised by'),
     Fault("rewrite: marks stay after an error", _REWRITE, "            unmark_names(graph_module, rewriter.signature, {node.name for node in marked})", "            pass"),
-    Fault("rewrite: only the last application is undone", _REWRITE, "own = [step for step in steps_of(graph_module) if step.signature == self.signature]", "own = [step for step in steps_of(graph_module) if step.signature == self.signature][-1:]"),
+    Fault("rewrite: only the last application is undone", _REWRITE, "own = own_steps(self, graph_module)", "own = own_steps(self, graph_module)[-1:]"),
     Fault("rewrite: explaining with verification rewrites", _REWRITE, "            graph_module = submodules.sharing_copy(graph_module)\n", ""),
     Fault("rewrite: a promise is not checked", _REWRITE, "            check_promise(self, graph_module, steps)", "            pass"),
     Fault("rewrite: a wrong site stays", _REWRITE, "                    rewriter.roll_back(start)", "                    pass"),
