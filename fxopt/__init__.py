@@ -19,8 +19,9 @@ from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
+from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.history import applied, history, undo
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite, Rewrite
+from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_any
 
 from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
-from fxopt.rewriting.rewrite import Refusal
+from fxopt.rewriting.explanation import Refusal
 from fxopt.submodules import attribute, is_inside, split_path
 
 

@@ -23,7 +23,8 @@ from fxopt import (
     undo,
 )
 from fxopt.passes import available
-from fxopt.rewriting.rewrite import Explanation, Refusal, Rewrite, Row
+from fxopt.rewriting.explanation import Explanation, Refusal, Row
+from fxopt.rewriting.rewrite import Rewrite
 from fxopt.testing import assert_round_trip, randomise
 
 

@@ -27,7 +27,8 @@ from fxopt.precision_plan import (
     read_obstacle,
     too_large,
 )
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import copied
 from fxopt.submodules import find, with_values

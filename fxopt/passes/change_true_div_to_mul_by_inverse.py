@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_all
 from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 
 

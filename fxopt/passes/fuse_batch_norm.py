@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
 

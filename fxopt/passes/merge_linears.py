@@ -17,7 +17,8 @@ from fxopt import graph, operators, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 
 

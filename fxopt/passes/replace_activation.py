@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import PROVENANCE, provenance
 

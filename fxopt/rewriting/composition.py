@@ -11,8 +11,9 @@ from torch.fx import GraphModule, Node
 from fxopt import submodules
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied
+from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.record import MARKS, orders_of, set_steps, steps_of
-from fxopt.rewriting.rewrite import Explanation, Rewrite, check_no_trace
+from fxopt.rewriting.rewrite import Rewrite, check_no_trace
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_and_compile
 from fxopt.rewriting.verification import Verify
 

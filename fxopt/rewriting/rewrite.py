@@ -1,13 +1,11 @@
-"""A pass as `match` and `apply`: sites, refusals, and what follows from the log of the rewriter."""
+"""A pass as `match` and `apply`; what else it needs follows from the log of the rewriter."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -16,6 +14,7 @@ from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWa
 from fxopt.rewriting import undoing, verification
 from fxopt.rewriting.attempt import Applied, check_promise
 from fxopt.rewriting.edits import as_data
+from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.record import (
     Step,
     fingerprint,
@@ -36,88 +35,7 @@ from fxopt.rewriting.transformation import (
 from fxopt.rewriting.verification import Verify
 from fxopt.rewriting.weights import provenance
 
-
-class Site(Protocol):
-    """A place that a pass can rewrite; `node` stands for it in tables. A node may also be one itself."""
-
-    @property
-    def node(self) -> Node: ...
-
-
 S = TypeVar("S", bound=Site | Node)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """A place that looks like a site and is left alone, with the reason.
-
-    Example:
-        >>> import torch
-        >>> (node,) = torch.fx.symbolic_trace(torch.nn.Identity()).graph.find_nodes(op="placeholder", target="input")
-        >>> Refusal(node, "it is an input").reason
-        'it is an input'
-    """
-
-    node: Node
-    reason: str
-
-
-class Row(NamedTuple):
-    """A site (`reason` is `None`) or a refusal.
-
-    Attributes:
-        node: the name of the node.
-        module: the module that it calls or belongs to; empty where the trace does not tell.
-        reason: why it is left alone.
-        source: `file:line` of the model's code; empty where the trace does not tell.
-    """
-
-    node: str
-    module: str
-    reason: str | None
-    source: str = ""
-
-    @classmethod
-    def of(cls, found: Site | Node | Refusal) -> Row:
-        """Describe what `match` found."""
-        node, reason = _node(found), found.reason if isinstance(found, Refusal) else None
-        return cls(node.name, graph.module_path(node), reason, graph.source_line(node))
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The sites and refusals of a pass in a graph: `str()` gives a table.
-
-    Attributes:
-        name: the pass.
-        rows: the sites and refusals, in the order of matching.
-    """
-
-    name: str
-    rows: tuple[Row, ...]
-
-    @property
-    def sites(self) -> tuple[tuple[str, str], ...]:
-        """Node and module of what would be rewritten."""
-        return tuple((row.node, row.module) for row in self.rows if row.reason is None)
-
-    @property
-    def refusals(self) -> tuple[tuple[str, str, str], ...]:
-        """Node, module and reason of what would be left alone."""
-        return tuple((row.node, row.module, row.reason) for row in self.rows if row.reason is not None)
-
-    def __str__(self) -> str:
-        head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
-        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "rewritten") for r in self.rows]
-        columns = [column for column in zip(*cells, strict=True) if any(column)]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in zip(*columns, strict=True)
-        ]
-        return "\n  ".join([head, *lines])
-
-    __repr__ = __str__
 
 
 class Rewrite(Transformation, Generic[S]):
@@ -251,10 +169,12 @@ class Rewrite(Transformation, Generic[S]):
             found = list(self.match(graph_module))
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
             sites = [
-                each for each in found if not isinstance(each, Refusal) and not rows[_node(each).name].reason
+                each
+                for each in found
+                if not isinstance(each, Refusal) and not rows[node_of(each).name].reason
             ]
             for site in sites:
-                row, start, where = rows[_node(site).name], len(rewriter.log), graph.place(_node(site))
+                row, start, where = rows[node_of(site).name], len(rewriter.log), graph.place(node_of(site))
                 settled.add(row.node)
                 nodes = self._rewrite_site(rewriter, site, where)
                 reason = verifier and verifier.difference(rewriter.log[start:], rewriter.made)
@@ -283,10 +203,6 @@ class Rewrite(Transformation, Generic[S]):
             error.add_note(f"{type(self).__name__} was rewriting {where}")
             raise
         return [made] if isinstance(made, Node) else list(made or ())
-
-
-def _node(found: Site | Node | Refusal) -> Node:
-    return found if isinstance(found, Node) else found.node
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):

@@ -1,0 +1,96 @@
+"""Sites and refusals as tables: what `match` found in a graph, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import NamedTuple, Protocol
+
+from torch.fx import Node
+
+from fxopt import graph
+
+
+class Site(Protocol):
+    """A place that a pass can rewrite; `node` stands for it in tables. A node may also be one itself."""
+
+    @property
+    def node(self) -> Node: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A place that looks like a site and is left alone, with the reason.
+
+    Example:
+        >>> import torch
+        >>> (node,) = torch.fx.symbolic_trace(torch.nn.Identity()).graph.find_nodes(op="placeholder", target="input")
+        >>> Refusal(node, "it is an input").reason
+        'it is an input'
+    """
+
+    node: Node
+    reason: str
+
+
+class Row(NamedTuple):
+    """A site (`reason` is `None`) or a refusal.
+
+    Attributes:
+        node: the name of the node.
+        module: the module that it calls or belongs to; empty where the trace does not tell.
+        reason: why it is left alone.
+        source: `file:line` of the model's code; empty where the trace does not tell.
+    """
+
+    node: str
+    module: str
+    reason: str | None
+    source: str = ""
+
+    @classmethod
+    def of(cls, found: Site | Node | Refusal) -> Row:
+        """Describe what `match` found."""
+        node, reason = node_of(found), found.reason if isinstance(found, Refusal) else None
+        return cls(node.name, graph.module_path(node), reason, graph.source_line(node))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The sites and refusals of a pass in a graph: `str()` gives a table.
+
+    Attributes:
+        name: the pass.
+        rows: the sites and refusals, in the order of matching.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def sites(self) -> tuple[tuple[str, str], ...]:
+        """Node and module of what would be rewritten."""
+        return tuple((row.node, row.module) for row in self.rows if row.reason is None)
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str, str], ...]:
+        """Node, module and reason of what would be left alone."""
+        return tuple((row.node, row.module, row.reason) for row in self.rows if row.reason is not None)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
+        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "rewritten") for r in self.rows]
+        columns = [column for column in zip(*cells, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        lines = [
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in zip(*columns, strict=True)
+        ]
+        return "\n  ".join([head, *lines])
+
+    __repr__ = __str__
+
+
+def node_of(found: Site | Node | Refusal) -> Node:
+    """The node that stands for a site or a refusal."""
+    return found if isinstance(found, Node) else found.node
