@@ -272,6 +272,14 @@ def test_options_that_were_changed_after_applying_are_an_error():
     assert_round_trip(before, undo(changed))
 
 
+def test_a_module_tells_of_all_passes_that_made_it_where_the_record_is_lost():
+    changed = Changes(replace_act_again)(Changes(replace_act)(traced()))
+    retraced = torch.fx.symbolic_trace(changed)
+    for change in (replace_act, replace_act_again):
+        with pytest.raises(UndoError, match="cannot be undone: it rewrote act, but the record of how is gone"):
+            Changes(change)(retraced, reverse=True)
+
+
 def test_marks_go_where_the_graph_is_invalid():
     def read_too_early(rewriter, nodes):
         rewriter.create("call_function", torch.relu, (nodes["second"],), before=nodes["first"])
