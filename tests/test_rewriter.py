@@ -14,6 +14,7 @@ from torch import nn
 from fxopt import PassError, ReversibleRewrite, UndoError, undo
 from fxopt.rewriting.record import MARKS, fingerprint
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.weights import Left, copied
 from fxopt.testing import assert_round_trip, randomise
 
 X = torch.randn(3, 4)
@@ -199,6 +200,33 @@ def test_what_undo_gives_back_belongs_to_one_graph_module():
     with torch.no_grad():
         restored.second.weight.add_(1)
     assert_round_trip(before, undo(other))
+
+
+def test_what_undo_gives_back_is_as_it_was_when_the_pass_was_applied():
+    model = randomise(Model())
+    graph_module = torch.fx.symbolic_trace(model)
+    before = copy.deepcopy(graph_module)
+    changed = Changes(replace_second)(graph_module)
+    with torch.no_grad():
+        model.second.weight.add_(1)  # which the graph module shared
+    assert_round_trip(before, undo(changed))
+
+
+def test_copies_of_one_module_are_one():
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = layer.weight
+    made = copied({"a": layer, "b": layer, "c": other})
+    assert made["a"] is made["b"] is not layer
+    assert made["c"].weight is made["a"].weight is not layer.weight
+
+
+def test_only_a_change_of_requires_grad_is_followed():
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    restored = Left.of(layer).follow(copy.deepcopy(layer), copy.deepcopy(layer).double())
+    assert restored.weight.dtype == torch.float64
+    assert not restored.weight.requires_grad
+    assert restored.bias.requires_grad
 
 
 def test_a_number_of_another_type_is_a_change():
