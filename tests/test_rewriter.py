@@ -107,6 +107,31 @@ def add_a_scale(rewriter, nodes):
     rewriter.replace_input(nodes["add"], nodes["second"], scaled)
 
 
+def read_the_scaled(rewriter, nodes):
+    rewriter.replace_input(nodes["neg"], nodes["first"], nodes["scale"])
+
+
+def double_the_scaled(rewriter, nodes):
+    doubled = rewriter.create("call_function", operator.mul, (nodes["scale"], 2), before=nodes["output"])
+    rewriter.erase(doubled)
+
+
+def stop_returning_neg(rewriter, nodes):
+    rewriter.set(nodes["output"], args=((nodes["add"], nodes["act"]),))
+
+
+def erase_neg(rewriter, nodes):
+    rewriter.erase(nodes["neg"])
+
+
+def use_second_for_act(rewriter, nodes):
+    rewriter.replace_uses(nodes["act"], nodes["second"])
+
+
+def erase_act(rewriter, nodes):
+    rewriter.erase(nodes["act"])
+
+
 CHANGES = [
     *(
         use_second_for_first,
@@ -239,7 +264,15 @@ def test_a_number_of_another_type_is_a_change():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(replace_act, replace_act_again), (use_second_for_first, multiply), (turn_add, use_second_for_first)],
+    [
+        *(
+            (replace_act, replace_act_again),
+            (use_second_for_first, multiply),
+            (turn_add, use_second_for_first),
+        ),
+        *((wrap_first, multiply), (multiply, wrap_first), (add_a_scale, read_the_scaled)),
+        *((add_a_scale, double_the_scaled), (stop_returning_neg, erase_neg), (use_second_for_act, erase_act)),
+    ],
 )
 def test_what_was_changed_again_is_undone_in_order(first, second):
     before = traced()
@@ -262,6 +295,38 @@ def test_changes_of_which_a_pickle_dropped_the_log_are_undone_in_no_order():
     before = traced()
     changed = Changes(replace_act)(Changes(add_something_local)(copy.deepcopy(before)))
     assert_round_trip(before, undo(changed, 2))
+
+
+class TwoCalls(nn.Module):
+    def forward(self, x):
+        a = -x
+        return torch.relu(a), torch.relu(a)
+
+
+def read_x(rewriter, nodes):
+    rewriter.set(nodes["relu_1"], args=(nodes["x"],))
+
+
+def read_x_elsewhere(rewriter, nodes):
+    rewriter.set(nodes["relu_1"], target=torch.sigmoid, args=(nodes["x"],))
+
+
+@pytest.mark.parametrize("change", [read_x, read_x_elsewhere])
+def test_a_graph_that_is_pickled_with_the_code_of_another_order(change):
+    graph_module = torch.fx.symbolic_trace(TwoCalls())
+    expected = graph_module(X)
+    changed = Changes(change)(graph_module)
+    nodes = nodes_of(changed)
+    nodes["relu"].prepend(nodes["relu_1"])  # and the code is not generated again
+    loaded = pickle.loads(pickle.dumps(changed))
+    nodes = nodes_of(loaded)
+    assert nodes["relu"].args == (nodes["neg"],)
+    try:
+        restored = undo(loaded)
+    except UndoError:
+        return
+    for one, other in zip(expected, restored(X), strict=True):
+        assert torch.equal(one, other)
 
 
 def change_operator(rewriter, nodes):
@@ -304,7 +369,9 @@ def test_a_module_tells_of_all_passes_that_made_it_where_the_record_is_lost():
     changed = Changes(replace_act_again)(Changes(replace_act)(traced()))
     retraced = torch.fx.symbolic_trace(changed)
     for change in (replace_act, replace_act_again):
-        with pytest.raises(UndoError, match="cannot be undone: it rewrote act, but the record of how is gone"):
+        with pytest.raises(
+            UndoError, match="cannot be undone: it rewrote act, but the record of how is gone"
+        ):
             Changes(change)(retraced, reverse=True)
 
 

@@ -88,9 +88,6 @@ class Step:
             why = f"it cannot be unpickled ({type(error).__name__}: {error})"
         raise UndoError(f"{self.name} is not known here: {why}. Undo it with {self.name}(gm, reverse=True)")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        return self  # nothing in it is ever changed
-
     def __getstate__(self) -> dict[str, Any]:
         pickled = self.transformation
         if not isinstance(pickled, bytes | None):

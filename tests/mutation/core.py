@@ -81,7 +81,6 @@ CORE = (
     Fault("record: the fingerprint ignores ties", _RECORD, "{path} {text} {first[identity]}", "{path} {text}"),
     Fault("record: the fingerprint holds addresses", _RECORD, '    text = _ADDRESS.sub("", text) if " at 0x" in text else text\n', ""),
     Fault("record: all steps have one key", _RECORD, "default_factory=lambda: uuid.uuid4().hex", "default_factory=str"),
-    Fault("record: a copied step is another step", _RECORD, "        return self  # nothing in it", "        return dataclasses.replace(self, key=uuid.uuid4().hex)  # nothing in it"),
     Fault("record: marks are lost in a pickle", _RECORD, "            node.meta[MARKS] = fact.marks", "            pass"),
     Fault("record: positions are trusted after an edit", _RECORD, "    if [fact.kind for fact in facts] != [_kind(node) for node in nodes]:", "    if len(facts) != len(nodes):"),
     Fault("record: inputs of nodes may differ after a pickle", _RECORD, "        if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:", "        if False:"),
