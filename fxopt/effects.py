@@ -48,6 +48,27 @@ def gives_new_memory(node: Node, module: nn.Module | None) -> bool:
     return Fact.NEW in facts_of(node, module) and written_by(node, module) == ()
 
 
+def is_pure(node: Node, module: nn.Module | None) -> bool:
+    """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
+    facts = facts_of(node, module)
+    if (
+        not facts
+        or written_by(node, module) != ()
+        or (module and any(True for _ in written_parameters(module)))
+    ):
+        return False
+    return Fact.RANDOM not in facts or _is_inactive(node, module)
+
+
+def _is_inactive(node: Node, module: nn.Module | None) -> bool:
+    """Tell whether what may draw random numbers draws none: dropout outside of training."""
+    if module is not None:
+        return not any(part.training for part in module.modules())
+    chances = [node.kwargs[name] for name in ("p", "dropout_p") if name in node.kwargs]
+    training = _argument(node, "training")
+    return training is False or chances == [0]
+
+
 def makes_tensor(node: Node, module: nn.Module | None, known: Collection[Node]) -> bool:
     """Tell whether the value of `node` is surely one tensor, given the earlier nodes whose values are.
 

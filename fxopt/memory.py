@@ -97,6 +97,14 @@ class Memory:
             return False
         return effects.gives_new_memory(node, self._called(node))
 
+    def is_pure(self, node: Node) -> bool:
+        """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
+        return node.op == "get_attr" or effects.is_pure(node, self._called(node))
+
+    def is_returned(self, value: Node) -> bool:
+        """Tell whether the graph may return memory of `value`."""
+        return any(user.op == "output" for alias in self.aliases(value) for user in alias.users)
+
     @functools.cached_property
     def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:
         found = ((index, node, self.written_by(node)) for index, node in enumerate(self._nodes))

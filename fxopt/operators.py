@@ -52,7 +52,7 @@ _ROWS: dict[str, Fact] = {
     "div divide true_divide truediv pow": _NEW | Fact.ELEMENTWISE | Fact.SMOOTH_IN_FIRST,
     "sqrt rsqrt reciprocal log log2 log10 log1p tan acos asin floor ceil round trunc frac sign floor_divide floordiv "
     "remainder mod fmod softplus threshold hardshrink": _NEW | Fact.ELEMENTWISE,
-    "eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
+    "and or xor invert bitwise_and bitwise_or bitwise_xor bitwise_not eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
     "logical_or logical_xor": Fact.NEW | Fact.ELEMENTWISE,
     "sum mean amax amin var std logsumexp cumsum cat stack hstack vstack clone repeat repeat_interleave tile flip roll tril "
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
@@ -61,6 +61,7 @@ _ROWS: dict[str, Fact] = {
     "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _SMOOTH,
     "prod cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
+    "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
     "reshape reshape_as flatten ravel contiguous": _VIEW | Fact.COPIES,
     "unflatten squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "

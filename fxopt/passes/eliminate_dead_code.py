@@ -1,0 +1,47 @@
+"""Nodes whose value nothing uses go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from fxopt.graph_index import GraphIndex
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+
+
+@dataclasses.dataclass(frozen=True)
+class EliminateDeadCode(ReversibleRewrite[Node]):
+    """Erases nodes that compute a value which nothing uses.
+
+    What writes into memory, draws random numbers, changes a mode or raises an error stays, and so does a call of
+    a function that is not known to do none of that. Inputs of the graph stay, and modules stay in the graph
+    module, also where no node calls them any more.
+
+    Example:
+        >>> import torch
+        >>> class Unused(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         torch.exp(x).sum()
+        ...         return -x
+        >>> print(EliminateDeadCode()(torch.fx.symbolic_trace(Unused())).code.strip())
+        def forward(self, x):
+            neg = -x;  x = None
+            return neg
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[Node]:
+        """Yield the nodes that nothing needs, the last one first."""
+        index, dead = GraphIndex(graph_module), set[Node]()
+        for node in reversed(index.nodes):
+            if index.memory.is_pure(node) and dead.issuperset(node.users):
+                dead.add(node)
+                yield node
+
+    def apply(self, rewriter: Rewriter, site: Node) -> None:
+        """Erase the node."""
+        rewriter.erase(site)
