@@ -284,17 +284,55 @@ def test_what_was_changed_again_is_undone_in_order(first, second):
     assert_round_trip(before, undo(changed, 2))
 
 
-def test_changes_of_which_a_pickle_dropped_the_log_are_undone_in_no_order():
-    def add_something_local(rewriter, nodes):
-        class Local(nn.Identity):
-            pass
+class WithoutLog(ReversibleRewrite):
+    """Replaces a module of a class that cannot be pickled, and so what undo needs cannot be, either."""
 
-        rewriter.set(nodes["output"], kwargs={})
-        rewriter.set(nodes["neg"], target=lambda x: -x)
+    def match(self, graph_module):
+        if "Local" in type(graph_module.act).__name__:
+            yield nodes_of(graph_module)["act"]
+
+    def apply(self, rewriter, node):
+        rewriter.replace_module("act", nn.SiLU())
+
+
+def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
+    class Local(nn.ReLU):
+        pass
 
     before = traced()
-    changed = Changes(replace_act)(Changes(add_something_local)(copy.deepcopy(before)))
+    before.act = Local()
+    changed = WithoutLog()(Changes(replace_second)(copy.deepcopy(before)))
+    loaded = pickle.loads(pickle.dumps(changed))
+    with pytest.raises(UndoError, match="could not be pickled together with the graph module"):
+        undo(loaded)
+    with pytest.raises(UndoError, match=r"same place was rewritten since. Undo WithoutLog\(\) first"):
+        Changes(replace_second)(loaded, reverse=True)
     assert_round_trip(before, undo(changed, 2))
+
+
+class Spelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(nn.functional.layer_norm(x, (4,)))
+
+
+def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
+    before = torch.fx.symbolic_trace(Spelled())
+    loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))
+    assert_round_trip(before, undo(loaded))
+
+
+def test_a_copy_is_pickled_with_its_own_marks():
+    pass_ = Changes(replace_act)
+    changed = pass_(traced())
+    other = copy.deepcopy(changed)
+    undo(changed)
+    loaded = pickle.loads(pickle.dumps(other))
+    assert pass_.get_transformed_nodes(loaded)
+    assert_round_trip(other, loaded)
 
 
 class TwoCalls(nn.Module):
