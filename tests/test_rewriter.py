@@ -321,6 +321,7 @@ class Spelled(nn.Module):
 
 def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
     before = torch.fx.symbolic_trace(Spelled())
+    nodes_of(before)["layer_norm"].kwargs = {}  # torch.fx writes them out when it loads
     loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))
     assert_round_trip(before, undo(loaded))
 
@@ -350,20 +351,18 @@ def read_x_elsewhere(rewriter, nodes):
 
 
 @pytest.mark.parametrize("change", [read_x, read_x_elsewhere])
-def test_a_graph_that_is_pickled_with_the_code_of_another_order(change):
+def test_a_graph_that_is_edited_between_two_pickles(change):
     graph_module = torch.fx.symbolic_trace(TwoCalls())
     expected = graph_module(X)
-    changed = Changes(change)(graph_module)
-    nodes = nodes_of(changed)
-    nodes["relu"].prepend(nodes["relu_1"])  # and the code is not generated again
-    loaded = pickle.loads(pickle.dumps(changed))
-    nodes = nodes_of(loaded)
-    assert nodes["relu"].args == (nodes["neg"],)
+    loaded = pickle.loads(pickle.dumps(Changes(change)(graph_module)))
+    _, _, one, other, _ = loaded.graph.nodes
+    one.prepend(other)
+    loaded = pickle.loads(pickle.dumps(loaded))
     try:
-        restored = undo(loaded)
+        loaded = undo(loaded)
     except UndoError:
-        return
-    for one, other in zip(expected, restored(X), strict=True):
+        expected = Changes(change)(torch.fx.symbolic_trace(TwoCalls()))(X)
+    for one, other in zip(expected, loaded(X), strict=True):
         assert torch.equal(one, other)
 
 
