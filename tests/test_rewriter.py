@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt import PassError, ReversibleRewrite, UndoError, undo
+from fxopt import (
+    PassError,
+    ReversibleRewrite,
+    ReversibleTransformation,
+    Transformation,
+    UndoError,
+    history,
+    undo,
+)
 from fxopt.rewriting.record import MARKS, fingerprint
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
@@ -322,6 +330,7 @@ class Spelled(nn.Module):
 def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
     before = torch.fx.symbolic_trace(Spelled())
     nodes_of(before)["layer_norm"].kwargs = {}  # torch.fx writes them out when it loads
+    before.recompile()
     loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))
     assert_round_trip(before, undo(loaded))
 
@@ -410,6 +419,47 @@ def test_a_module_tells_of_all_passes_that_made_it_where_the_record_is_lost():
             UndoError, match="cannot be undone: it rewrote act, but the record of how is gone"
         ):
             Changes(change)(retraced, reverse=True)
+
+
+def test_marks_stay_where_one_of_two_cannot_be_undone():
+    changed = Changes(replace_second)(Changes(replace_act)(traced()))
+    changed.act = nn.Mish()
+    marks = [node.meta.get(MARKS) for node in changed.graph.nodes]
+    with pytest.raises(UndoError, match="act was changed since"):
+        undo(changed, 2)
+    assert [node.meta.get(MARKS) for node in changed.graph.nodes] == marks
+    assert len(history(changed)) == 2
+
+
+class ForgetsTheModule(ReversibleTransformation):
+    def transform(self, graph_module):
+        graph_module.act = nn.SiLU()
+        return graph_module
+
+    def reverse(self, graph_module):
+        return graph_module
+
+
+def test_a_reverse_that_forgets_a_module_is_an_error():
+    changed = ForgetsTheModule()(traced())
+    with pytest.raises(UndoError, match="more was changed than is undone by ForgetsTheModule.reverse"):
+        undo(changed)
+    assert len(history(changed)) == 1
+
+
+class BreaksItsPromise(Transformation):
+    def transform(self, graph_module):
+        return graph_module
+
+    def ensures(self, graph_module):
+        return "there is still a ReLU"
+
+
+def test_a_promise_is_checked():
+    changed = Changes(turn_add)(traced())
+    promise = r"BreaksItsPromise\(\) broke its promise: there is still a ReLU. Applied before it: Changes\("
+    with pytest.raises(PassError, match=promise):
+        BreaksItsPromise()(changed)
 
 
 def test_marks_go_where_the_graph_is_invalid():
