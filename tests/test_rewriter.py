@@ -468,6 +468,50 @@ def test_a_reverse_that_forgets_a_module_is_an_error():
     assert len(history(changed)) == 1
 
 
+class DropsTwo(ReversibleTransformation):
+    """Erases the last two nodes of a chain; undone by itself, it only knows the last ones."""
+
+    def transform(self, graph_module):
+        output = graph_module.graph.output_node()
+        last = output.args[0]
+        before = last.args[0]
+        output.args = before.args
+        graph_module.graph.erase_node(last)
+        graph_module.graph.erase_node(before)
+        return graph_module
+
+    def reverse(self, graph_module):
+        raise NotImplementedError
+
+
+def test_one_of_two_applications_by_hand_is_played_back():
+    class Chain(nn.Module):
+        def forward(self, x):
+            return -torch.tanh(torch.sigmoid(torch.relu(x)))
+
+    before = torch.fx.symbolic_trace(Chain())
+    once = DropsTwo()(copy.deepcopy(before))
+    assert_round_trip(once, undo(DropsTwo()(copy.deepcopy(once))))
+
+
+class ReplacesByHand(ReversibleTransformation):
+    def transform(self, graph_module):
+        graph_module.act = nn.SiLU()
+        return graph_module
+
+    def reverse(self, graph_module):
+        graph_module.act = nn.ReLU()
+        return graph_module
+
+
+def test_modules_that_were_replaced_by_hand_are_undone_in_order():
+    before = traced()
+    changed = Changes(replace_act_again)(ReplacesByHand()(copy.deepcopy(before)))
+    with pytest.raises(UndoError, match="same place was rewritten since. Undo Changes"):
+        ReplacesByHand()(changed, reverse=True)
+    assert_round_trip(before, undo(changed, 2))
+
+
 class BreaksItsPromise(Transformation):
     def transform(self, graph_module):
         return graph_module
