@@ -396,6 +396,32 @@ def test_what_a_user_edits_between_two_pickles_stays(change, edit):
         assert torch.equal(actual, expected)
 
 
+class ChangesOneCall(ReversibleRewrite):
+    """Gives the second of two calls another input, or calls another function, and marks it."""
+
+    def __init__(self, target, reads):
+        self.target, self.reads = target, reads
+
+    def match(self, graph_module):
+        if not self.get_transformed_nodes(graph_module):
+            yield nodes_of(graph_module)["relu_1"]
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target=self.target, args=(nodes_of(rewriter.graph_module)[self.reads],))
+        return node
+
+
+@pytest.mark.parametrize(("target", "reads"), [(torch.relu, "x"), (torch.sigmoid, "add")])
+def test_marks_do_not_move_where_calls_are_swapped_between_two_pickles(target, reads):
+    pass_ = ChangesOneCall(target, reads)
+    loaded = pickle.loads(pickle.dumps(pass_(torch.fx.symbolic_trace(TwoCalls()))))
+    *_, one, other, _ = loaded.graph.nodes
+    swap_calls(one, other, None)
+    loaded = pickle.loads(pickle.dumps(loaded))
+    for node in pass_.get_transformed_nodes(loaded):
+        assert (node.target, node.args[0].name) == (target, reads)
+
+
 def change_operator(rewriter, nodes):
     rewriter.set(nodes["relu"], target=torch.ops.aten.sigmoid.default)
 
