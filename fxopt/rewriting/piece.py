@@ -40,7 +40,6 @@ class Piece:
         readers: the nodes that call or read what is at or below a qualified name.
         edits: all changes of the site.
         around: whether to look around it.
-        wide: whether what took the place of a value belongs to the core, too.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class Piece:
         edits: Sequence[Edit],
         *,
         around: bool,
-        wide: bool,
     ) -> None:
-        self._nodes, self._modules = nodes, dict(graph_module.named_modules(remove_duplicate=False))
+        self._graph_module, self._nodes = graph_module, nodes
         swaps = [edit for edit in edits if isinstance(edit, Swap)]
         self.taken = {path: value for swap in reversed(swaps) for path, value in swap.before.items()}
         self.put = {path: value for swap in swaps for path, value in swap.after.items()}
@@ -61,7 +59,8 @@ class Piece:
         redirects = [edit for edit in edits if isinstance(edit, Redirect)]
         core = {edit.name for edit in edits if isinstance(edit, NodeEdit) and (edit.fields or edit.meta)}
         core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}
-        core |= {edit.new for edit in redirects if wide and nodes[edit.new].op != "placeholder"}
+        # What took the place of a value may be computed elsewhere, of the same inputs.
+        core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
         self._core, self._redirected = core, {user for edit in redirects for user in edit.users} - core
         order_now = [node.name for node in graph_module.graph.nodes]
         order_then, self._then = self._as_it_was(edits, order_now)
@@ -197,7 +196,12 @@ class Piece:
         return operators.facts_of(node, self._called(node))
 
     def _called(self, node: Node) -> nn.Module | None:
-        return self._modules.get(str(node.target)) if node.op == "call_module" else None
+        if node.op != "call_module":
+            return None
+        try:
+            return self._graph_module.get_submodule(str(node.target))
+        except AttributeError:  # a wrong change has taken it away
+            return None
 
 
 def weights_of(value: Any) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ from fxopt import graph
 from fxopt.errors import PassError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, weights_of
+from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.submodules import attribute, prefixes, sharing_copy
 
 Verify = bool | tuple[Any, ...]
@@ -65,20 +66,12 @@ class Verifier:
             How they differ; None where they agree, or where the site cannot be run.
         """
         self.enter(made[e.name] for e in edits if isinstance(e, NodeEdit) and e.before is None)
-        reason = None
         try:
-            for wide in (
-                False,
-                True,
-            ):  # what took the place of a value may be computed elsewhere, of the same inputs
-                site = (self._graph_module, self._nodes, self._readers, edits)
-                reason = self._compared(Piece(*site, around=self._preserves, wide=wide))
-                if not reason:
-                    break
+            piece = Piece(self._graph_module, self._nodes, self._readers, edits, around=self._preserves)
+            return self._compared(piece)
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
-        return reason
 
     def enter(self, nodes: Iterable[Node]) -> None:
         """Take note of nodes that the graph has now."""
@@ -90,13 +83,13 @@ class Verifier:
 
     def _compared(self, piece: Piece) -> str | None:
         dtype = torch.float64 if self._preserves else None
-        smaller = self._smaller_sizes(piece)
         try:
-            if smaller and self._differs(piece, _Numbers(dtype, smaller)) is None:
+            smaller = self._smaller_sizes(piece)
+            if smaller and self._differs(piece, Numbers(dtype, smaller)) is None:
                 return None
         except (_Stopped, _CannotRun):
             pass  # its own sizes are in the graph
-        ways = [_Numbers(None, integers=2), _Numbers(dtype, integers=2), _Numbers(dtype)]
+        ways = [Numbers(None, integers=2), Numbers(dtype, integers=2), Numbers(dtype)]
         while True:
             try:
                 return self._differs(piece, ways[-1])
@@ -109,14 +102,17 @@ class Verifier:
                     raise stopped.reason from stopped
 
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
-        """A small size for each large one of what flows in, unless weights or arguments have it, too."""
+        """A small size for each large one of what flows in, unless weights or arguments have it, too.
+
+        It saves most of the work. Only where both pieces agree on these sizes is that the last word.
+        """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
         inputs = tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
-        sizes = {_number(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
+        sizes = {number_of(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 5 + number for number, size in enumerate(sorted(s for s in sizes if s > 8))}
 
-    def _differs(self, piece: Piece, numbers: _Numbers) -> str | None:
+    def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
         units: list[float | None] = [None]
         if self._preserves and not piece.mixes:
@@ -124,7 +120,7 @@ class Verifier:
         runs = (self._differs_on(piece, dataclasses.replace(numbers, unit=unit)) for unit in units)
         return next(filter(None, runs), None)
 
-    def _differs_on(self, piece: Piece, numbers: _Numbers) -> str | None:
+    def _differs_on(self, piece: Piece, numbers: Numbers) -> str | None:
         inputs, own_numbers = dict[str, Any](), dataclasses.replace(numbers, dtype=None)
         truth = self._run(piece, False, inputs, numbers)
         try:
@@ -164,11 +160,11 @@ class Verifier:
             )
         return value
 
-    def _input(self, node: Node, numbers: _Numbers) -> Any:
+    def _input(self, node: Node, numbers: Numbers) -> Any:
         value, seed = self._value(node), zlib.crc32(node.name.encode())
         return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)
 
-    def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: _Numbers) -> list[Any]:
+    def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
         """Run one of the two pieces; returns its outputs, and the inputs, into which it may have written."""
         values: dict[str, Any] = {}
 
@@ -220,56 +216,6 @@ class _Stopped(Exception):
         self.reason = error if isinstance(error, _CannotRun) else _CannotRun(text)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """How random inputs are made.
-
-    Attributes:
-        dtype: the dtype to compute in; None for that of the values and weights.
-        sizes: what to take in the place of sizes.
-        integers: integers are less.
-        unit: what numbers are multiples of; None for any.
-    """
-
-    dtype: torch.dtype | None
-    sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    integers: int = 128
-    unit: float | None = None
-
-    def like(self, value: Any, seed: int) -> Any:
-        """Random values of the shape, dtype and order in memory of a tensor, large, small and zero among them."""
-        if isinstance(value, torch.SymInt):
-            return self._size(value)
-        if not isinstance(value, Tensor):
-            return value
-        strides = [_number(stride) for stride in value.stride()]
-        order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
-        shape = [self._size(value.shape[dim]) for dim in order]
-        numbers = (
-            self._drawn(value, shape, torch.Generator().manual_seed(seed)).to(value.dtype).to(value.device)
-        )
-        return numbers.permute([order.index(dim) for dim in range(value.ndim)])
-
-    def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        if not (value.is_floating_point() or value.is_complex()):
-            # An index that is too large is an error on a CPU, and the end of the process elsewhere.
-            below = 2 if value.dtype == torch.bool or value.device.type != "cpu" else self.integers
-            return torch.randint(0, below, shape, generator=generator)
-        if self.unit is not None:
-            few = torch.tensor([-2.0, -1.0, 1.0, 2.0, 3.0, 7.0])
-            return few[torch.randint(0, len(few), shape, generator=generator)].double() * self.unit
-        numbers = torch.randn(shape, generator=generator)
-        scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])
-        if numbers.numel() > 1:  # or else nothing might flow
-            numbers = numbers * scales[torch.randint(0, len(scales), shape, generator=generator)]
-            numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
-        return numbers
-
-    def _size(self, size: Any) -> int:
-        number = _number(size)
-        return self.sizes.get(number, number)
-
-
 def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
     if state.op == "call_function":
         return state.target(*args, **kwargs)
@@ -293,15 +239,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
 
 
-def _number(size: Any) -> int:
-    """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
-    if isinstance(size, int):
-        return size
-    if size.node.has_hint():
-        return int(size.node.hint)
-    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, 3)))
-
-
 def _unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
     """Say how two values cannot be compared by their numbers."""
     (left, spec), (right, other_spec) = tree_flatten(expected), tree_flatten(actual)
@@ -318,22 +255,23 @@ def _unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
 
 def _error(expected: Any, actual: Any, least: float, own: Any = None) -> float:
     """The largest difference, relative to the largest value of its row, where `own` is finite."""
-    leaves = [[v for v in tree_leaves(side) if isinstance(v, Tensor)] for side in (expected, actual, own)]
-    leaves[2] = leaves[2] or leaves[1]
-    tensors = [
-        tuple(torch.view_as_real(t) if t.is_complex() else t for t in row)
-        for row in zip(*leaves, strict=True)
-    ]
     errors = [0.0]
-    for a, b, finite in (tuple(t.double().cpu() for t in row) for row in tensors if row[0].numel()):
-        same = (a == b) | (a.isnan() & b.isnan())
+    for a, b, finite in zip(
+        *(_tensors(side) for side in (expected, actual, actual if own is None else own)), strict=True
+    ):
+        if not a.numel() or torch.equal(a, b):
+            continue
+        same = (a == b) | (a.isnan() & b.isnan()) | (~finite.isfinite() if own is not None else False)
         difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-        difference = difference if own is None else torch.where(finite.isfinite(), difference, 0.0)
         size = a.abs().nan_to_num(0, 0)
         rows = size.amax(-1, keepdim=True) if a.ndim else size
-        scale = torch.where(rows > 0, rows, size.max()).clamp(min=least)
-        errors.append(float((difference / scale).max()))
+        errors.append(float((difference / torch.where(rows > 0, rows, size.max()).clamp(min=least)).max()))
     return max(errors)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    return [(torch.view_as_real(t) if t.is_complex() else t).double().cpu() for t in tensors]
 
 
 def _epsilon(values: Sequence[Any]) -> float:
