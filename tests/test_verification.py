@@ -160,12 +160,16 @@ class HardtanhToNothing(Transformation):
         return graph_module
 
 
-def test_a_hand_written_transformation_is_one_site():
-    class Clamped(nn.Module):
-        def forward(self, x):
-            return F.hardtanh(x + 1, -6.0, 6.0) * 2
-
-    graph_module = fxopt.trace(Clamped(), (X,))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: F.hardtanh(x + 1, -6.0, 6.0) * 2,
+        lambda m, x: F.hardtanh(x, -6.0, 6.0) * 2,
+        lambda m, x: F.hardtanh(m.layer(x), -12.0, 12.0),
+    ],
+)
+def test_a_hand_written_transformation_is_one_site(use):
+    graph_module = fxopt.trace(randomise(Use(use, layer=nn.Linear(4, 4)).eval()), (torch.randn(40, 4),))
     code = graph_module.code
     with pytest.warns(VerificationWarning, match=r"HardtanhToNothing\(\) was taken back: "):
         HardtanhToNothing()(graph_module, verify=True)
@@ -281,6 +285,20 @@ def test_writes_between_the_nodes_of_a_site_are_run(write, is_right):
 
     said = verified(ReusesPairs(), lambda m, x: (h := x * 1, h.tanh(), write(h), h.tanh() + 1)[1:], X)
     assert isinstance(said, torch.fx.GraphModule) == is_right, said
+
+
+class Overwrites(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="tanh")
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target="tanh_")
+
+
+def test_a_write_into_an_input_is_seen():
+    assert "x differs" in verified(Overwrites(), lambda m, x: x.tanh(), X)
 
 
 class DropsContiguous(fxopt.Rewrite):

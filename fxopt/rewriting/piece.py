@@ -114,7 +114,7 @@ class Piece:
     def _uses(self) -> list[tuple[str, str]]:
         """For each use of the core by others, the node that gave the value, and the one that gives it now."""
         users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}
-        pairs = set()
+        pairs = {(name, name) for name in self._core & {*self.after} if self._nodes[name].op == "output"}
         for name in (users - self._core) | self._redirected:
             now = NodeState.of(self._nodes[name])
             old_names = self._then.get(name, now).references()

@@ -110,7 +110,7 @@ class Verifier:
         inputs = tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
         sizes = {number_of(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
-        return {size: 5 + number for number, size in enumerate(sorted(s for s in sizes if s > 8))}
+        return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
 
     def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
