@@ -21,8 +21,9 @@ export HF_HUB_OFFLINE = 1
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
+# Each worker begins with whole files, so that few set up the same things, and takes over from others in the end.
 test: $(INSTALLED)
-	$(BIN)/pytest -n $(JOBS) tests
+	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
 
 # Random graphs against all passes; a fault is made small and written to reports/fuzz.
 fuzz: $(INSTALLED)

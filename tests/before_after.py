@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.rewriting.rewrite import Rewrite
+from fxopt import Rewrite
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 
 Trace = Callable[[nn.Module, Sequence[torch.Tensor]], GraphModule]

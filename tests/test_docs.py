@@ -17,17 +17,26 @@ ROOT = Path(__file__).parent.parent
 MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
 
 
-@pytest.fixture
-def checkpoints(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """Small checkpoints with random weights, in folders that have the names of the published models."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path_factory.mktemp("checkpoints")
     for name, model in {
         "bert-base-uncased": bert(cls=BertModel),
         "microsoft/resnet-50": resnet(),
         "nvidia/groupvit-gcc-yfcc": groupvit(),
     }.items():
-        model.save_pretrained(tmp_path / name)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def checkpoints(saved, tmp_path, monkeypatch):
+    """A folder of its own, where the checkpoints are found by the names of the published models."""
+    for name in saved.iterdir():
+        (tmp_path / name.name).symlink_to(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "README.md"])

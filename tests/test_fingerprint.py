@@ -159,6 +159,28 @@ def test_values_that_differ_have_texts_that_differ(one, other):
     assert stable_text(one) != stable_text(other)
 
 
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return x * self.factor
+
+
+def test_methods_differ_by_their_objects():
+    assert stable_text(Scale(1).apply) == stable_text(Scale(1).apply) != stable_text(Scale(2).apply)
+
+
+def test_local_classes_differ_by_their_bases():
+    def made(base):
+        class Local(base):
+            pass
+
+        return Local
+
+    assert stable_text(made(nn.ReLU)) == stable_text(made(nn.ReLU)) != stable_text(made(nn.SiLU))
+
+
 def test_values_that_are_alike_have_one_text():
     def closure(number):
         return lambda x: x + number

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt import PassError, ReversibleRewrite, UndoError, undo
+from fxopt import (
+    PassError,
+    ReversibleRewrite,
+    ReversibleTransformation,
+    Transformation,
+    UndoError,
+    history,
+    undo,
+)
 from fxopt.rewriting.record import MARKS, fingerprint
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
@@ -284,22 +292,62 @@ def test_what_was_changed_again_is_undone_in_order(first, second):
     assert_round_trip(before, undo(changed, 2))
 
 
-def test_changes_of_which_a_pickle_dropped_the_log_are_undone_in_no_order():
-    def add_something_local(rewriter, nodes):
-        class Local(nn.Identity):
-            pass
+class WithoutLog(ReversibleRewrite):
+    """Replaces a module of a class that cannot be pickled, and so what undo needs cannot be, either."""
 
-        rewriter.set(nodes["output"], kwargs={})
-        rewriter.set(nodes["neg"], target=lambda x: -x)
+    def match(self, graph_module):
+        if "Local" in type(graph_module.act).__name__:
+            yield nodes_of(graph_module)["act"]
+
+    def apply(self, rewriter, node):
+        rewriter.replace_module("act", nn.SiLU())
+
+
+def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
+    class Local(nn.ReLU):
+        pass
 
     before = traced()
-    changed = Changes(replace_act)(Changes(add_something_local)(copy.deepcopy(before)))
+    before.act = Local()
+    changed = WithoutLog()(Changes(replace_second)(copy.deepcopy(before)))
+    loaded = pickle.loads(pickle.dumps(changed))
+    with pytest.raises(UndoError, match="could not be pickled together with the graph module"):
+        undo(loaded)
+    with pytest.raises(UndoError, match=r"same place was rewritten since. Undo WithoutLog\(\) first"):
+        Changes(replace_second)(loaded, reverse=True)
     assert_round_trip(before, undo(changed, 2))
+
+
+class Spelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(nn.functional.layer_norm(x, (4,)))
+
+
+def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
+    before = torch.fx.symbolic_trace(Spelled())
+    nodes_of(before)["layer_norm"].kwargs = {}  # torch.fx writes them out when it loads
+    before.recompile()
+    loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))
+    assert_round_trip(before, undo(loaded))
+
+
+def test_a_copy_is_pickled_with_its_own_marks():
+    pass_ = Changes(replace_act)
+    changed = pass_(traced())
+    other = copy.deepcopy(changed)
+    undo(changed)
+    loaded = pickle.loads(pickle.dumps(other))
+    assert pass_.get_transformed_nodes(loaded)
+    assert_round_trip(other, loaded)
 
 
 class TwoCalls(nn.Module):
     def forward(self, x):
-        a = -x
+        a = torch.add(-x, x, alpha=2)
         return torch.relu(a), torch.relu(a)
 
 
@@ -311,22 +359,68 @@ def read_x_elsewhere(rewriter, nodes):
     rewriter.set(nodes["relu_1"], target=torch.sigmoid, args=(nodes["x"],))
 
 
+def swap_calls(one, other, output):
+    one.prepend(other)
+
+
+def swap_outputs(one, other, output):
+    output.args = ((other, one),)
+
+
+def swap_inputs(one, other, output):
+    one.args, other.args = other.args, one.args
+
+
+def change_alpha(one, other, output):
+    (scaled,) = output.graph.find_nodes(op="call_function", target=torch.add)
+    scaled.kwargs = {"alpha": 3}
+
+
+def swap_operands(one, other, output):
+    (scaled,) = output.graph.find_nodes(op="call_function", target=torch.add)
+    scaled.args = (*reversed(scaled.args),)
+
+
+@pytest.mark.parametrize("edit", [swap_calls, swap_outputs, swap_inputs, swap_operands, change_alpha])
 @pytest.mark.parametrize("change", [read_x, read_x_elsewhere])
-def test_a_graph_that_is_pickled_with_the_code_of_another_order(change):
-    graph_module = torch.fx.symbolic_trace(TwoCalls())
-    expected = graph_module(X)
-    changed = Changes(change)(graph_module)
-    nodes = nodes_of(changed)
-    nodes["relu"].prepend(nodes["relu_1"])  # and the code is not generated again
-    loaded = pickle.loads(pickle.dumps(changed))
-    nodes = nodes_of(loaded)
-    assert nodes["relu"].args == (nodes["neg"],)
-    try:
-        restored = undo(loaded)
-    except UndoError:
-        return
-    for one, other in zip(expected, restored(X), strict=True):
-        assert torch.equal(one, other)
+def test_what_a_user_edits_between_two_pickles_stays(change, edit):
+    loaded = pickle.loads(pickle.dumps(Changes(change)(torch.fx.symbolic_trace(TwoCalls()))))
+    *_, one, other, output = loaded.graph.nodes
+    edit(one, other, output)
+    loaded.recompile()
+    edited = loaded(X)
+    loaded = pickle.loads(pickle.dumps(loaded))
+    assert all(node.op != "placeholder" for node in Changes(change).get_transformed_nodes(loaded))
+    loaded.recompile()
+    for expected, actual in zip(edited, loaded(X), strict=True):
+        assert torch.equal(actual, expected)
+
+
+class ChangesOneCall(ReversibleRewrite):
+    """Gives the second of two calls another input, or calls another function, and marks it."""
+
+    def __init__(self, target, reads):
+        self.target, self.reads = target, reads
+
+    def match(self, graph_module):
+        if not self.get_transformed_nodes(graph_module):
+            yield nodes_of(graph_module)["relu_1"]
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target=self.target, args=(nodes_of(rewriter.graph_module)[self.reads],))
+        return node
+
+
+@pytest.mark.parametrize(("target", "reads"), [(torch.relu, "x"), (torch.sigmoid, "add")])
+def test_marks_do_not_move_where_calls_are_swapped_between_two_pickles(target, reads):
+    pass_ = ChangesOneCall(target, reads)
+    loaded = pickle.loads(pickle.dumps(pass_(torch.fx.symbolic_trace(TwoCalls()))))
+    *_, one, other, _ = loaded.graph.nodes
+    swap_calls(one, other, None)
+    loaded.recompile()
+    loaded = pickle.loads(pickle.dumps(loaded))
+    for node in pass_.get_transformed_nodes(loaded):
+        assert (node.target, node.args[0].name) == (target, reads)
 
 
 def change_operator(rewriter, nodes):
@@ -373,6 +467,91 @@ def test_a_module_tells_of_all_passes_that_made_it_where_the_record_is_lost():
             UndoError, match="cannot be undone: it rewrote act, but the record of how is gone"
         ):
             Changes(change)(retraced, reverse=True)
+
+
+def test_marks_stay_where_one_of_two_cannot_be_undone():
+    changed = Changes(replace_second)(Changes(replace_act)(traced()))
+    changed.act = nn.Mish()
+    marks = [node.meta.get(MARKS) for node in changed.graph.nodes]
+    with pytest.raises(UndoError, match="act was changed since"):
+        undo(changed, 2)
+    assert [node.meta.get(MARKS) for node in changed.graph.nodes] == marks
+    assert len(history(changed)) == 2
+
+
+class ForgetsTheModule(ReversibleTransformation):
+    def transform(self, graph_module):
+        graph_module.act = nn.SiLU()
+        return graph_module
+
+    def reverse(self, graph_module):
+        return graph_module
+
+
+def test_a_reverse_that_forgets_a_module_is_an_error():
+    changed = ForgetsTheModule()(traced())
+    with pytest.raises(UndoError, match="more was changed than is undone by ForgetsTheModule.reverse"):
+        undo(changed)
+    assert len(history(changed)) == 1
+
+
+class DropsTwo(ReversibleTransformation):
+    """Erases the last two nodes of a chain; undone by itself, it only knows the last ones."""
+
+    def transform(self, graph_module):
+        output = graph_module.graph.output_node()
+        last = output.args[0]
+        before = last.args[0]
+        output.args = before.args
+        graph_module.graph.erase_node(last)
+        graph_module.graph.erase_node(before)
+        return graph_module
+
+    def reverse(self, graph_module):
+        raise NotImplementedError
+
+
+def test_one_of_two_applications_by_hand_is_played_back():
+    class Chain(nn.Module):
+        def forward(self, x):
+            return -torch.tanh(torch.sigmoid(torch.relu(x)))
+
+    before = torch.fx.symbolic_trace(Chain())
+    once = DropsTwo()(copy.deepcopy(before))
+    assert_round_trip(once, undo(DropsTwo()(copy.deepcopy(once))))
+
+
+class ReplacesByHand(ReversibleTransformation):
+    def transform(self, graph_module):
+        graph_module.act = nn.SiLU()
+        return graph_module
+
+    def reverse(self, graph_module):
+        graph_module.act = nn.ReLU()
+        return graph_module
+
+
+def test_modules_that_were_replaced_by_hand_are_undone_in_order():
+    before = traced()
+    changed = Changes(replace_act_again)(ReplacesByHand()(copy.deepcopy(before)))
+    with pytest.raises(UndoError, match="same place was rewritten since. Undo Changes"):
+        ReplacesByHand()(changed, reverse=True)
+    assert_round_trip(before, undo(changed, 2))
+
+
+class BreaksItsPromise(Transformation):
+    def transform(self, graph_module):
+        return graph_module
+
+    def ensures(self, graph_module):
+        return "there is still a ReLU"
+
+
+def test_a_promise_is_checked():
+    changed = Changes(turn_add)(traced())
+    promise = r"BreaksItsPromise\(\) broke its promise: there is still a ReLU. Applied before it: Changes\("
+    with pytest.raises(PassError, match=promise):
+        BreaksItsPromise()(changed)
 
 
 def test_marks_go_where_the_graph_is_invalid():

@@ -185,8 +185,8 @@ from tests.test_transformation import PlainOptions, WithOptions
 class Local: pass
 local = Local()
 local.tags = {"x", "y", "z"}
-passes = [fxopt.MergeLinears(), WithOptions(), PlainOptions({"k": {"p", "q", "r"}}, lambda x: x),
-          PlainOptions(local), fxopt.ChangePrecision(keep_float32=("a", torch.nn.LayerNorm)),
+passes = [fxopt.MergeLinears(), fxopt.FuseBiasInLinear(), fxopt.ReplaceActivation(), WithOptions(),
+          PlainOptions({"k": {"p", "q", "r"}}, lambda x: x), PlainOptions(local), fxopt.ChangePrecision(keep_float32=("a", torch.nn.LayerNorm)),
           fxopt.compose(fxopt.MergeLinears(), WithOptions())]
 print([p.signature for p in passes])
 """

@@ -126,6 +126,20 @@ def test_nodes_come_back_in_their_places_whatever_is_undone_first():
     assert_round_trip(before, Remove("q")(Remove("p")(graph_module, reverse=True), reverse=True))
 
 
+def test_uses_beside_a_module_that_is_taken_out_stay():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.i = nn.Identity()
+
+        def forward(self, x):
+            y = torch.relu(x)
+            return self.i(y) + y
+
+    before = torch.fx.symbolic_trace(Model())
+    assert_round_trip(before, undo(Remove("i")(copy.deepcopy(before))))
+
+
 def test_a_fused_layer_that_was_changed_by_hand_is_not_dropped():
     layers = randomise(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
     for change in (

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 import warnings
 
 import pytest
@@ -25,7 +26,9 @@ from fxopt import (
     history,
 )
 from fxopt.passes import available
+from fxopt.passes.change_true_div_to_mul_by_inverse import Division
 from fxopt.testing import assert_round_trip, randomise
+from tests.hazards.sites import Use
 from tests.small_models import MODELS
 
 
@@ -157,17 +160,197 @@ class HardtanhToNothing(Transformation):
         return graph_module
 
 
-def test_a_hand_written_transformation_is_one_site():
-    class Clamped(nn.Module):
-        def forward(self, x):
-            return F.hardtanh(x + 1, -6.0, 6.0) * 2
-
-    graph_module = fxopt.trace(Clamped(), (X,))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: F.hardtanh(x + 1, -6.0, 6.0) * 2,
+        lambda m, x: F.hardtanh(x, -6.0, 6.0) * 2,
+        lambda m, x: F.hardtanh(m.layer(x), -12.0, 12.0),
+    ],
+)
+def test_a_hand_written_transformation_is_one_site(use):
+    graph_module = fxopt.trace(randomise(Use(use, layer=nn.Linear(4, 4)).eval()), (torch.randn(40, 4),))
     code = graph_module.code
     with pytest.warns(VerificationWarning, match=r"HardtanhToNothing\(\) was taken back: "):
         HardtanhToNothing()(graph_module, verify=True)
     assert graph_module.code == code
     assert history(graph_module) == ()
+
+
+class DividesAnything(ChangeTrueDivToMulByInverse):
+    """Blind to what follows, and to what is divided."""
+
+    def match(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
+            yield Division(node, node.args[1])
+
+
+def verified(pass_, use, *inputs, **layers):
+    """Apply a pass to a model with verification; returns the graph module, or the warning."""
+    graph_module = fxopt.trace(randomise(Use(use, **layers).eval()), inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return pass_(graph_module, verify=True)
+        except (VerificationWarning, UnverifiedWarning) as warning:
+            return str(warning)
+
+
+WHOLE = torch.randn(40, 12)
+
+
+@pytest.mark.parametrize("x", [X, WHOLE])
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda m, x: (x / 49).floor(), "floor differs"),
+        (lambda m, x: (x / 49 >= 1).any(), "ge differs"),
+        (lambda m, x: 1 / ((x / 49).abs() - 1), "differs"),
+        (lambda m, x: (z := x * 0, z.t().copy_((x / 49).t()), z.floor())[2], "floor differs"),
+        (lambda m, x: x.long() / 49, "truediv differs"),
+    ],
+)
+def test_rounding_that_what_follows_makes_more_of_is_seen(use, says, x):
+    assert says in verified(DividesAnything(), use, x)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: m.layer(x / 49).floor(),
+        lambda m, x: (x / 49 - x / 7 / 7).tanh(),
+        lambda m, x: (x / 49).sum().exp(),
+        lambda m, x: torch.linalg.cholesky(x[:, :3] / 49),
+        lambda m, x: torch.rand_like(x / 49),
+    ],
+)
+def test_rounding_that_stays_small_is_no_difference(use):
+    assert isinstance(verified(DividesAnything(), use, X, layer=nn.Linear(4, 4)), torch.fx.GraphModule)
+
+
+def test_what_follows_a_mixture_may_round():
+    class Rounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)).floor(), self.norm.eps
+
+    model = Rounded().eval()
+    nn.init.ones_(model.conv.weight)
+    with torch.no_grad():
+        model.conv.bias.fill_(1 - (1 + model.norm.eps) ** 0.5)
+    graph_module = fxopt.trace(model, (torch.ones(1, 2, 4, 4),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FuseBatchNorm2dInConv2d()(graph_module, verify=True)
+
+
+class Reuses(fxopt.Rewrite):
+    """Takes the first result of a function for all others, whatever was written in between."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        first, *others = graph_module.graph.find_nodes(op="call_method", target="tanh")
+        yield from ((first, other) for other in others)
+
+    def apply(self, rewriter, site):
+        rewriter.replace_uses(site[1], site[0])
+        rewriter.erase(site[1])
+
+
+@pytest.mark.parametrize(
+    ("write", "is_right"),
+    [
+        (lambda h: h.t().add_(1), False),
+        (lambda h: h.__setitem__(0, 5.0), False),
+        (lambda h: torch.einsum("ij->ji", h).mul_(2), False),
+        (lambda h: h.exp().add_(1), True),
+    ],
+)
+def test_writes_between_the_nodes_of_a_site_are_run(write, is_right):
+    @dataclasses.dataclass
+    class Pair:
+        node: torch.fx.Node
+        other: torch.fx.Node
+
+    class ReusesPairs(Reuses):
+        def match(self, graph_module):
+            yield from (Pair(*nodes) for nodes in super().match(graph_module))
+
+        def apply(self, rewriter, site):
+            super().apply(rewriter, (site.node, site.other))
+
+    said = verified(ReusesPairs(), lambda m, x: (h := x * 1, h.tanh(), write(h), h.tanh() + 1)[1:], X)
+    assert isinstance(said, torch.fx.GraphModule) == is_right, said
+
+
+class Overwrites(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="tanh")
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target="tanh_")
+
+
+def test_a_write_into_an_input_is_seen():
+    assert "x differs" in verified(Overwrites(), lambda m, x: x.tanh(), X)
+
+
+class DropsContiguous(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="contiguous")
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target="positive")
+
+
+def test_the_layout_that_what_follows_needs_is_seen():
+    said = verified(DropsContiguous(), lambda m, x: x.t().contiguous().view(-1), X)
+    assert "view does not run any more" in said
+    said = verified(DropsContiguous(), lambda m, x: x.t().contiguous() + 1, X)
+    assert isinstance(said, torch.fx.GraphModule)
+
+
+class OnlyFloat32(nn.Module):
+    def forward(self, x):
+        assert x.dtype == torch.float32
+        return x * 3
+
+
+class Calls(fxopt.Rewrite):
+    """Calls a layer with the input times a factor."""
+
+    preserves_computation = True
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_module", target="layer")
+
+    def apply(self, rewriter, node):
+        scaled = rewriter.create("call_function", operator.mul, (node.args[0], self.factor), before=node)
+        rewriter.set(node, args=(scaled,))
+
+
+def test_what_knows_no_float64_is_run_in_its_own_dtype():
+    for factor, is_right in ((1.0, True), (1.001, False)):
+        graph_module = fxopt.trace(
+            Use(lambda m, x: m.layer(x), layer=OnlyFloat32()), (X,), leaf_modules=["layer"]
+        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            Calls(factor)(graph_module, verify=True)
+        assert [w.category for w in said] == [] if is_right else [VerificationWarning], [
+            str(w.message) for w in said
+        ]
 
 
 @pytest.mark.parametrize("shapes", ["none", "example inputs", "FakeTensorProp"])

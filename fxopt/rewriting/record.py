@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from fxopt.errors import PassError, UndoError
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference, Swapped, picklable
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable
 from fxopt.rewriting.weights import PLAIN, PROVENANCE
 
 RECORD = "fxopt_record"
@@ -269,24 +268,14 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
 
 
 def _spells_out(now: NodeState, before: NodeState) -> bool:
-    """Tell whether a call takes what it took before and, maybe, options that were left to their defaults."""
-    left = _literals(now)
-    for value in _literals(before):
-        if value not in left:
-            return False  # edited since
-        left.remove(value)
-    return not {"args", "kwargs"}.isdisjoint(now.differs(before))
-
-
-def _literals(state: NodeState) -> list[str]:
-    found: list[str] = []
-
-    def note(value: Any) -> None:
-        if not isinstance(value, Reference):
-            found.append(repr(value))
-
-    map_aggregate((state.args, state.kwargs), note)
-    return found
+    """Tell whether a call is what it was before, with options written out that had been left to their defaults."""
+    positional = [repr(value) for value in now.args]
+    written = positional + [repr(value) for value in now.kwargs.values()]
+    named = (
+        repr(value) in ([repr(now.kwargs[name])] if name in now.kwargs else positional)
+        for name, value in before.kwargs.items()
+    )
+    return written[: len(before.args)] == [repr(value) for value in before.args] and all(named)
 
 
 def _kind(node: Node) -> tuple[str, str]:

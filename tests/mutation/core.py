@@ -16,6 +16,8 @@ _TRANSFORMATION = "rewriting/transformation.py"
 _COMPOSITION = "rewriting/composition.py"
 _HISTORY = "rewriting/history.py"
 _VERIFICATION = "rewriting/verification.py"
+_PIECE = "rewriting/piece.py"
+_INPUTS = "rewriting/random_inputs.py"
 
 CORE = (
     # --- the rewriter
@@ -85,7 +87,8 @@ CORE = (
     Fault("record: positions are trusted after an edit", _RECORD, "    if [fact.kind for fact in facts] != [_kind(node) for node in nodes]:", "    if len(facts) != len(nodes):"),
     Fault("record: inputs of nodes may differ after a pickle", _RECORD, "        if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:", "        if False:"),
     Fault("record: arguments are those of the pickle", _RECORD, "        if _spells_out(NodeState.of(node), fact.state):", "        if False:"),
-    Fault("record: arguments that were edited before the pickle come back", _RECORD, "            return False  # edited since", "            continue"),
+    Fault("record: arguments that were edited before the pickle come back", _RECORD, "    return written[: len(before.args)] == [repr(value) for value in before.args] and all(named)", "    return True"),
+    Fault("record: keyword arguments that were edited before the pickle come back", _RECORD, " for value in before.args] and all(named)", " for value in before.args]"),
     Fault("record: names are those of the pickle", _RECORD, "        node.name = name\n", ""),
     Fault("record: a copy belongs to the graph module that it was copied from", _RECORD, "copied.owner = memo.get(id(self.owner))", "copied.owner = self.owner"),
     Fault("record: it is always in training mode", _RECORD, "record = PassRecord(graph_module.training)", "record = PassRecord(True)"),
@@ -183,16 +186,24 @@ CORE = (
     # --- verification
     Fault("verification: float64 is not used", _VERIFICATION, "dtype = torch.float64 if self._preserves else None", "dtype = None"),
     Fault("verification: the limit is too wide", _VERIFICATION, "RTOL = 1e-9\n", "RTOL = 1e-5\n"),
-    Fault("verification: every site rounds", _VERIFICATION, "return any(dtype != torch.float64 for dtype in dtypes)", "return True"),
-    Fault("verification: other users are ignored", _VERIFICATION, "others = {user for name in self.after for user in nodes[name].users if user.name not in self.after}", "others = set[Node]()"),
-    Fault("verification: redirected users are ignored", _VERIFICATION, "for user in others | {nodes[name] for name in redirected}:", "for user in others:"),
-    Fault("verification: writes into inputs are ignored", _VERIFICATION, "[values[name] for name in piece.inputs]", "[None for name in piece.inputs]"),
-    Fault("verification: both pieces have the new weights", _VERIFICATION, "(piece.put, piece.after) if after else (piece.taken, piece.before)", "(piece.put, piece.after) if after else (piece.put, piece.before)"),
-    Fault("verification: an error is no difference", _VERIFICATION, 'return f"it raises {type(error).__name__} where it did not: {error}"', "return None"),
-    Fault("verification: all numbers are small", _VERIFICATION, "torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])", "torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1 / 30, 0.0])"),
-    Fault("verification: what took the place of a value is not run", _VERIFICATION, "return self._compared(wider) if wider and {*wider.after} != {*piece.after} else reason", "return reason"),
-    Fault("verification: other calls of a swapped layer are ignored", _VERIFICATION, "core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}", "pass"),
-    Fault("verification: erased nodes run last", _VERIFICATION, "order.insert(_position(order, edit.previous, nodes), edit.name)", "order.append(edit.name)"),
+    Fault("verification: every site rounds", _PIECE, "return any(dtype != torch.float64 for dtype in dtypes)", "return True"),
+    Fault("verification: other users are ignored", _PIECE, "users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}", "users = set[str]()"),
+    Fault("verification: redirected users are ignored", _PIECE, "for name in (users - self._core) | self._redirected:", "for name in users - self._core:"),
+    Fault("verification: writes into inputs are ignored", _PIECE, "(*self.around, *self.inputs)", "self.around"),
+    Fault("verification: both pieces have the new weights", _VERIFICATION, "piece.put if after else piece.taken", "piece.put"),
+    Fault("verification: an error is no difference", _VERIFICATION, 'return f"{stopped.name} does not run any more: {stopped.reason}"', "return None"),
+    Fault("verification: all numbers are small", _INPUTS, "torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])", "torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1 / 30, 0.0])"),
+    Fault("verification: all integers are small", _INPUTS, 'if value.dtype == torch.bool or value.device.type != "cpu"', "if True"),
+    Fault("verification: no number is a multiple of a constant", _INPUTS, "if self.unit is not None:", "if False:"),
+    Fault("verification: what took the place of a value is not run", _PIECE, 'core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}', "pass"),
+    Fault("verification: other calls of a swapped layer are ignored", _PIECE, "core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}", "pass"),
+    Fault("verification: erased nodes run last", _PIECE, "names.index(edit.previous) + 1 if edit.previous in names else 0", "len(names)"),
+    Fault("verification: what follows is ignored", _PIECE, "pending = collections.deque((node, True) for node in core)", "pending = collections.deque[tuple[Node, bool]]()"),
+    Fault("verification: what stands between is ignored", _PIECE, "pending += [(self._nodes[name], False) for name in sorted(inputs)]", "pass"),
+    Fault("verification: a write into a part is none into the whole", _PIECE, "while target.name not in self._core and", "while False and"),
+    Fault("verification: what follows a mixture is no exception", _PIECE, "return not (behind and self.mixes) or", "return True or"),
+    Fault("verification: what cannot be run stays around", _VERIFICATION, "if stopped.name in piece.around and", "if False and"),
+    Fault("verification: what knows no float64 is not run", _VERIFICATION, "ways = [Numbers(None, integers=2), ", "ways = ["),
     Fault("verification: what cannot be run is not told", _VERIFICATION, '            self.unverified[graph.place(error.node) if error.node else ""] = str(error)\n', ""),
     Fault("verification: dtypes may differ", _VERIFICATION, "elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):", "elif a.shape != b.shape:"),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.rewriting.rewrite import Rewrite
 from fxopt.testing import randomise
-from tests.hazards.sites import IMAGE, ROWS, SITES, own_leaves
+from tests.hazards.sites import IMAGE, ROWS, SITES, fx_leaves, own_leaves
 from tests.hazards.test_numbers_and_writes import CONVS, WRITES
 from tests.hazards.test_unusual_layers import HAZARDS
 
@@ -35,22 +36,38 @@ def foreign(x: Tensor) -> Tensor:
     return x.mul_(3)
 
 
+def tanh(x: Tensor) -> Tensor:
+    """A function that rounds, and whose name does not say so."""
+    return x.floor()
+
+
+class ReLU(nn.ReLU):
+    """A layer with a jump, of the name of one without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x >= 1).to(x.dtype)
+
+
 torch.fx.wrap("foreign")
+torch.fx.wrap("tanh")
 
 WRITING: dict[str, Callable[[Tensor], Any]] = {
     **WRITES,
-    "a foreign function": foreign,
+    "a foreign function": lambda x: foreign(x),
     "setitem": lambda x: x.__setitem__(0, 5.0),
     "iadd": lambda x: x.t().__iadd__(2),
+    "augmented": lambda x: operator.iadd(x, 2),
     "einsum": lambda x: torch.einsum("ij->ji", x).add_(1),
 }
 
 DIVISIONS: tuple[Callable[[Tensor], Any], ...] = (
     *(lambda x: 3 / (x + 9), lambda x: x / 3, lambda x: x.long() / 49, lambda x: (x > 0) / 7),
-    *(lambda x: (x / 49).floor(), lambda x: x / 49 > 1, lambda x: (x / 49).prod().floor()),
+    *(lambda x: (x / 49).floor(), lambda x: x / 49 >= 1, lambda x: (x / 49).prod().floor()),
     *(lambda x: 1 / (1 - x / 49), lambda x: (x / 49) ** -1, lambda x: (x / 49).to(torch.int64)),
     *(lambda x: torch.special.round(x / 49), lambda x: torch.zeros(5, 4).copy_(x / 49).floor()),
     *(lambda x: torch.div(x * 40, 7, rounding_mode="floor"), lambda x: torch.div(x, 3, rounding_mode=None)),
+    *(lambda x: (1 - x / 49) ** -1, lambda x: (z := x * 0, z.t().copy_((x / 49).t()), z.floor())[2]),
+    *(lambda x: tanh(x / 49), lambda x: (x / 49).prod(), lambda x: (y := x / 49, y.add_(1), y.floor())[2]),
 )
 
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -85,6 +102,8 @@ def _uses() -> Iterator[tuple[str, Use]]:
         yield "merge", lambda m, x, view=view: (view(m.a(x)) * 1, m.b(x))
     for use in DIVISIONS:
         yield "division", lambda m, x, use=use: use(x)
+        yield "division", lambda m, x, use=use: use(m.linear(x))
+    yield "division", lambda m, x: m.relu(m.linear(x) / 49)
 
 
 Case = tuple[str, Rewrite[Any], nn.Module, Tensor]
@@ -95,9 +114,14 @@ def _cases() -> Iterator[Case]:
         yield (
             f"{name} {number}",
             SITES[name].pass_,
-            _ready(SITES[name].model(use, relu=nn.ReLU(True))),
+            _ready(SITES[name].model(use, relu=nn.ReLU(True), linear=nn.Linear(4, 4))),
             SITES[name].x,
         )
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda module, args, out: out.floor())
+    for layer in (ReLU(), hooked):
+        model = _ready(SITES["division"].model(lambda m, x: m.layer(x / 49), layer=layer))
+        yield "division, a layer with a jump", SITES["division"].pass_, model, ROWS
     for name in KEPT:
         site = SITES[name]
         for layer in site.names:
@@ -151,19 +175,22 @@ def findings() -> Iterator[str]:
     """What the validation of sites says, or how a pass ends, for each case where that is not nothing."""
     torch.manual_seed(0)
     for name, pass_, model, x in _cases():
-        try:
+        # A graph of torch.fx has no shapes: they come from the input.
+        for trace, verify in ((own_leaves, True), (fx_leaves, (x,))):
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                graph_module = own_leaves(model, [x])
-        except Exception:  # a model that cannot be run or captured is no case
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", fxopt.VerificationWarning)
-            try:
-                pass_(copy.deepcopy(graph_module), verify=True)
-            except Exception as error:  # whatever a wrong pass raises
-                yield f"{name}: {type(error).__name__}: {error}"
+                try:
+                    graph_module = trace(model, [x])
+                    graph_module(x)
+                except Exception:  # a model that cannot be run or captured is no case
+                    continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("error", fxopt.VerificationWarning)
+                try:
+                    pass_(copy.deepcopy(graph_module), verify=verify)
+                except Exception as error:  # whatever a wrong pass raises
+                    yield f"{name}: {type(error).__name__}: {error}"
 
 
 def first_finding() -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
+from fxopt import ReversibleTransformation, Transformation
 from validation import checks
 from validation.records import Check, Finding
 from validation.subject import Subject

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fxopt.rewriting.transformation import Transformation
+from fxopt import Transformation
 from tests.validation.planted import (
     AlmostInverse,
     BadReverse,

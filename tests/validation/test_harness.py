@@ -1,12 +1,10 @@
-"""The harness from outside: `pytest validation` in a process of its own, over models that die, hang and fail."""
+"""The harness from outside: `pytest validation`, over models that die, hang and fail in its workers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,70 +17,6 @@ import fxopt.passes
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODELS = """
-import collections, itertools, os, signal, sys, time
-import torch
-
-class Good(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        self.before(x)
-        return self.linear(x)
-
-    def before(self, x):
-        pass
-
-class Segfault(Good):
-    def before(self, x):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-class Exit(Good):
-    def before(self, x):
-        os._exit(0)
-
-class SystemExits(Good):
-    def before(self, x):
-        sys.exit("enough")
-
-class Hang(Good):
-    def before(self, x):
-        while True:
-            time.sleep(0.1)
-
-class HangInC(Good):
-    def before(self, x):
-        collections.deque(itertools.repeat(0), maxlen=0)
-
-class Memory(Good):
-    def before(self, x):
-        torch.empty(2**62, dtype=torch.uint8)
-
-class Error(Good):
-    def before(self, x):
-        raise ValueError("a model of its own mind")
-"""
-
-# Writes when each case ran, and where; and kills a worker in the middle of timing where it is told to.
-PLUGIN = """
-import json, os
-import pytest
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
-        worker = report.node.gateway.id if hasattr(report, "node") else "main"
-        with open(os.environ["STAMPS"], "a") as file:
-            file.write(json.dumps([report.nodeid, report.start, report.stop, worker]) + "\\n")
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item):
-    if any(f"[{case}]" in item.nodeid for case in os.environ.get("KILL", "").split()):
-        os._exit(1)
-"""
-
-
 SITES = {name: int(name == "FuseBiasInLinear") for name in fxopt.passes.available()}
 
 
@@ -92,28 +26,24 @@ class Harness:
 
     folder: Path
 
-    def run(self, *arguments: str, kill: str = "") -> subprocess.CompletedProcess[str]:
-        """`pytest validation` in a process of its own."""
+    def run(self, *arguments: str) -> int:
+        """`pytest validation` in this process, which is faster than one of its own; workers have theirs."""
         (self.folder / "stamps").unlink(missing_ok=True)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        paths = {"PYTHONPATH": str(self.folder), "STAMPS": f"{self.folder}/stamps"}
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", *self.arguments(), *arguments],
-            cwd=ROOT,
-            env={**inherited, **paths, "KILL": kill},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
-    def run_here(self, *arguments: str) -> int:
-        """The same in this process, which is faster: only for what neither dies nor uses workers."""
-        return pytest.main([*self.arguments(), "-n", "0", *arguments])
+        return pytest.main([*self.arguments(), *arguments])
 
     def arguments(self) -> list[str]:
         return [
-            *("validation", "-p", "stamping", "--fx-device", "cpu", "-o", f"cache_dir={self.folder}/cache"),
+            # Workers start sooner without the plugin of hypothesis, which no case needs.
+            *(
+                "validation",
+                "-p",
+                "tests.validation.stamping",
+                "-p",
+                "no:hypothesispytest",
+                "--fx-device",
+                "cpu",
+            ),
+            *("-o", f"cache_dir={self.folder}/cache"),
             *("--fx-zoo", f"{self.folder}/zoo.yaml", "--fx-report-dir", f"{self.folder}/reports"),
         ]
 
@@ -121,7 +51,7 @@ class Harness:
         entries = [
             {
                 "name": model.lower(),
-                "model": f"zoo_of_faults.{model}",
+                "model": f"tests.validation.faulty_models.{model}",
                 "sizes": "fixed",
                 "inputs": {"x": {"shape": [2, 4]}},
                 "tags": ["tame" if model == "Good" else "wild"],
@@ -144,14 +74,10 @@ class Harness:
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
-    (tmp_path / "zoo_of_faults.py").write_text(MODELS)
-    (tmp_path / "stamping.py").write_text(PLUGIN)
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)  # of the run that this is a test of
     monkeypatch.setenv("STAMPS", f"{tmp_path}/stamps")
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    for module in ("zoo_of_faults", "stamping"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
     made = Harness(tmp_path)
     made.zoo("Good")
     return made
@@ -162,7 +88,7 @@ ONE_PASS = ["--fx-pass", "FuseBiasInLinear"]
 
 def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness) -> None:
     harness.zoo("Segfault", "Exit", "SystemExits", "Hang", "HangInC", "Memory", "Error", "Good")
-    run = harness.run("-n", "2", *ONE_PASS, "-k", "equivalence or good")
+    assert harness.run("-n", "2", *ONE_PASS, "-k", "equivalence or good") == pytest.ExitCode.TESTS_FAILED
     rows = harness.records()
     compared = rows[rows.check == "equivalence"].set_index("model")
     assert dict(zip(compared.index, zip(compared.outcome, compared.stage, strict=True), strict=True)) == {
@@ -174,24 +100,26 @@ def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness)
         "memory": ("out-of-memory", "run the model"),
         "error": ("error", "capture"),
         "good": ("pass", ""),
-    }, run.stdout
-    assert "Segmentation fault, in before (zoo_of_faults.py" in compared.reason["segfault"]
+    }
+    assert "Segmentation fault, in before (faulty_models.py" in compared.reason["segfault"]
     assert "ended itself" in compared.reason["exit"]
     assert "2.0s" in compared.reason["hang"]
-    assert "its process was ended, in before (zoo_of_faults.py" in compared.reason["hanginc"]
+    assert "its process was ended, in before (faulty_models.py" in compared.reason["hanginc"]
     assert "a model of its own mind" in compared.reason["error"]
     assert set(rows[rows.model == "good"].outcome) == {"pass"}
-    assert run.returncode == 1
 
 
-def test_timed_cases_run_after_all_others_and_alone_even_if_workers_die(harness: Harness) -> None:
+def test_timed_cases_run_after_all_others_and_alone_even_if_workers_die(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness.zoo("Good", "Segfault", recorded={})
     dying = ["good-FuseBiasInLinear-cpu-round-trip", "good-FuseBiasInLinear-cpu-latency"]
-    run = harness.run("-n", "2", "-k", "good or Merge and equivalence", kill=" ".join(dying))
+    monkeypatch.setenv("KILL", " ".join(dying))
+    harness.run("-n", "2", "-k", "good or Merge and equivalence")
     stamps, rows = harness.stamps(), harness.records()
     timed = stamps[stamps.id.str.contains("latency")].sort_values("start")
     others = stamps[~stamps.id.str.contains("latency")]
-    assert len(timed) >= 5, run.stdout
+    assert len(timed) >= 5
     assert others.worker.nunique() >= 2
     assert timed.start.min() >= others.stop.max()
     assert (timed.start.to_numpy()[1:] >= timed.stop.to_numpy()[:-1]).all()
@@ -201,7 +129,7 @@ def test_timed_cases_run_after_all_others_and_alone_even_if_workers_die(harness:
 
 
 def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: Harness) -> None:
-    assert harness.run_here(*ONE_PASS) == pytest.ExitCode.OK
+    assert harness.run(*ONE_PASS) == pytest.ExitCode.OK
     checks = harness.stamps().id.str.rpartition("-")[2].str.removesuffix("]").tolist()
     assert checks == ["effect", "equivalence", "trip", "latency"]
     rows = harness.records()
@@ -211,43 +139,43 @@ def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: H
     assert rows.loc["good-FuseBiasInLinear-cpu-equivalence", "tensors_compared"] == 1
 
 
-def test_stopping_at_the_first_failure_keeps_the_last_report(harness: Harness) -> None:
-    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+def test_stopping_at_the_first_failure_keeps_the_last_report(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
     before = harness.records()
     harness.zoo("Error", "Good", recorded={})
-    run = harness.run("-n", "2", "-x")
-    assert run.returncode != 0
+    assert harness.run("-n", "2", "-x") != 0
     stamps = harness.stamps()
     first_failure = stamps[stamps.id.str.contains("error")].stop.min()
-    assert len(stamps[stamps.start > first_failure]) <= 4, run.stdout  # what two workers had in their hands
-    assert "no report was written: the run stopped" in run.stdout
-    assert harness.run_here("-x") != 0
+    assert len(stamps[stamps.start > first_failure]) <= 4  # what two workers had in their hands
+    assert "no report was written: the run stopped" in capsys.readouterr().out
+    assert harness.run("-x") != 0
     assert harness.records().equals(before)
 
 
 def test_the_last_failures_alone_run_again(harness: Harness) -> None:
     harness.zoo("Error", "Good")
-    assert harness.run_here(*ONE_PASS, "-k", "effect or equivalence") == pytest.ExitCode.TESTS_FAILED
-    run = harness.run("-n", "1", *ONE_PASS, "--lf")
+    assert harness.run(*ONE_PASS, "-k", "effect or equivalence") == pytest.ExitCode.TESTS_FAILED
+    assert harness.run("-n", "1", *ONE_PASS, "--lf") == pytest.ExitCode.TESTS_FAILED
     assert sorted(harness.records().id) == [
         "error-FuseBiasInLinear-cpu-effect",
         "error-FuseBiasInLinear-cpu-equivalence",
-    ], run.stdout
-    assert run.returncode == 1
+    ]
 
 
 def test_a_run_that_selects_nothing_keeps_the_last_report(harness: Harness) -> None:
-    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
     before = harness.records()
-    assert harness.run_here("-k", "nothing_at_all") == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert harness.run("-n", "1", "-k", "nothing_at_all").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert harness.run_here("--collect-only", "-q") == pytest.ExitCode.OK
+    assert harness.run("-k", "nothing_at_all") == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert harness.run("-n", "1", "-k", "nothing_at_all") == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert harness.run("--collect-only", "-q") == pytest.ExitCode.OK
     assert harness.records().equals(before)
 
 
 def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
     harness.zoo("Error", "Good", recorded={})
-    harness.run_here("--collect-only", "-q", "--fx-tag", "tame", "--fx-pass", "MergeLinears")
+    harness.run("--collect-only", "-q", "--fx-tag", "tame", "--fx-pass", "MergeLinears")
     cases = [line for line in capsys.readouterr().out.splitlines() if "test_case[" in line]
     assert cases
     assert all("[good-" in case and any(p in case for p in ("Merge", "-all-", "-exact-")) for case in cases)
@@ -260,7 +188,7 @@ def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) ->
 def test_an_option_says_what_it_does_not_know(
     harness: Harness, capsys: pytest.CaptureFixture[str], option: str, value: str, known: str
 ) -> None:
-    assert harness.run_here(option, value) == pytest.ExitCode.USAGE_ERROR
+    assert harness.run(option, value) == pytest.ExitCode.USAGE_ERROR
     message = capsys.readouterr().err
     assert f"{option} {value}: not known" in message
     assert known in message
@@ -271,7 +199,7 @@ def test_a_mistake_in_the_zoo_is_one_message_without_a_traceback(
 ) -> None:
     text = (harness.folder / "zoo.yaml").read_text()
     (harness.folder / "zoo.yaml").write_text(text.replace("sizes: fixed", "sizes: huge"))
-    assert harness.run_here("-n", "2") == pytest.ExitCode.USAGE_ERROR  # before there are workers
+    assert harness.run("-n", "2") == pytest.ExitCode.USAGE_ERROR  # before there are workers
     messages = [line for line in capsys.readouterr().err.splitlines() if line]
     assert messages == [
         f"ERROR: {harness.folder}/zoo.yaml:4: good: sizes: Input should be 'dynamic' or 'fixed'"
@@ -281,18 +209,21 @@ def test_a_mistake_in_the_zoo_is_one_message_without_a_traceback(
 def test_a_known_failure_does_not_fail_the_run(harness: Harness) -> None:
     known = {"check": "equivalence", "pipeline": "FuseBiasInLinear", "reason": "it has a mind of its own"}
     harness.zoo("Error", known_failures=[known])
-    assert harness.run_here(*ONE_PASS, "-k", "equivalence") == pytest.ExitCode.OK
+    assert harness.run(*ONE_PASS, "-k", "equivalence") == pytest.ExitCode.OK
     (row,) = harness.records().itertuples()
     assert row.outcome == "expected"
     assert row.reason.startswith("it has a mind of its own")
 
 
-def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(harness: Harness) -> None:
+def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(harness.folder)
     (harness.folder / "half_a_package.py").write_text("raise RuntimeError('operator nms does not exist')")
     known = {"check": "equivalence", "pipeline": "FuseBiasInLinear", "reason": "it has a mind of its own"}
     fields = {"model": "half_a_package.Model", "requires": "half_a_package", "known_failures": [known]}
     harness.zoo("Good", **fields)
-    assert harness.run_here(*ONE_PASS) == pytest.ExitCode.OK
+    assert harness.run(*ONE_PASS) == pytest.ExitCode.OK
     rows = harness.records()
     assert set(rows.check) == {"effect", "equivalence", "round-trip", "latency"}
     assert set(zip(rows.outcome, rows.stage, rows.reason, strict=True)) == {
@@ -301,10 +232,10 @@ def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(har
 
 
 def test_a_model_whose_package_is_there_is_run(harness: Harness) -> None:
-    harness.zoo("Good", requires="zoo_of_faults")
-    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
-    harness.zoo("Good", requires="zoo_of_faults", model="zoo_of_faults.Missing")
-    assert harness.run_here(*ONE_PASS, "-k", "effect") == pytest.ExitCode.TESTS_FAILED
+    harness.zoo("Good", requires="tests")
+    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+    harness.zoo("Good", requires="tests", model="tests.validation.faulty_models.Missing")
+    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.TESTS_FAILED
     (row,) = harness.records().itertuples()
     assert (row.outcome, row.stage) == ("error", "load")
     assert "has no class or function 'Missing'" in row.reason

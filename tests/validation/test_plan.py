@@ -7,7 +7,7 @@ import random
 import pytest
 from torch.fx import GraphModule
 
-from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
+from fxopt import ReversibleTransformation, Transformation
 from validation.plan import checks, members, pipelines, plan
 from validation.records import Case, Check
 from validation.zoo import Entry

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxopt.rewriting.transformation import Transformation
+from fxopt import Transformation
 from tests.validation.planted import (
     AlmostInverse,
     BadReverse,

@@ -12,8 +12,8 @@ import torch
 from torch.fx import GraphModule
 
 import fxopt.passes
+from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.module import TracedModule
-from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from tests.validation import sweep_models
 from validation import report, store, sweep
 from validation.compare import compare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from typing import Annotated, Any
 
 import torch
@@ -24,7 +25,11 @@ def verification(
     rounds: Annotated[int, typer.Option(help="Counted rounds.")] = 5,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens in a run of the model.")] = 1,
 ) -> None:
-    """What verification adds to each pass on BERT-base, as multiples of one run of the model."""
+    """What verification adds to each pass on BERT-base, as multiples of one run of the model.
+
+    In processor time of one thread, which other work on the machine changes little.
+    """
+    torch.set_num_threads(1)
     subject = bert_base()
     free = fxopt.symbolic_trace(subject.model, list(subject.inputs))
     ids = torch.ones(batch, 128, dtype=torch.long)
@@ -55,7 +60,7 @@ def _runs(pass_: Rewrite[Any], traced: GraphModule, run: Any, rounds: int) -> li
     copies = [sharing_copy(traced) for _ in range(2 * (rounds + 1))]
     with torch.no_grad():
         once, plain, verified = interleaved(
-            [run, functools.partial(apply, False), functools.partial(apply, True)], rounds
+            [run, functools.partial(apply, False), functools.partial(apply, True)], rounds, time.process_time
         )
     return [
         max(0.0, with_ - without) / statistics.median(once)

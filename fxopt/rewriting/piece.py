@@ -1,0 +1,227 @@
+"""The piece of a graph that stands at a rewritten site, before and after its changes, and what is around it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from fxopt import effects, graph, operators
+from fxopt.operators import Fact
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap
+
+AROUND = 24
+"""How many nodes around a site are run with it."""
+
+
+class Piece:
+    """The nodes of a site before and after its changes.
+
+    The core is what was changed. Around it stands what shows that a change was wrong: what follows the core, and what
+    reads the same inputs up to the end of the core, since it may write into them. It ends where values are mixed,
+    because a mixture has rounding errors of its own.
+
+    Attributes:
+        before: the nodes that it had, in order, by name.
+        after: the nodes that it has.
+        taken: what stood at qualified names.
+        put: what stands there now.
+        mixes: whether the core has rounding errors of its own.
+
+    Args:
+        graph_module: the module that was changed.
+        nodes: its nodes by name, also those that were erased.
+        readers: the nodes that call or read what is at or below a qualified name.
+        edits: all changes of the site.
+        around: whether to look around it.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        nodes: Mapping[str, Node],
+        readers: Mapping[str, Sequence[Node]],
+        edits: Sequence[Edit],
+        *,
+        around: bool,
+    ) -> None:
+        self._graph_module, self._nodes = graph_module, nodes
+        swaps = [edit for edit in edits if isinstance(edit, Swap)]
+        self.taken = {path: value for swap in reversed(swaps) for path, value in swap.before.items()}
+        self.put = {path: value for swap in swaps for path, value in swap.after.items()}
+        changed = [path for path in self.put if self.put[path] is not self.taken[path]]
+        redirects = [edit for edit in edits if isinstance(edit, Redirect)]
+        core = {edit.name for edit in edits if isinstance(edit, NodeEdit) and (edit.fields or edit.meta)}
+        core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}
+        # What took the place of a value may be computed elsewhere, of the same inputs.
+        core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
+        self._core, self._redirected = core, {user for edit in redirects for user in edit.users} - core
+        order_now = [node.name for node in graph_module.graph.nodes]
+        order_then, self._then = self._as_it_was(edits, order_now)
+        present = [nodes[name] for name in order_now if name in core]
+        values = (*self.taken.values(), *self.put.values())
+        self.mixes = any(w is not None for v in values for w in weights_of(v)) or any(
+            map(self._is_mixture, present)
+        )
+        chosen = core | (self._around(present, order_now, order_then) if around else set())
+        self.before = {
+            name: self._then.get(name) or NodeState.of(nodes[name]) for name in order_then if name in chosen
+        }
+        self.after = {name: NodeState.of(nodes[name]) for name in order_now if name in chosen}
+
+    @property
+    def around(self) -> list[str]:
+        """The nodes that are not of the core."""
+        return [name for name in self.after if name not in self._core]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The nodes outside whose values it takes, or that take the place of its values."""
+        uses, taken = self._uses(), set[str]()
+        for after, side in enumerate((self.before, self.after)):
+            taken.update(pair[after] for pair in uses if pair[after] not in side)
+            taken.update(n for state in side.values() for n in state.references() if n not in side)
+        return sorted(taken)
+
+    @property
+    def outputs(self) -> list[tuple[str, str]]:
+        """The nodes whose values are to be equal, before and now; inputs are among them, which may be written into."""
+        return [*self._uses(), *((name, name) for name in (*self.around, *self.inputs))]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights that were rounded took the place of others, or a node names a dtype."""
+        dtypes = [w.dtype for value in self.put.values() for w in weights_of(value) if w.is_floating_point()]
+        dtypes += [v for state in self.after.values() for v in _leaves(state) if isinstance(v, torch.dtype)]
+        return any(dtype != torch.float64 for dtype in dtypes)
+
+    @property
+    def constants(self) -> list[int | float]:
+        """The numbers among the arguments."""
+        found = [v for state in self.before.values() for v in _leaves(state) if type(v) in (int, float)]
+        return list(dict.fromkeys(found))
+
+    def leave_out(self, name: str) -> None:
+        """Make a node around the core an input."""
+        del self.before[name], self.after[name]
+
+    def _uses(self) -> list[tuple[str, str]]:
+        """For each use of the core by others, the node that gave the value, and the one that gives it now."""
+        users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}
+        pairs = {(name, name) for name in self._core & {*self.after} if self._nodes[name].op == "output"}
+        for name in (users - self._core) | self._redirected:
+            now = NodeState.of(self._nodes[name])
+            old_names = self._then.get(name, now).references()
+            for old, new in zip(old_names, now.references(), strict=True):
+                if old in self._core or new in self._core or old != new:
+                    pairs.add((old, new))
+        return sorted(pairs)
+
+    def _as_it_was(
+        self, edits: Sequence[Edit], order: Sequence[str]
+    ) -> tuple[list[str], dict[str, NodeState]]:
+        """The order of all nodes, and the states of those that were changed, before the edits."""
+        names, then = list(order), dict[str, NodeState]()
+        for edit in reversed(edits):
+            if isinstance(edit, Redirect):
+                for user in edit.users:
+                    then[user] = _renamed(
+                        then.get(user) or NodeState.of(self._nodes[user]), edit.new, edit.old
+                    )
+            elif isinstance(edit, NodeEdit) and edit.before is None:
+                names.remove(edit.name)
+                then.pop(edit.name, None)
+            elif isinstance(edit, NodeEdit) and edit.before is not None and edit.after is None:
+                names.insert(names.index(edit.previous) + 1 if edit.previous in names else 0, edit.name)
+                then[edit.name] = edit.before
+            elif isinstance(edit, NodeEdit):
+                state = then.get(edit.name) or NodeState.of(self._nodes[edit.name])
+                fields = {field: getattr(edit.before, field) for field in edit.fields}
+                then[edit.name] = dataclasses.replace(state, **fields)
+        return names, then
+
+    def _around(self, core: Sequence[Node], *orders: Sequence[str]) -> set[str]:
+        """The nodes that follow the core, and those before its end that read what the core reads."""
+        ends = (max((i for i, name in enumerate(order) if name in self._core), default=0) for order in orders)
+        earlier = {name for order, end in zip(orders, ends, strict=True) for name in order[:end]}
+        states = [NodeState.of(node) for node in core] + [
+            self._then[n] for n in self._core if n in self._then
+        ]
+        inputs = {name for state in states for name in state.references()} - self._core
+        pending = collections.deque((node, True) for node in core)
+        pending += [(self._nodes[name], False) for name in sorted(inputs)]
+        found = set[str]()
+        while pending and len(found) < AROUND:
+            value, behind = pending.popleft()
+            for user in value.users:
+                if user.name in self._core | found or not (behind or user.name in earlier):
+                    continue
+                if not self._shows(user, behind):
+                    continue
+                found.add(user.name)
+                pending.append((user, behind))
+                for target in effects.written_by(user, self._called(user)) or ():
+                    pending.append((target, behind))
+                    while target.name not in self._core and Fact.VIEW in self._facts(target):
+                        found.add(target.name)  # a write into a part is one into the whole
+                        target = target.all_input_nodes[0]
+                        pending.append((target, behind))
+        return found
+
+    def _shows(self, node: Node, behind: bool) -> bool:
+        """Tell whether a node may make more of a difference, or one of its own by writing, and costs little."""
+        called, facts = self._called(node), self._facts(node)
+        if not node.op.startswith("call") or Fact.RANDOM in facts or effects.written_by(node, called) is None:
+            return False
+        if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
+            return False
+        if self._is_mixture(node):
+            return not behind and called is None  # perhaps it gives a view
+        dtype = graph.dtype_of(node)
+        inexact = dtype is None or dtype.is_floating_point or dtype.is_complex
+        # What makes more of rounding makes as much of that of a mixture, before and after.
+        return not (behind and self.mixes) or (inexact and bool(facts & (Fact.SMOOTH | Fact.LAYOUT)))
+
+    def _is_mixture(self, node: Node) -> bool:
+        weights = next(weights_of(self._called(node)), None)
+        return weights is not None or bool(self._facts(node) & (Fact.MIXES | Fact.STATISTICS))
+
+    def _facts(self, node: Node) -> Fact:
+        return operators.facts_of(node, self._called(node))
+
+    def _called(self, node: Node) -> nn.Module | None:
+        if node.op != "call_module":
+            return None
+        try:
+            return self._graph_module.get_submodule(str(node.target))
+        except AttributeError:  # a wrong change has taken it away
+            return None
+
+
+def weights_of(value: Any) -> Iterator[Tensor]:
+    """The tensor itself, or the parameters and buffers of a module."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+
+
+def _leaves(state: NodeState) -> list[Any]:
+    found: list[Any] = []
+    map_aggregate((state.args, state.kwargs), found.append)
+    return found
+
+
+def _renamed(state: NodeState, old: str, new: str) -> NodeState:
+    def renamed(value: Any) -> Any:
+        return Reference(new) if type(value) is Reference and value.name == old else value
+
+    args, kwargs = map_aggregate(state.args, renamed), map_aggregate(state.kwargs, renamed)
+    return dataclasses.replace(state, args=args, kwargs=kwargs)

@@ -1,0 +1,73 @@
+"""Random inputs of a piece of a graph, such that wrong code gives something else on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """How random inputs are made.
+
+    Attributes:
+        dtype: the dtype to compute in; None for that of the values and weights.
+        sizes: what to take in the place of sizes.
+        integers: integers are less.
+        unit: what numbers are multiples of; None for any.
+    """
+
+    dtype: torch.dtype | None
+    sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    integers: int = 128
+    unit: float | None = None
+
+    def like(self, value: Any, seed: int) -> Any:
+        """Random values of the shape, dtype and order in memory of a tensor, large, small and zero among them."""
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        if not isinstance(value, Tensor):
+            return value
+        strides = [number_of(stride) for stride in value.stride()]
+        order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
+        shape = [self._size(value.shape[dim]) for dim in order]
+        numbers = (
+            self._drawn(value, shape, torch.Generator().manual_seed(seed)).to(value.dtype).to(value.device)
+        )
+        return numbers.permute([order.index(dim) for dim in range(value.ndim)])
+
+    def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        if not (value.is_floating_point() or value.is_complex()):
+            # An index that is too large is an error on a CPU, and the end of the process elsewhere.
+            below = 2 if value.dtype == torch.bool or value.device.type != "cpu" else self.integers
+            return torch.randint(0, below, shape, generator=generator)
+        if self.unit is not None:
+            few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
+            places = torch.randperm(
+                math.prod(shape), generator=generator
+            )  # each of them, also in a small tensor
+            return few[places % len(few)].reshape(shape) * self.unit
+        numbers = torch.randn(shape, generator=generator)
+        scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])
+        if numbers.numel() > 1:  # or else nothing might flow
+            numbers = numbers * scales[torch.randint(0, len(scales), shape, generator=generator)]
+            numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
+        return numbers
+
+    def _size(self, size: Any) -> int:
+        number = number_of(size)
+        return self.sizes.get(number, number)
+
+
+def number_of(size: Any) -> int:
+    """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
+    if isinstance(size, int):
+        return size
+    if size.node.has_hint():
+        return int(size.node.hint)
+    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, 3)))
