@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx import Node
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
     """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
-    names = _parameters(type(module).forward)[1:]  # the first one is self
+    names = positional(type(module).forward)[1:]  # the first one is self
     values = [*node.args, *node.kwargs.values()]
     if (
         len(values) != 1
@@ -30,8 +30,28 @@ def input_of(node: Node, module: nn.Module) -> Node | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def positional(function: Any) -> list[str]:
+    """The parameters that a function takes by position; none where it has no signature, as many builtins."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def argument(node: Node, name: str) -> Any:
+    """What a call passes for a parameter of this name, by position or keyword; `None` if nothing.
+
+    Example:
+        >>> x = torch.fx.Graph().placeholder("x")
+        >>> argument(x.graph.call_function(torch.nn.functional.elu, (x, 1.0, True)), "inplace")
+        True
+    """
+    if name in node.kwargs or node.op != "call_function":
+        return node.kwargs.get(name)
+    names = positional(node.target)
+    position = names.index(name) if name in names else len(node.args)
+    return node.args[position] if position < len(node.args) else None
 
 
 def function_name(node: Node) -> str:

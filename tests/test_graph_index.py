@@ -34,4 +34,4 @@ def test_unusual_modules_are_not_replaced(change):
     model = nn.Sequential(nn.Linear(2, 2))
     change(model[0])
     index = GraphIndex(torch.fx.symbolic_trace(model))
-    assert index.obstacle(index.nodes[1])
+    assert index.obstacle(index.nodes[1], nn.Linear)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph
+from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -21,14 +21,11 @@ from fxopt.rewriting.weights import PROVENANCE, provenance
 
 @dataclasses.dataclass(frozen=True)
 class ActivationCalls:
-    """All calls of an activation module with its names, or one call of a function or method."""
+    """All calls of an activation module with its names, or one call of a function or method; `node` is the first."""
 
+    node: Node
     calls: tuple[Node, ...]
-    paths: tuple[str, ...] = ()
-
-    @property
-    def node(self) -> Node:
-        return self.calls[0]
+    paths: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +80,22 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         """Yield the calls of the source activation; all calls of one module are one site."""
         index = GraphIndex(graph_module)
         kind = ACTIVATIONS[self.source].module if isinstance(self.source, str) else self.source
-        for node in index.calls_like(kind):
-            inexact = index.inexact(node, kind)
+        for node in index.nodes:
+            called = node.op == "call_module"
+            module = index.module(node) if called else _as_module(node)
+            if not isinstance(module, kind) or not (called or isinstance(self.source, str)):
+                continue
+            calls = index.call_sites(module) if called else [node]
+            paths = index.names(module) if called else []
+            inexact = index.inexact(node, kind) if called else None
             if inexact:
                 yield Refusal(node, inexact)
-        for node in index.nodes:
-            if node.op == "call_module":
-                module = index.module(node)
-                calls = index.call_sites(module)
-                if (
-                    node is not calls[0]
-                    or not self._is_source(module)
-                    or self.signature in provenance(module)
-                ):
-                    continue  # a module that this pass made may be of the source's type, too
-                writes = getattr(module, "inplace", False)
-                reason = "it writes into its input" if writes else _module_obstacle(index, calls, module)
-                site = ActivationCalls(tuple(calls), tuple(index.names(module)))
-            elif isinstance(self.source, str) and _calls(node, ACTIVATIONS[self.source]):
-                reason = "it writes into its input" if index.memory.writes(node) else None
-                site = ActivationCalls((node,))
-            else:
-                continue
-            yield Refusal(node, reason) if reason else site
+            elif calls[0] is node and self._is_source(module):
+                writes = getattr(module, "inplace", False) or index.memory.writes(node)
+                reason = "it writes into its input" if writes else None
+                if called and not writes:
+                    reason = _unclear(calls, module) or index.obstacle_everywhere(module)
+                yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), tuple(paths))
 
     def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
         """Put the new activation in the place of the old one."""
@@ -127,9 +117,11 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         return site.calls
 
     def _is_source(self, module: nn.Module) -> bool:
-        if isinstance(self.source, str):
-            return _same_activation(module, ACTIVATIONS[self.source].make())
-        return type(module) is self.source
+        if self.signature in provenance(module):
+            return False  # what this pass made may be of the source's type, too
+        return not isinstance(self.source, str) or _settings(module) == _settings(
+            ACTIVATIONS[self.source].make()
+        )
 
     def _new_module(self, like: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
         """A module in the mode of `like`, whose tensors are where those of the graph module are."""
@@ -149,8 +141,6 @@ class Activation:
     module: type[nn.Module]
     function: Callable[..., Any]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    other_functions: tuple[Callable[..., Any], ...] = ()
-    method: str | None = None
 
     def make(self) -> nn.Module:
         """A new module."""
@@ -165,72 +155,34 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "hardswish": Activation(nn.Hardswish, F.hardswish),
     "leaky_relu": Activation(nn.LeakyReLU, F.leaky_relu),
     "mish": Activation(nn.Mish, F.mish),
-    "relu": Activation(nn.ReLU, F.relu, other_functions=(torch.relu,), method="relu"),
+    "relu": Activation(nn.ReLU, F.relu),
     "relu6": Activation(nn.ReLU6, F.relu6),
-    "selu": Activation(nn.SELU, F.selu, other_functions=(torch.selu,)),
-    "sigmoid": Activation(nn.Sigmoid, torch.sigmoid, other_functions=(F.sigmoid,), method="sigmoid"),
+    "selu": Activation(nn.SELU, F.selu),
+    "sigmoid": Activation(nn.Sigmoid, torch.sigmoid),
     "silu": Activation(nn.SiLU, F.silu),
     "softplus": Activation(nn.Softplus, F.softplus),
-    "tanh": Activation(nn.Tanh, torch.tanh, other_functions=(F.tanh,), method="tanh"),
+    "tanh": Activation(nn.Tanh, torch.tanh),
 }
 """The activations that `ReplaceActivation` knows by name, each with the default options of its module."""
 
 
-def _module_obstacle(index: GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
-    """Why a module cannot be replaced by another at all its calls; `None` if it can."""
+def _as_module(node: Node) -> nn.Module | None:
+    """The module that computes what a call of a function or method does; their options have the same order."""
+    activation = ACTIVATIONS.get(operators.name_of(node))
+    if activation is None or len(node.all_input_nodes) != 1:
+        return None
+    try:
+        return activation.module(*node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "input"})
+    except TypeError:  # an option that only the function has
+        return None
+
+
+def _unclear(calls: list[Node], module: nn.Module) -> str | None:
     unclear = [call.name for call in calls if graph.input_of(call, module) is None]
-    if unclear:
-        return f"{', '.join(unclear)} does not call it with one tensor alone"
-    return index.obstacle_everywhere(module)
-
-
-def _same_activation(module: nn.Module, model: nn.Module) -> bool:
-    return type(module) is type(model) and _settings(module) == _settings(model)
+    return f"{', '.join(unclear)} does not call it with one tensor alone" if unclear else None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    ignored = {
-        "training",
-        "inplace",
-        "forward",
-        PROVENANCE,
-    }  # a forward of its own is an obstacle, not a setting
+    """What two activations of one type may differ in; a forward of its own is an obstacle, not a setting."""
+    ignored = {"training", "inplace", "forward", PROVENANCE}
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ignored}
-
-
-def _calls(node: Node, activation: Activation) -> bool:
-    """Whether a node calls an activation as a function or method, with its own options."""
-    if len(node.all_input_nodes) != 1:
-        return False
-    if node.op == "call_method":
-        return node.target == activation.method and len(node.args) == 1 and not node.kwargs
-    functions = (activation.function, *activation.other_functions)
-    if node.op != "call_function" or node.target not in functions:
-        return False
-    options = {k: v for k, v in _options(node).items() if not isinstance(v, Node) and k != "inplace"}
-    return options == activation.options
-
-
-# Functions written in C++ have no signature to read defaults from.
-_DEFAULTS: Mapping[Any, dict[str, Any]] = {
-    F.gelu: {"approximate": "none"},
-    F.softplus: {"beta": 1, "threshold": 20},
-}
-
-
-def _options(node: Node) -> dict[str, Any]:
-    """The arguments of a call by name, without those that have their default."""
-    target: Any = node.target
-    try:
-        signature = inspect.signature(target)
-    except ValueError:  # a builtin: its options are keywords, or follow the input in this order
-        defaults = _DEFAULTS.get(target, {})
-        arguments = dict(zip(["input", *defaults], node.args, strict=False)) | dict(node.kwargs)
-    else:
-        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-        arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return {
-        name: value
-        for name, value in arguments.items()
-        if value != defaults.get(name, inspect.Parameter.empty)
-    }
