@@ -103,7 +103,10 @@ class GraphIndex:
         return self.memory.write_between(first, last, value)
 
     def obstacle_everywhere(self, module: nn.Module) -> str | None:
-        """Why a module without tensors cannot be replaced at all its names and calls; `None` if it can."""
+        """Why a module without tensors cannot be replaced by any other at all its names and calls; `None` if it can."""
+        unclear = [call.name for call in self.call_sites(module) if input_of(call, module) is None]
+        if unclear:
+            return f"{', '.join(unclear)} does not call it with one tensor alone"
         if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))

@@ -79,59 +79,48 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
         index = GraphIndex(graph_module)
-        kind = ACTIVATIONS[self.source].module if isinstance(self.source, str) else self.source
+        kind, by_name = _activation(self.source).module, isinstance(self.source, str)
+        wanted = _settings(_activation(self.source).make()) if by_name else None
         for node in index.nodes:
             called = node.op == "call_module"
-            module = index.module(node) if called else _as_module(node)
-            if not isinstance(module, kind) or not (called or isinstance(self.source, str)):
+            module = index.module(node) if called else _as_module(node) if by_name else None
+            if not isinstance(module, kind) or self.signature in provenance(module):
+                continue  # what this pass made may be of the source's type, too
+            calls, paths = (index.call_sites(module), index.names(module)) if called else ([node], [])
+            reason = index.inexact(node, kind) if called else None
+            if reason is None and (node is not calls[0] or wanted not in (None, _settings(module))):
                 continue
-            calls = index.call_sites(module) if called else [node]
-            paths = index.names(module) if called else []
-            inexact = index.inexact(node, kind) if called else None
-            if inexact:
-                yield Refusal(node, inexact)
-            elif calls[0] is node and self._is_source(module):
-                writes = getattr(module, "inplace", False) or index.memory.writes(node)
-                reason = "it writes into its input" if writes else None
-                if called and not writes:
-                    reason = _unclear(calls, module) or index.obstacle_everywhere(module)
-                yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), tuple(paths))
+            if getattr(module, "inplace", False) or (not called and index.memory.writes(node)):
+                reason = reason or "it writes into its input"
+            elif called:
+                reason = reason or index.obstacle_everywhere(module)
+            yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), tuple(paths))
 
     def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
         """Put the new activation in the place of the old one."""
-        graph_module, node = rewriter.graph_module, site.node
+        graph_module, node, target = rewriter.graph_module, site.node, _activation(self.target)
+        called: dict[str, Any] = {"op": "call_function", "target": target.function, "kwargs": target.options}
         if site.paths:
-            new = self._new_module(graph_module.get_submodule(site.paths[0]), graph_module, node)
-            rewriter.swap(dict.fromkeys(site.paths, new))
-            for call in site.calls:  # the new module may have another name for its input
-                rewriter.set(call, args=tuple(call.all_input_nodes), kwargs={})
-        elif isinstance(self.target, str):
-            activation = ACTIVATIONS[self.target]
-            options = dict(activation.options)
-            args = tuple(node.all_input_nodes)
-            rewriter.set(node, op="call_function", target=activation.function, args=args, kwargs=options)
-        else:
-            new = self._new_module(graph_module, graph_module, node)
+            old = graph_module.get_submodule(site.paths[0])
+            rewriter.swap(dict.fromkeys(site.paths, self._new_module(graph_module, node, old.training)))
+            called = {"kwargs": {}}
+        elif target.function is None:
+            new = self._new_module(graph_module, node, graph_module.training)
             path = rewriter.add_module("", f"fxopt_activation_{node.name}", new)
-            rewriter.set(node, op="call_module", target=path, args=tuple(node.all_input_nodes), kwargs={})
+            called = {"op": "call_module", "target": path, "kwargs": {}}
+        for call in site.calls:  # the new activation may have another name for its input
+            rewriter.set(call, args=tuple(call.all_input_nodes), **called)
         return site.calls
 
-    def _is_source(self, module: nn.Module) -> bool:
-        if self.signature in provenance(module):
-            return False  # what this pass made may be of the source's type, too
-        return not isinstance(self.source, str) or _settings(module) == _settings(
-            ACTIVATIONS[self.source].make()
-        )
-
-    def _new_module(self, like: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
-        """A module in the mode of `like`, whose tensors are where those of the graph module are."""
-        new = ACTIVATIONS[self.target].make() if isinstance(self.target, str) else self.target()
+    def _new_module(self, graph_module: GraphModule, node: Node, training: bool) -> nn.Module:
+        """A module whose tensors are where those of the graph module are."""
+        new = _activation(self.target).make()
         floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
         first = next(floating, graph.value_of(node))
         if isinstance(first, torch.Tensor):
             dtype = graph.dtype_of(node) or first.dtype
             new = new.to(first.device, dtype if dtype.is_floating_point else None)
-        return new.train(like.training)
+        return new.train(training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +128,7 @@ class Activation:
     """How an activation is spelled in a graph, and how it is made."""
 
     module: type[nn.Module]
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> nn.Module:
@@ -166,6 +155,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """The activations that `ReplaceActivation` knows by name, each with the default options of its module."""
 
 
+def _activation(choice: str | type[nn.Module]) -> Activation:
+    """The activation of a name, or of a type of module, for which there is no function."""
+    return ACTIVATIONS[choice] if isinstance(choice, str) else Activation(choice, None)
+
+
 def _as_module(node: Node) -> nn.Module | None:
     """The module that computes what a call of a function or method does; their options have the same order."""
     activation = ACTIVATIONS.get(operators.name_of(node))
@@ -175,11 +169,6 @@ def _as_module(node: Node) -> nn.Module | None:
         return activation.module(*node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "input"})
     except TypeError:  # an option that only the function has
         return None
-
-
-def _unclear(calls: list[Node], module: nn.Module) -> str | None:
-    unclear = [call.name for call in calls if graph.input_of(call, module) is None]
-    return f"{', '.join(unclear)} does not call it with one tensor alone" if unclear else None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
