@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
@@ -118,6 +118,16 @@ def place(node: Node) -> str:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
+    """Move a new module to the device of a graph module, and to the floating dtype that `node` works in, where known."""
+    floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
+    first = next(floating, value_of(node))
+    if not isinstance(first, Tensor):
+        return module
+    dtype = dtype_of(node) or first.dtype
+    return module.to(first.device, dtype if dtype.is_floating_point else None)
 
 
 def with_width(value: Node, width: int) -> Tensor | None:

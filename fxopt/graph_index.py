@@ -107,6 +107,8 @@ class GraphIndex:
         unclear = [call.name for call in self.call_sites(module) if input_of(call, module) is None]
         if unclear:
             return f"{', '.join(unclear)} does not call it with one tensor alone"
+        if getattr(module, "inplace", False):
+            return "it writes into its input"
         if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
@@ -149,7 +151,7 @@ class GraphIndex:
         writer = self.memory.writer_of(module)
         reason = self._unusual(module) or self._read_directly(str(node.target))
         if reason is None and writer:
-            return f"{writer.name} may write into the parameters or buffers of {node.target}"
+            return f"{writer.name} may write into the statistics or weights of {node.target}"
         return reason
 
     def removable(self, node: Node) -> bool:

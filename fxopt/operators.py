@@ -187,14 +187,16 @@ def _name_of_function(target: Any) -> str:
 def _facts_of_module(module: nn.Module) -> Fact:
     if hooks_of(module) or "forward" in vars(module):
         return Fact(0)
-    return _facts_of_kind(type(module))
+    kind: Any = type(module)
+    return _facts_of_kind(kind)
 
 
 @functools.lru_cache(maxsize=4096)
-def _facts_of_kind(kind: type[nn.Module]) -> Fact:
-    if getattr(nn, kind.__name__, None) is not kind:
+def _facts_of_kind(kind: Any) -> Fact:
+    name = kind.__name__
+    if getattr(nn, name, None) is not kind:
         return Fact(0)
-    name = kind.__name__.lower()
+    name = name.lower()
     return _OF_MODULES.get(name) or _OF_MODULES.get(re.sub(r"[123]d$", "", name), Fact(0))
 
 

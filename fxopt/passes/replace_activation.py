@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph, operators
+from fxopt import graph
+from fxopt.activations import ACTIVATIONS, Activation, as_module, same_activation
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.weights import PROVENANCE, provenance
+from fxopt.rewriting.weights import provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ class ActivationCalls:
 
     node: Node
     calls: tuple[Node, ...]
-    paths: tuple[str, ...]
+    paths: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +77,22 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
-        index = GraphIndex(graph_module)
-        kind, by_name = _activation(self.source).module, isinstance(self.source, str)
-        wanted = _settings(_activation(self.source).make()) if by_name else None
-        for node in index.nodes:
-            called = node.op == "call_module"
-            module = index.module(node) if called else _as_module(node) if by_name else None
-            if not isinstance(module, kind) or self.signature in provenance(module):
-                continue  # what this pass made may be of the source's type, too
-            calls, paths = (index.call_sites(module), index.names(module)) if called else ([node], [])
-            reason = index.inexact(node, kind) if called else None
-            if reason is None and (node is not calls[0] or wanted not in (None, _settings(module))):
-                continue
-            if getattr(module, "inplace", False) or (not called and index.memory.writes(node)):
-                reason = reason or "it writes into its input"
-            elif called:
-                reason = reason or index.obstacle_everywhere(module)
-            yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), tuple(paths))
+        index, source = GraphIndex(graph_module), _activation(self.source)
+        like = None if source.function is None else source.make()
+        for node in index.calls_like(source.module):
+            module = index.module(node)
+            calls, reason = index.call_sites(module), index.inexact(node, source.module)
+            if reason is None:
+                made = self.signature in provenance(module)  # that may be of the source's type, too
+                if made or node is not calls[0] or (like and not same_activation(module, like)):
+                    continue
+                reason = index.obstacle_everywhere(module)
+            paths = tuple(index.names(module))
+            yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), paths)
+        for node in index.nodes if like else ():
+            if same_activation(as_module(node), like):
+                writes = index.memory.writes(node)
+                yield Refusal(node, "it writes into its input") if writes else ActivationCalls(node, (node,))
 
     def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
         """Put the new activation in the place of the old one."""
@@ -102,76 +100,18 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         called: dict[str, Any] = {"op": "call_function", "target": target.function, "kwargs": target.options}
         if site.paths:
             old = graph_module.get_submodule(site.paths[0])
-            rewriter.swap(dict.fromkeys(site.paths, self._new_module(graph_module, node, old.training)))
+            new = graph.placed(target.make(), graph_module, node).train(old.training)
+            rewriter.swap(dict.fromkeys(site.paths, new))
             called = {"kwargs": {}}
         elif target.function is None:
-            new = self._new_module(graph_module, node, graph_module.training)
+            new = graph.placed(target.make(), graph_module, node).train(graph_module.training)
             path = rewriter.add_module("", f"fxopt_activation_{node.name}", new)
             called = {"op": "call_module", "target": path, "kwargs": {}}
         for call in site.calls:  # the new activation may have another name for its input
             rewriter.set(call, args=tuple(call.all_input_nodes), **called)
         return site.calls
 
-    def _new_module(self, graph_module: GraphModule, node: Node, training: bool) -> nn.Module:
-        """A module whose tensors are where those of the graph module are."""
-        new = _activation(self.target).make()
-        floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
-        first = next(floating, graph.value_of(node))
-        if isinstance(first, torch.Tensor):
-            dtype = graph.dtype_of(node) or first.dtype
-            new = new.to(first.device, dtype if dtype.is_floating_point else None)
-        return new.train(training)
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """How an activation is spelled in a graph, and how it is made."""
-
-    module: type[nn.Module]
-    function: Callable[..., Any] | None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def make(self) -> nn.Module:
-        """A new module."""
-        return self.module(**self.options)
-
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "elu": Activation(nn.ELU, F.elu),
-    "gelu": Activation(nn.GELU, F.gelu),
-    "gelu_tanh": Activation(nn.GELU, F.gelu, {"approximate": "tanh"}),
-    "hardsigmoid": Activation(nn.Hardsigmoid, F.hardsigmoid),
-    "hardswish": Activation(nn.Hardswish, F.hardswish),
-    "leaky_relu": Activation(nn.LeakyReLU, F.leaky_relu),
-    "mish": Activation(nn.Mish, F.mish),
-    "relu": Activation(nn.ReLU, F.relu),
-    "relu6": Activation(nn.ReLU6, F.relu6),
-    "selu": Activation(nn.SELU, F.selu),
-    "sigmoid": Activation(nn.Sigmoid, torch.sigmoid),
-    "silu": Activation(nn.SiLU, F.silu),
-    "softplus": Activation(nn.Softplus, F.softplus),
-    "tanh": Activation(nn.Tanh, torch.tanh),
-}
-"""The activations that `ReplaceActivation` knows by name, each with the default options of its module."""
-
 
 def _activation(choice: str | type[nn.Module]) -> Activation:
     """The activation of a name, or of a type of module, for which there is no function."""
     return ACTIVATIONS[choice] if isinstance(choice, str) else Activation(choice, None)
-
-
-def _as_module(node: Node) -> nn.Module | None:
-    """The module that computes what a call of a function or method does; their options have the same order."""
-    activation = ACTIVATIONS.get(operators.name_of(node))
-    if activation is None or len(node.all_input_nodes) != 1:
-        return None
-    try:
-        return activation.module(*node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "input"})
-    except TypeError:  # an option that only the function has
-        return None
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What two activations of one type may differ in; a forward of its own is an obstacle, not a setting."""
-    ignored = {"training", "inplace", "forward", PROVENANCE}
-    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ignored}
