@@ -7,13 +7,14 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_any, tree_map
 
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
@@ -70,6 +71,14 @@ def value_of(node: Node) -> Any:
         if isinstance(parts, tuple | list) and isinstance(key, int):
             return parts[key]
     return value
+
+
+def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
+    """Tell whether the value of `node`, as the trace described it, is or contains a tensor with a property."""
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return condition(value)
+    return bool(tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -149,3 +158,13 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
         if isinstance(described, FakeTensor)
         else empty
     )
+
+
+def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    """The description of a value, maybe of several tensors, with those of one dtype in another."""
+
+    def renewed(leaf: Any) -> Any:
+        # Not `to`: autograd may forbid to read a view that was written into.
+        return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
+
+    return renewed(described) if isinstance(described, Tensor) else tree_map(renewed, described)

@@ -136,6 +136,10 @@ class GraphIndex:
         """Whether the module at `path` only holds others, and belongs to the graph module."""
         return not path or not self._foreign_parent(f"{path}.x")
 
+    def is_parameter(self, path: str) -> bool:
+        """Whether a parameter is at `path`, and not a buffer or something else."""
+        return isinstance(attribute(self.graph_module, path), nn.Parameter)
+
     def uses(self, path: str) -> bool:
         """Whether a node calls or reads what is at `path`, or something that holds it."""
         return is_inside(path, self._used)

@@ -99,6 +99,15 @@ class Memory:
         """All values that may share memory with `value`, itself among them, in order."""
         return self._members[self._alias_sets[value]]
 
+    def seen_behind(self, value: Node, node: Node) -> bool:
+        """Tell whether what `node` does to the memory of `value` may be seen by a later node, or outside of the graph."""
+        earlier = (n for n in self.aliases(value) if self._position[n] < self._position[node])
+        return any(
+            alias.op in ("placeholder", "get_attr")
+            or any(self._position[user] > self._position[node] for user in alias.users)
+            for alias in earlier
+        )
+
     def gives_new_memory(self, node: Node) -> bool:
         """Tell whether the value of `node` surely shares no memory with its inputs."""
         # The operators `+` and `*` also join and repeat tuples, and then their result holds what these hold.

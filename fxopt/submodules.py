@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -83,6 +83,21 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
 def parts(module: nn.Module) -> list[nn.Module]:
     """A module and all modules below it; fast where there are none."""
     return list(module.modules()) if module._modules else [module]
+
+
+def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of modules, and tensors themselves, by qualified name, under each of their names."""
+    for path, value in values.items():
+        if isinstance(value, Tensor):
+            yield path, value
+        else:
+            for part, module in (
+                value.named_modules(remove_duplicate=False) if value._modules else [("", value)]
+            ):
+                prefix = f"{path}.{part}." if part else f"{path}."
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        yield prefix + name, tensor
 
 
 M = TypeVar("M", bound=nn.Module)
