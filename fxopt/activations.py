@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
-from fxopt import operators
+from fxopt import graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,14 @@ def as_module(node: Node) -> nn.Module | None:
         >>> as_module(x.graph.call_function(F.leaky_relu, (x, 0.2)))
         LeakyReLU(negative_slope=0.2)
     """
-    activation = ACTIVATIONS.get(operators.name_of(node))
-    if activation is None or len(node.all_input_nodes) != 1:
+    name = graph.function_name(node)
+    activation = ACTIVATIONS.get(name)
+    homes = [getattr(home, name, None) for home in (F, torch, Tensor)]
+    known = homes[-1] is not None if node.op == "call_method" else node.target in homes
+    if activation is None or not known or len(node.all_input_nodes) != 1:
         return None
     options = {name: value for name, value in node.kwargs.items() if name != "input"}
-    try:  # modules take the options of the functions, in the same order
+    try:  # modules take the options of these functions, in the same order; others, as `aten.elu`, take more
         return activation.module(*node.args[1:], **options)
     except TypeError:  # but for some that only a function has
         return None

@@ -15,16 +15,6 @@ from fxopt.rewriting.rewrite import Refusal
 from fxopt.submodules import attribute, is_inside, split_path
 
 
-def make_plan(index: GraphIndex, kept: Mapping[Node, str]) -> Plan | Refusal | None:
-    """The plan for a graph, or why there is none; `None` if nothing has to change.
-
-    Args:
-        index: the graph.
-        kept: the calls of layers, and reads of parameters, that stay in float32, with the reason.
-    """
-    return _Planner(index, kept).plan()
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What changes, for the whole graph.
@@ -57,8 +47,13 @@ class Cast:
     users: list[Node]
 
 
-class _Planner:
-    """Follows the lower precision from the layers through the graph."""
+class Planner:
+    """Follows the lower precision from the layers through the graph.
+
+    Args:
+        index: the graph.
+        kept: the calls of layers, and reads of parameters, that stay in float32, with the reason.
+    """
 
     def __init__(self, index: GraphIndex, kept: Mapping[Node, str]) -> None:
         self.index = index
@@ -68,6 +63,7 @@ class _Planner:
         self.casts: list[tuple[Node, Node, bool]] = []
 
     def plan(self) -> Plan | Refusal | None:
+        """The plan for the graph, or why there is none; `None` if nothing has to change."""
         for node in self.index.nodes:
             self._visit(node)
         if not self.changed:

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from fxopt import graph
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
-from fxopt.precision_plan import Cast, Plan, graph_obstacle, make_plan, obstacle
+from fxopt.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
 from fxopt.rewriting.rewrite import Refusal, ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import copied
@@ -70,7 +70,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
             return
         kept = self._kept(index)
         yield from (Refusal(node, reason) for node, reason in kept.items() if node.op == "call_module")
-        plan = make_plan(index, kept)
+        plan = Planner(index, kept).plan()
         if plan is not None:
             yield plan
 

@@ -141,11 +141,9 @@ def _split(
     """The inverse of `_merged`, with the current weights."""
     (merged,) = now.values()
     layers: dict[str, nn.Module] = {path: submodules.without_tensors(each) for path, each in shells.items()}
-    for name, parameter in merged._parameters.items():
-        parts = (
-            () if parameter is None else parameter.detach().split([s.out_features for s in shells.values()])
-        )
-        for path, part in zip(layers, parts, strict=False):
+    sizes = [shell.out_features for shell in shells.values()]
+    for name, parameter in merged.named_parameters():
+        for path, part in zip(layers, parameter.detach().split(sizes), strict=True):
             if name == "weight" or path in biased:
                 layers[path]._parameters[name] = nn.Parameter(part.clone(), parameter.requires_grad)
             elif not part.is_meta and part.any():

@@ -37,7 +37,7 @@ PASSES = (
     Fault("merge: ties, hooks and further calls are ignored", _MERGE, "index.obstacle(call, nn.Linear) or", "index.inexact(call, nn.Linear) or", SITE),
     Fault("merge: the width in the metadata is that of one layer", _MERGE, "graph.with_width(site.node, merged.out_features)", "graph.with_width(site.node, layers[paths[0]].out_features)"),
     Fault("merge: the name may be taken", _MERGE, "path = submodules.free_path(rewriter.graph_module, parent, name)", 'path = f"{parent}.{name}" if parent else name'),
-    Fault("merge: undo takes the same rows for all", _MERGE, "nn.Parameter(part.clone(),", "nn.Parameter(parts[0].clone(),"),
+    Fault("merge: undo takes the same rows for all", _MERGE, "parameter.detach().split(sizes), strict=True", "[parameter.detach()[:n] for n in sizes], strict=True"),
     Fault("merge: undo shares memory among the layers", _MERGE, "part.clone()", "part"),
     Fault("merge: undo gives every layer a bias", _MERGE, '            if name == "weight" or path in biased:', "            if True:"),
     Fault("merge: undo drops a bias that was trained", _MERGE, "            elif not part.is_meta and part.any():", "            elif False:"),

@@ -62,6 +62,33 @@ def test_every_spelling_comes_back(function):
     rewritten(ReplaceActivation("relu", "gelu"), Function(function), X, sites=1)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.ops.aten.elu.default(x, 1.0, 2.0),
+        lambda x: torch._C._nn.elu(x, 1.0, 2.0),
+        lambda x: torch.ops.aten.elu(x, 1.0, 1.0, 3.0),
+        lambda x: F.elu_(x + 0, 1.0),
+    ],
+)
+def test_functions_with_other_options_are_others(function):
+    traced = torch.fx.symbolic_trace(Function(function))
+    assert not ReplaceActivation("elu", "relu").explain(traced).sites
+
+
+def test_a_read_of_an_attribute_is_no_call():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(getattr, (x, "relu")))
+    traced = torch.fx.GraphModule(nn.Module(), graph)
+    assert not ReplaceActivation("relu", "silu").explain(traced).rows
+    assert (
+        not ReplaceActivation("silu", "relu")
+        .explain(torch.fx.symbolic_trace(Function(lambda x: x.silu())))
+        .rows
+    )
+
+
 def test_with_metadata():
     rewritten(ReplaceActivation(), Function(F.gelu), X, sites=1, trace=fxopt_trace)
 
