@@ -20,7 +20,8 @@ class GraphIndex:
     """Where modules are called and which tensors are shared, in one graph module.
 
     It answers for the graph as it was when the index was made: make a new one after a change. Answers are
-    conservative: what cannot be shown to be harmless is reported as an obstacle, in words.
+    conservative: what cannot be shown to be harmless is reported as an obstacle, in words, to refuse a place with.
+    Each answer costs what it needs: what nobody asks for is not computed.
 
     Attributes:
         graph_module: the module that was asked about.
