@@ -104,11 +104,11 @@ class ChangePrecision(ReversibleRewrite[Plan]):
             paths = [str(node.target)] if module is None else index.names(module)
             matching = {name for name in names if _below(paths, name)}
             unused = unused - matching
+            reason = obstacle(index, node, kept)
             if matching or isinstance(module, types):
                 kept[node] = "keep_float32 names it"
-            else:
-                reason = obstacle(index, node, kept)
-                kept |= {node: f"kept in float32: {reason}"} if reason else {}
+            elif reason:
+                kept[node] = f"kept in float32: {reason}"
         if unused:
             raise PassError(
                 f"keep_float32 names {', '.join(sorted(unused))}, but the graph calls no such module and reads "
