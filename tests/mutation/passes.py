@@ -99,6 +99,7 @@ PASSES = (
     Fault("activation: only the first name gets the new module", _ACTIVATION, "rewriter.swap(dict.fromkeys(site.paths, new))", "rewriter.swap({site.paths[0]: new})"),
     Fault("activation: only the first call loses its keyword", _ACTIVATION, "for call in site.calls:  #", "for call in site.calls[:1]:  #"),
     Fault("activation: the new module is always in training mode", _ACTIVATION, ".train(old.training)", ""),
+    Fault("activation: a module in the place of a function is always in training mode", _ACTIVATION, ".train(graph_module.training)", ""),
     Fault("activation: the new module stays in float32", "graph.py", "    return module.to(first.device, dtype if dtype.is_floating_point else None)", "    return module"),
     Fault("activation: what the pass made is a site", _ACTIVATION, "made = self.signature in provenance(module)", "made = False"),
     # --- precision

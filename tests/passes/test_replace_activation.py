@@ -145,6 +145,25 @@ def test_a_function_becomes_a_new_module_and_comes_back():
     assert compare(F.gelu(X) + 1, restored(X)).max_abs == 0
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), Function(F.gelu)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_new_module_has_the_mode_and_the_dtype_of_the_model(activation, training):
+    model = nn.Sequential(nn.Linear(3, 3), activation).half().train(training)
+    after = ReplaceActivation("gelu", Scaled)(torch.fx.symbolic_trace(model))
+    (new,) = (module for module in after.modules() if isinstance(module, Scaled))
+    assert new.training == training
+    assert new.scale.dtype == torch.float16
+
+
 @pytest.mark.parametrize(
     "model",
     [nn.Sequential(nn.ReLU(inplace=True)), Function(lambda x: F.relu(x * 1, inplace=True))],
