@@ -43,6 +43,17 @@ def folded(layer: nn.Module, norm: nn.Module, behind: bool) -> nn.Module:
     return fused
 
 
+def _is_too_large(layer: nn.Module, norm: nn.Module, behind: bool) -> bool:
+    """Tell whether folded weights may be too large for their dtype, by the largest of each factor."""
+    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    if weight.is_meta:
+        return False
+    scale, shift = (float(values.abs().max()) for values in scale_and_shift(norm))
+    large, offset = (0.0 if t is None else float(t.detach().abs().max()) for t in (weight, bias))
+    offset = offset * scale + shift if behind else offset + large * shift * weight.shape[1]
+    return not max(large * scale, offset) <= torch.finfo(weight.dtype).max  # nan is not, either
+
+
 def folding_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
     """Why `norm` cannot become a part of `layer`, before it or behind it; `None` if it can."""
     kind, weight = type(norm).__name__, layer.get_parameter("weight")
@@ -57,4 +68,6 @@ def folding_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
         if tensor.dtype != weight.dtype or tensor.device != weight.device:
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
             return f"the {kind} is {facts}"
+    if _is_too_large(layer, norm, behind):
+        return f"the folded weights are perhaps not finite in {weight.dtype}"
     return None

@@ -25,7 +25,6 @@ from fxopt import (
     compose,
     history,
 )
-from fxopt.batch_norm import folded
 from fxopt.passes import available
 from fxopt.passes.batch_norm_folding import Fold
 from fxopt.passes.change_true_div_to_mul_by_inverse import Division
@@ -112,12 +111,12 @@ def test_errors_that_float32_would_hide_are_found():
 
 
 class ForgetsEpsilon(FuseBatchNorm2dInConv2d):
-    def match(self, graph_module):
-        for site in super().match(graph_module):
-            layer, norm = map(graph_module.get_submodule, (site.layer.target, site.node.target))
-            norm.eps, eps = 0.0, norm.eps
-            yield dataclasses.replace(site, fused=folded(layer, norm, behind=True))
-            norm.eps = eps
+    def apply(self, rewriter, site):
+        norm = rewriter.graph_module.get_submodule(site.node.target)
+        norm.eps, eps = 0.0, norm.eps
+        node = super().apply(rewriter, site)
+        norm.eps = eps
+        return node
 
 
 def test_a_forgotten_epsilon_is_found():
@@ -134,8 +133,7 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
     def match(self, graph_module):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
             (layer,) = norm.args
-            fused = folded(*map(graph_module.get_submodule, (layer.target, norm.target)), behind=True)
-            yield Fold(layer, norm, fused, True)
+            yield Fold(layer, norm, behind=True, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():

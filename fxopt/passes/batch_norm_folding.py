@@ -29,13 +29,13 @@ class Fold:
     Attributes:
         layer: the call of the layer.
         node: the call of the normalization, which goes.
-        fused: what takes the place of the layer.
+        behind: whether the normalization is behind the layer, and not before it.
         removable: whether the module of the normalization goes, too, when nothing calls it any more.
     """
 
     layer: Node
     node: Node
-    fused: nn.Module
+    behind: bool
     removable: bool
 
 
@@ -64,12 +64,12 @@ class FoldBatchNorm(ReversibleRewrite[Fold]):
         (value,) = site.node.all_input_nodes
         calls = rewriter.graph.find_nodes(op="call_module", target=norm_path)
         gone = [norm_path] if site.removable and calls == [site.node] else []
-        restore = None
+        fused, restore = folded(layer, norm, site.behind), None
         if self.reversible:
             kept = copied({path: layer, norm_path: norm})
-            bias = site.fused.get_parameter("bias").detach().clone()
-            restore = functools.partial(_unfolded, kept, bias, site.layer is value)
-        rewriter.swap({path: site.fused} | ({} if gone else {norm_path: norm}), gone, restore)
+            bias = fused.get_parameter("bias").detach().clone()
+            restore = functools.partial(_unfolded, kept, bias, site.behind)
+        rewriter.swap({path: fused} | ({} if gone else {norm_path: norm}), gone, restore)
         rewriter.replace_uses(site.node, value)
         rewriter.erase(site.node)
         return site.layer
@@ -95,10 +95,7 @@ def fold(
         reason = f"{norm.name} gives {before}, {layer.name} works in {after}, as in an autocast block"
     if reason:
         return Refusal(norm, reason)
-    fused = folded(index.module(layer), index.module(norm), behind)
-    if not all(values.is_meta or values.isfinite().all() for values in fused.parameters()):
-        return Refusal(norm, f"the folded weights are not finite in {next(fused.parameters()).dtype}")
-    return Fold(layer, norm, fused, index.removable(norm))
+    return Fold(layer, norm, behind, index.removable(norm))
 
 
 def _unfolded(

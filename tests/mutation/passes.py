@@ -78,7 +78,7 @@ PASSES = (
     Fault("fold before: the shift is scaled as well", _NORM, "torch.mv(values, shift)", "torch.mv(values * scale, shift)", SITE),
     Fault("fold: training mode is ignored", _NORM, "    if norm.training:", "    if False:"),
     Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels:", "    if False:"),
-    Fault("fold: infinite weights pass", _FOLD, "    if not all(values.is_meta or values.isfinite().all() for values in fused.parameters()):", "    if False:", SITE),
+    Fault("fold: infinite weights pass", _NORM, "    if _is_too_large(layer, norm, behind):", "    if False:", SITE),
     Fault("fold: a second user is ignored", "graph_index.py", "        if others:\n            return f\"{first.name} is also used", "        if False:\n            return f\"{first.name} is also used", SITE),
     Fault("fold: a shared layer is folded into", _FOLD, "        index.obstacle(layer, kind)\n", "        index.inexact(layer, kind)\n", SITE),
     Fault("fold: a write between is not seen", "graph_index.py", "        return self.memory.write_between(first, last, value)", "        return None", SITE),
