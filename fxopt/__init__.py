@@ -14,7 +14,8 @@ from fxopt.errors import (
 )
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
-from fxopt.passes.fuse_batch_norm import FuseBatchNorm1dInLinear, FuseBatchNorm2dInConv2d
+from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
+from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.replace_activation import ReplaceActivation

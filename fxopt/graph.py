@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_any, tree_map
 
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
     """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
-    names = _parameters(type(module).forward)[1:]  # the first one is self
+    names = positional(type(module).forward)[1:]  # the first one is self
     values = [*node.args, *node.kwargs.values()]
     if (
         len(values) != 1
@@ -30,8 +31,28 @@ def input_of(node: Node, module: nn.Module) -> Node | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def positional(function: Any) -> list[str]:
+    """The parameters that a function takes by position; none where it has no signature, as many builtins."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def argument(node: Node, name: str) -> Any:
+    """What a call passes for a parameter of this name, by position or keyword; `None` if nothing.
+
+    Example:
+        >>> x = torch.fx.Graph().placeholder("x")
+        >>> argument(x.graph.call_function(torch.nn.functional.elu, (x, 1.0, True)), "inplace")
+        True
+    """
+    if name in node.kwargs or node.op != "call_function":
+        return node.kwargs.get(name)
+    names = positional(node.target)
+    position = names.index(name) if name in names else len(node.args)
+    return node.args[position] if position < len(node.args) else None
 
 
 def function_name(node: Node) -> str:
@@ -50,6 +71,14 @@ def value_of(node: Node) -> Any:
         if isinstance(parts, tuple | list) and isinstance(key, int):
             return parts[key]
     return value
+
+
+def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
+    """Tell whether the value of `node`, as the trace described it, is or contains a tensor with a property."""
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return condition(value)
+    return bool(tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -100,6 +129,16 @@ def place(node: Node) -> str:
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
+    """Move a new module to the device of a graph module, and to the floating dtype that `node` works in, where known."""
+    floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
+    first = next(floating, value_of(node))
+    if not isinstance(first, Tensor):
+        return module
+    dtype = dtype_of(node) or first.dtype
+    return module.to(first.device, dtype if dtype.is_floating_point else None)
+
+
 def with_width(value: Node, width: int) -> Tensor | None:
     """A description of a tensor like that of `value` with another last dimension; None where there is none."""
     described = value.meta.get("val")
@@ -119,3 +158,13 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
         if isinstance(described, FakeTensor)
         else empty
     )
+
+
+def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    """The description of a value, maybe of several tensors, with those of one dtype in another."""
+
+    def renewed(leaf: Any) -> Any:
+        # Not `to`: autograd may forbid to read a view that was written into.
+        return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
+
+    return renewed(described) if isinstance(described, Tensor) else tree_map(renewed, described)

@@ -10,23 +10,24 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules import module as torch_module
 
+from fxopt.graph import input_of
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
-from fxopt.submodules import attribute, is_inside, prefixes, split_path
+from fxopt.submodules import attribute, is_inside, is_plain, prefixes, split_path
 
 
 class GraphIndex:
     """Where modules are called and which tensors are shared, in one graph module.
 
     It answers for the graph as it was when the index was made: make a new one after a change. Answers are
-    conservative: what cannot be shown to be harmless is reported as an obstacle, in words.
+    conservative: what cannot be shown to be harmless is reported as an obstacle, in words, to refuse a place with.
+    Each answer costs what it needs: what nobody asks for is not computed.
 
     Attributes:
         graph_module: the module that was asked about.
         nodes: its nodes, in order.
         position: the number of each node in this order.
         modules: its modules by qualified name, under each of their names.
-        memory: what its values share, and what is written when.
 
     Example:
         >>> import torch
@@ -41,14 +42,6 @@ class GraphIndex:
         self.nodes = list(graph_module.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self.modules = dict(graph_module.named_modules(remove_duplicate=False))
-        self.memory = Memory(graph_module, self.nodes, self.modules)
-        self._calls: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            if node.op == "call_module":
-                self._calls.setdefault(id(self.module(node)), []).append(node)
-        self._names: dict[int, list[str]] = {}
-        for name, module in self.modules.items():
-            self._names.setdefault(id(module), []).append(name)
 
     def module(self, node: Node) -> nn.Module:
         """The module that a `call_module` node calls."""
@@ -58,6 +51,15 @@ class GraphIndex:
     def calls_like(self, kind: type[nn.Module]) -> list[Node]:
         """The nodes that call a module of this type or of a subclass, in graph order."""
         return [n for n in self.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
+
+    def calls_by_input(self, kind: type[nn.Module]) -> dict[Node, list[Node]]:
+        """The same nodes by the value that each takes, but for those that do not take one value alone."""
+        found: dict[Node, list[Node]] = {}
+        for call in self.calls_like(kind):
+            value = input_of(call, self.module(call))
+            if value is not None:
+                found.setdefault(value, []).append(call)
+        return found
 
     def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
         """Why the module that `node` calls may compute something else than one of exactly this type."""
@@ -72,19 +74,42 @@ class GraphIndex:
         """All qualified names of `module`."""
         return self._names[id(module)]
 
-    def obstacle(self, node: Node) -> str | None:
-        """Why the module that a `call_module` node calls cannot be replaced at this one call; else `None`."""
+    def obstacle(self, node: Node, kind: type[nn.Module]) -> str | None:
+        """Why the layer that `node` calls cannot be replaced by another of type `kind` at this one call; else `None`."""
         module, path = self.module(node), str(node.target)
-        names = self._names[id(module)]
+        inexact, names = self.inexact(node, kind), self.names(module)
+        if inexact:
+            return inexact
         if len(names) > 1:
             return f"the module has several names: {', '.join(names)}"
         if len(self.call_sites(module)) > 1:
             others = [other.name for other in self.call_sites(module) if other is not node]
             return f"the module is also called by {', '.join(others)}"
-        return self._unusual(module) or self._foreign_parent(path) or self._shared(path)
+        reason = self._unusual(module) or self._foreign_parent(path) or self._shared(path)
+        if reason is None and not is_plain(module):
+            return f"it does not have the weight and bias of a plain {kind.__name__}"
+        return reason
+
+    def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
+        """Why `first`, which `last` uses, cannot be computed together with it; `None` if it can.
+
+        Args:
+            first: the earlier node.
+            last: the later node.
+            value: what `first` takes, if it is to be read at the place of `last`.
+        """
+        others = [user.name for user in first.users if user is not last]
+        if others:
+            return f"{first.name} is also used by {', '.join(others)}"
+        return self.memory.write_between(first, last, value)
 
     def obstacle_everywhere(self, module: nn.Module) -> str | None:
-        """Why a module without tensors cannot be replaced at all its names and calls; `None` if it can."""
+        """Why a module without tensors cannot be replaced by any other at all its names and calls; `None` if it can."""
+        unclear = [call.name for call in self.call_sites(module) if input_of(call, module) is None]
+        if unclear:
+            return f"{', '.join(unclear)} does not call it with one tensor alone"
+        if getattr(module, "inplace", False):
+            return "it writes into its input"
         if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
@@ -112,6 +137,10 @@ class GraphIndex:
         """Whether the module at `path` only holds others, and belongs to the graph module."""
         return not path or not self._foreign_parent(f"{path}.x")
 
+    def is_parameter(self, path: str) -> bool:
+        """Whether a parameter is at `path`, and not a buffer or something else."""
+        return isinstance(attribute(self.graph_module, path), nn.Parameter)
+
     def uses(self, path: str) -> bool:
         """Whether a node calls or reads what is at `path`, or something that holds it."""
         return is_inside(path, self._used)
@@ -123,12 +152,39 @@ class GraphIndex:
 
     def reading_obstacle(self, node: Node) -> str | None:
         """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
-        return self._unusual(self.module(node)) or self._read_directly(str(node.target))
+        module = self.module(node)
+        writer = self.memory.writer_of(module)
+        reason = self._unusual(module) or self._read_directly(str(node.target))
+        if reason is None and writer:
+            return f"{writer.name} may write into the statistics or weights of {node.target}"
+        return reason
 
     def removable(self, node: Node) -> bool:
         """Whether the module that `node` calls may be taken away once nothing calls it any more."""
         module, path = self.module(node), str(node.target)
-        return self._names[id(module)] == [path] and not (self._foreign_parent(path) or self._shared(path))
+        return self.names(module) == [path] and not (self._foreign_parent(path) or self._shared(path))
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """What its values share, and what is written when."""
+        return Memory(self.graph_module, self.position, self.modules)
+
+    @functools.cached_property
+    def _calls(self) -> dict[int, list[Node]]:
+        """The nodes that call each module, which its id stands for."""
+        found: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            if node.op == "call_module":
+                found.setdefault(id(self.module(node)), []).append(node)
+        return found
+
+    @functools.cached_property
+    def _names(self) -> dict[int, list[str]]:
+        """The names of each module, which its id stands for."""
+        found: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            found.setdefault(id(module), []).append(name)
+        return found
 
     @functools.cached_property
     def _used(self) -> set[str]:

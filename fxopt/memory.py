@@ -8,12 +8,15 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import effects
+from fxopt import effects, graph
+from fxopt.operators import Fact, facts_of, name_of
 from fxopt.submodules import attribute
 
 
@@ -22,18 +25,16 @@ class Memory:
 
     Args:
         graph_module: the module to ask about.
-        nodes: its nodes, in order.
+        position: its nodes, in order, with their numbers.
         modules: its modules by qualified name, under each of their names.
     """
 
     def __init__(
-        self, graph_module: GraphModule, nodes: Sequence[Node], modules: Mapping[str, nn.Module]
+        self, graph_module: GraphModule, position: Mapping[Node, int], modules: Mapping[str, nn.Module]
     ) -> None:
         self._graph_module = graph_module
-        self._nodes = nodes
+        self._position = position
         self._modules = modules
-        self._position = {node: index for index, node in enumerate(nodes)}
-        self._reads = [node for node in nodes if node.op == "get_attr"]
 
     def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
         """Name what stands between two nodes that keeps them apart; `None` if nothing does.
@@ -54,19 +55,26 @@ class Memory:
                 return f"{node.name} may write into {value.name} between {first.name} and {last.name}"
         return None
 
+    def runs(self, nodes: Iterable[Node], value: Node) -> list[list[Node]]:
+        """`nodes`, which all take `value`, in groups within which `write_between` finds nothing."""
+        found: list[list[Node]] = []
+        for node in nodes:
+            if not found or self.write_between(found[-1][0], node, value):
+                found.append([])
+            found[-1].append(node)
+        return found
+
     def writes(self, node: Node) -> bool:
         """Tell whether `node` may write into a tensor or have another side effect."""
         return self.written_by(node) != ()
 
     def written_by(self, node: Node) -> tuple[Node, ...] | None:
         """The values that `node` may write into; `None` for an effect of an unknown kind."""
-        module = self._called(node)
-        values = effects.written_by(node, module)
-        if module is None:
+        values, module = self._written[node], self._called(node)
+        if values is None or module is None or not self._reads:
             return values
         memory = {storage_of(tensor) for tensor in effects.written_parameters(module)}
-        own = tuple(read for read in self._reads if memory and self._memory(read) in memory)
-        return None if values is None else (*values, *own)
+        return (*values, *(read for storage in memory for read in self._reads.get(storage, ())))
 
     def writers(self, value: Node) -> list[Node]:
         """All nodes that may write into the tensor of `value`, in order."""
@@ -91,11 +99,49 @@ class Memory:
         """All values that may share memory with `value`, itself among them, in order."""
         return self._members[self._alias_sets[value]]
 
+    def seen_behind(self, value: Node, node: Node) -> bool:
+        """Tell whether what `node` does to the memory of `value` may be seen by a later node, or outside of the graph."""
+        earlier = (n for n in self.aliases(value) if self._position[n] < self._position[node])
+        return any(
+            alias.op in ("placeholder", "get_attr")
+            or any(self._position[user] > self._position[node] for user in alias.users)
+            for alias in earlier
+        )
+
     def gives_new_memory(self, node: Node) -> bool:
         """Tell whether the value of `node` surely shares no memory with its inputs."""
-        if node.target in effects.JOINING and node not in self._tensor_nodes:
-            return False
-        return effects.gives_new_memory(node, self._called(node))
+        # The operators `+` and `*` also join and repeat tuples, and then their result holds what these hold.
+        return self._is_new(node) and (node.target not in _JOINING or node in self._tensor_nodes)
+
+    def derived(self, value: Node, until: Collection[str] = ()) -> Iterator[Node]:
+        """`value`, and all that is made of it and may be a view of it, or hold one.
+
+        Args:
+            value: where to begin.
+            until: names of operators whose values, and what is made of them, do not count.
+        """
+        pending, seen = [value], {value}
+        while pending:
+            value = pending.pop()
+            yield value
+            for user in value.users:
+                if user not in seen and name_of(user) not in until and not self.gives_new_memory(user):
+                    seen.add(user)
+                    pending.append(user)
+
+    @functools.cached_property
+    def _written(self) -> dict[Node, tuple[Node, ...] | None]:
+        """The values that each node may write into, but for parameters of the modules that are called."""
+        return {node: effects.written_by(node, self._called(node)) for node in self._position}
+
+    @functools.cached_property
+    def _reads(self) -> dict[int, list[Node]]:
+        """For each memory of parameters and buffers, the nodes that read it."""
+        found: dict[int, list[Node]] = {}
+        for node in self._position:
+            if node.op == "get_attr":
+                found.setdefault(self._memory(node), []).append(node)
+        return found
 
     def is_pure(self, node: Node) -> bool:
         """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
@@ -107,7 +153,7 @@ class Memory:
 
     @functools.cached_property
     def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:
-        found = ((index, node, self.written_by(node)) for index, node in enumerate(self._nodes))
+        found = ((index, node, self.written_by(node)) for node, index in self._position.items())
         return [effect for effect in found if effect[2] != ()]
 
     @functools.cached_property
@@ -125,7 +171,7 @@ class Memory:
     def _memory_writers(self) -> dict[int, Node]:
         """For the memory of parameters and buffers, the first node that may write into it."""
         found: dict[int, Node] = {}
-        for node in self._nodes:
+        for node in self._position:
             module = self._called(node)
             if module is not None:
                 for tensor in effects.written_parameters(module):
@@ -139,7 +185,7 @@ class Memory:
     @functools.cached_property
     def _alias_sets(self) -> dict[Node, int]:
         """For each node the number of its set; nodes of different sets share no memory."""
-        parent = list(range(len(self._nodes)))
+        parent = list(range(len(self._position)))
 
         def root(index: int) -> int:
             while parent[index] != index:
@@ -148,14 +194,14 @@ class Memory:
             return index
 
         outside: dict[int, int] = {}  # the caller may pass one tensor twice; two names may share a storage
-        for index, node in enumerate(self._nodes):
+        for node, index in self._position.items():
             if node.op in ("placeholder", "get_attr"):
                 parent[root(index)] = root(outside.setdefault(self._memory(node), index))
             elif node.op != "output" and not self.gives_new_memory(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
-                for value in effects.written_by(node, self._called(node)) or node.all_input_nodes:
+                for value in self._written[node] or node.all_input_nodes:
                     parent[root(index)] = root(self._position[value])
-        return {node: root(index) for index, node in enumerate(self._nodes)}
+        return {node: root(index) for node, index in self._position.items()}
 
     @functools.cached_property
     def _members(self) -> dict[int, list[Node]]:
@@ -167,13 +213,24 @@ class Memory:
 
     @functools.cached_property
     def _tensor_nodes(self) -> set[Node]:
+        """The nodes whose value is surely one tensor."""
         found: set[Node] = set()
-        for node in self._nodes:
-            if effects.makes_tensor(node, self._called(node), found) or any(
-                self._takes_tensor(user, node) for user in node.users
-            ):
+        for node in self._position:
+            if self._makes_tensor(node, found) or any(self._takes_tensor(user, node) for user in node.users):
                 found.add(node)
         return found
+
+    def _makes_tensor(self, node: Node, known: Collection[Node]) -> bool:
+        """Tell whether the value of `node` is surely one tensor, given the earlier nodes whose values are."""
+        value = node.meta.get("val", node.meta.get("tensor_meta"))
+        if value is not None:
+            return hasattr(value, "dtype")
+        facts = facts_of(node, self._called(node))
+        if Fact.SEVERAL in facts or not facts & (Fact.NEW | Fact.KEEPS_DTYPE | Fact.SMOOTH):
+            return False
+        if node.target in _JOINING or node.op == "call_method":
+            return any(isinstance(a, float) or a in known for a in node.args)
+        return self._is_new(node)
 
     def _takes_tensor(self, user: Node, value: Node) -> bool:
         """Tell whether `user` could not be called if `value` were a tuple or a list."""
@@ -181,7 +238,16 @@ class Memory:
             return False
         if user.op == "call_method":
             return not hasattr(list, str(user.target))
-        return user.op == "call_module" and effects.gives_new_memory(user, self._called(user))
+        return user.op == "call_module" and self._is_new(user)
+
+    def _is_new(self, node: Node) -> bool:
+        """Tell whether the value of `node` shares no memory with its inputs, if these are tensors."""
+        if Fact.NEW not in facts_of(node, self._called(node)) or self._written[node] != ():
+            return False
+        owner = node.args[0] if node.op == "call_method" else None  # perhaps not a tensor
+        return node.op != "call_method" or (
+            isinstance(owner, Node) and isinstance(graph.value_of(owner), Tensor)
+        )
 
     def _called(self, node: Node) -> nn.Module | None:
         return self._modules[str(node.target)] if node.op == "call_module" else None
@@ -192,6 +258,9 @@ class Memory:
             return 0
         value = attribute(self._graph_module, str(node.target))
         return storage_of(value) if isinstance(value, Tensor) else id(value)
+
+
+_JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 
 
 def storage_of(tensor: Tensor) -> int:

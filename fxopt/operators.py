@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from fxopt import graph
 from fxopt.objects import build_object, set_attributes, set_items
+from fxopt.submodules import parts
 
 
 class Fact(enum.Flag):
@@ -104,14 +105,25 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
     """
     if module is not None:
         return _facts_of_module(module)
-    name = graph.function_name(node)
-    if node.op == "call_method" or node.target is getattr:
-        owner = graph.value_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        known = isinstance(owner, Tensor | None)
-        name = str(node.args[1]) if node.target is getattr else name
-    else:
-        known = node.op == "call_function" and _is_known_function(node.target)
-    return TABLE.get(_bare(name), Fact(0)) if known else Fact(0)
+    return TABLE.get(name_of(node), Fact(0))
+
+
+def name_of(node: Node) -> str:
+    """The name of the operator that a node calls as a function or method, or reads; empty where it is not torch's own.
+
+    Example:
+        >>> x = torch.fx.Graph().placeholder("x")
+        >>> [name_of(x.graph.call_function(each, (x,))) for each in (torch.relu_, operator.iadd, print)]
+        ['relu', 'add', '']
+    """
+    if node.op == "call_function" and node.target is not getattr:
+        return _name_of_function(node.target)
+    if node.op != "call_method" and node.target is not getattr:
+        return ""
+    owner = graph.value_of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    if owner is not None and not isinstance(owner, Tensor):
+        return ""
+    return _bare(str(node.args[1] if node.target is getattr else node.target))
 
 
 def is_container(target: object) -> bool:
@@ -123,7 +135,7 @@ def is_container(target: object) -> bool:
 
 def is_torch_module(module: nn.Module) -> bool:
     """Tell whether a module is one of torch's own layers, whose effects are known."""
-    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
+    return all(type(part).__module__.startswith("torch.nn.") for part in parts(module))
 
 
 def is_torch_function(target: object) -> bool:
@@ -147,7 +159,11 @@ def is_write_name(name: str) -> bool:
 
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks of a module, which may do anything to what it is called with."""
-    return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    attributes = vars(module)
+    return [name for name in _HOOKS if attributes.get(name)]
+
+
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 
 # Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
@@ -158,24 +174,37 @@ _HOMES = (torch, F, Tensor, operator, torch._C._nn)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_known_function(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return str(target).startswith("aten.")
+def _name_of_function(target: Any) -> str:
     name, module = str(getattr(target, "__name__", "")), str(getattr(target, "__module__", ""))
-    return module.startswith("fxopt.passes.") or any(getattr(home, name, None) is target for home in _HOMES)
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        known = str(target).startswith("aten.")
+    else:
+        known = module.startswith("fxopt.passes.") or any(
+            getattr(home, name, None) is target for home in _HOMES
+        )
+    return _bare(name.split(".")[0]) if known else ""
 
 
 def _facts_of_module(module: nn.Module) -> Fact:
-    kind = type(module)
-    if getattr(nn, kind.__name__, None) is not kind or hooks_of(module) or "forward" in vars(module):
+    if hooks_of(module) or "forward" in vars(module):
         return Fact(0)
-    name = kind.__name__.lower()
+    kind: Any = type(module)
+    return _facts_of_kind(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _facts_of_kind(kind: Any) -> Fact:
+    name = kind.__name__
+    if getattr(nn, name, None) is not kind:
+        return Fact(0)
+    name = name.lower()
     return _OF_MODULES.get(name) or _OF_MODULES.get(re.sub(r"[123]d$", "", name), Fact(0))
 
 
 _OF_MODULES = {name.replace("_", ""): facts for name, facts in TABLE.items()}
 
 
+@functools.lru_cache(maxsize=4096)
 def _bare(name: str) -> str:
     """The name of an operator, whether it is written in place or not."""
     bare = name.strip("_")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ def prefixes(path: str) -> list[str]:
 def is_inside(path: str, names: Collection[str]) -> bool:
     """Whether a qualified name is one of `names`, or below one; fast where these are a set or a dict."""
     return any(prefix in names for prefix in prefixes(path))
+
+
+def common_parent(paths: Iterable[str]) -> str:
+    """The qualified name of the innermost module that holds all of `paths`.
+
+    Example:
+        >>> common_parent(["encoder.layer.0.query", "encoder.layer.0.key"]), common_parent(["query", "key"])
+        ('encoder.layer.0', '')
+    """
+    parents = [split_path(path)[0].split(".") for path in paths]
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
+    return ".".join(names[0] for names in shared)
 
 
 def attribute(graph_module: GraphModule, path: str) -> Any:
@@ -68,6 +80,26 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
     return f"{parent}.{candidate}" if parent else candidate
 
 
+def parts(module: nn.Module) -> list[nn.Module]:
+    """A module and all modules below it; fast where there are none."""
+    return list(module.modules()) if module._modules else [module]
+
+
+def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of modules, and tensors themselves, by qualified name, under each of their names."""
+    for path, value in values.items():
+        if isinstance(value, Tensor):
+            yield path, value
+        else:
+            for part, module in (
+                value.named_modules(remove_duplicate=False) if value._modules else [("", value)]
+            ):
+                prefix = f"{path}.{part}." if part else f"{path}."
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        yield prefix + name, tensor
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -85,12 +117,14 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
-def is_plain_linear(layer: nn.Linear) -> bool:
-    """Whether a `Linear` has a weight of the shape that it says, maybe a bias, and nothing else."""
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias, and nothing else."""
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
         return False
-    shape, bias = (layer.out_features, layer.in_features), layer._parameters["bias"]
-    return layer.weight.shape == shape and (bias is None or bias.shape == shape[:1])
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    if weight is None or (bias is not None and bias.shape != weight.shape[:1]):
+        return False
+    return not isinstance(layer, nn.Linear) or weight.shape == (layer.out_features, layer.in_features)
 
 
 def find(graph_module: GraphModule, path: str) -> Any:

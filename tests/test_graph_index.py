@@ -34,4 +34,45 @@ def test_unusual_modules_are_not_replaced(change):
     model = nn.Sequential(nn.Linear(2, 2))
     change(model[0])
     index = GraphIndex(torch.fx.symbolic_trace(model))
-    assert index.obstacle(index.nodes[1])
+    assert index.obstacle(index.nodes[1], nn.Linear)
+
+
+class Joined(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(2, 2), nn.Linear(2, 2), use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda m, x: m.b(m.a(x)), None),
+        (lambda m, x: (m.a(x) + 1, m.b(m.a(x)))[1] + x, None),
+        (lambda m, x: (lambda h: m.b(h) + h)(m.a(x)), "a is also used by add"),
+        (lambda m, x: (lambda h: (x.add_(1), m.b(h)))(m.a(x)), "add_ may write into x between a and b"),
+    ],
+)
+def test_why_two_calls_cannot_be_joined(use, reason):
+    index = GraphIndex(torch.fx.symbolic_trace(Joined(use)))
+    b = next(node for node in index.nodes if node.target == "b")
+    (first,) = b.all_input_nodes
+    assert index.joining_obstacle(first, b, index.nodes[0]) == reason
+
+
+def test_calls_by_what_they_take():
+    index = GraphIndex(torch.fx.symbolic_trace(Joined(lambda m, x: (m.a(x), m.b(input=x), m.a(x + 1)))))
+    x, a, b, add, again = index.nodes[:5]
+    assert index.calls_by_input(nn.Linear) == {x: [a, b], add: [again]}
+
+
+def test_a_layer_that_is_not_plain():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].out_features = 3
+    index = GraphIndex(torch.fx.symbolic_trace(model))
+    assert (
+        index.obstacle(index.nodes[1], nn.Linear) == "it does not have the weight and bias of a plain Linear"
+    )
+    assert "not exactly a Conv2d" in index.obstacle(index.nodes[1], nn.Conv2d)

@@ -194,3 +194,31 @@ def test_buffers_share_memory_by_storage():
     a, b, c = index.nodes[:3]
     assert index.memory.may_alias(a, b)
     assert not index.memory.may_alias(a, c)
+
+
+def test_runs_are_parted_by_writes():
+    index = index_of(lambda m, x, y: (x + 1, x.exp(), x.add_(1), x * 2, y.add_(1)))
+    takers = [node(index, name) for name in ("add", "exp", "mul")]
+    runs = index.memory.runs(takers, node(index, "x"))
+    assert [[each.name for each in run] for run in runs] == [["add", "exp"], ["mul"]]
+
+
+def test_what_is_derived_from_a_value():
+    def function(m, x, y):
+        made = m.linear(x)
+        whole = made.contiguous()
+        return made.view(-1)[0], whole.view(-1), made + 1, y
+
+    index = index_of(function)
+    linear = node(index, "linear")
+    derived = {each.name for each in index.memory.derived(linear, until=("contiguous",))}
+    assert derived == {"linear", "view", "getitem", "output"}
+    assert "view_1" in {each.name for each in index.memory.derived(linear)}
+
+
+def test_what_is_seen_behind_a_node():
+    index = index_of(lambda m, x, y: (m.linear(x), m.linear(y).t().exp(), x.exp()))
+    first, view, exp = (node(index, name) for name in ("linear", "t", "exp"))
+    assert index.memory.seen_behind(first, view)  # the output takes it
+    assert not index.memory.seen_behind(view, exp)
+    assert index.memory.seen_behind(node(index, "x"), exp)  # the caller has it

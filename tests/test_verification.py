@@ -26,6 +26,7 @@ from fxopt import (
     history,
 )
 from fxopt.passes import available
+from fxopt.passes.batch_norm_folding import Fold
 from fxopt.passes.change_true_div_to_mul_by_inverse import Division
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import Use
@@ -111,7 +112,7 @@ def test_errors_that_float32_would_hide_are_found():
 
 class ForgetsEpsilon(FuseBatchNorm2dInConv2d):
     def apply(self, rewriter, site):
-        norm = rewriter.graph_module.get_submodule(str(site.node.target))
+        norm = rewriter.graph_module.get_submodule(site.node.target)
         norm.eps, eps = 0.0, norm.eps
         node = super().apply(rewriter, site)
         norm.eps = eps
@@ -131,7 +132,8 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
 
     def match(self, graph_module):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
-            yield fxopt.passes.fuse_batch_norm.Fold(norm.args[0], norm, True)
+            (layer,) = norm.args
+            yield Fold(layer, norm, behind=True, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():

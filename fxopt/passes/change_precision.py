@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,25 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_aggregate
 
 from fxopt import graph
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
-from fxopt.precision_plan import (
-    Cast,
-    Plan,
-    graph_obstacle,
-    layer_obstacle,
-    make_plan,
-    read_obstacle,
-    too_large,
-)
+from fxopt.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import copied
-from fxopt.submodules import find, with_values
+from fxopt.submodules import find, tensors_of, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,55 +71,45 @@ class ChangePrecision(ReversibleRewrite[Plan]):
             return
         kept = self._kept(index)
         yield from (Refusal(node, reason) for node, reason in kept.items() if node.op == "call_module")
-        plan = make_plan(index, self.dtype, kept)
+        plan = Planner(index, kept).plan()
         if plan is not None:
             yield plan
 
     def apply(self, rewriter: Rewriter, site: Plan) -> tuple[Node, ...]:
         """Replace layers and parameters, then cast where the plan says so."""
-        replaced = {
-            path: find(rewriter.graph_module, path) for path in (*site.layers, *site.owners, *site.parameters)
-        }
+        paths = (*site.layers, *site.owners, *site.parameters)
+        replaced = {path: find(rewriter.graph_module, path) for path in paths}
+        memo = {id(tensor): tensor for _, tensor in tensors_of(replaced)}
         # An owner also holds what the graph does not read: that stays, and is shared.
         changing = {path: value for path, value in replaced.items() if path not in site.owners}
-        memo: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(replaced)}
-        for _, tensor in _tensors(changing):
+        for _, tensor in tensors_of(changing):
             if tensor.dtype == torch.float32:
                 memo[id(tensor)] = with_values(tensor, saturate(tensor.detach(), self.dtype))
-        rewriter.swap(
-            copied(replaced, memo), restore=functools.partial(_raised, copied(replaced), self.dtype)
-        )
+        restore = functools.partial(_raised, copied(replaced), self.dtype)
+        rewriter.swap(copied(replaced, memo), restore=restore)
         for cast in site.casts:
             _insert(rewriter, cast, self.dtype)
-        for node in site.saturated:
-            _saturate_constants(rewriter, node, self.dtype)
         for node in site.low:
-            rewriter.set(node, val=_lowered(graph.value_of(node), self.dtype))
+            val = graph.recast(graph.value_of(node), torch.float32, self.dtype)
+            rewriter.set(node, val=val, **_saturated(node, self.dtype))
         return site.nodes
 
     def _kept(self, index: GraphIndex) -> dict[Node, str]:
         """The calls of layers, and reads of parameters, that stay in float32, with the reason."""
-        unused = {name for name in self.keep_float32 if isinstance(name, str)}
+        unused = names = {name for name in self.keep_float32 if isinstance(name, str)}
         types = tuple(kind for kind in self.keep_float32 if isinstance(kind, type))
         kept: dict[Node, str] = {}
-        for node in index.nodes:
-            if node.op not in ("call_module", "get_attr"):
-                continue
+        calls, reads = ([n for n in index.nodes if n.op == op] for op in ("call_module", "get_attr"))
+        for node in (*calls, *reads):
             module = index.module(node) if node.op == "call_module" else None
             paths = [str(node.target)] if module is None else index.names(module)
-            matching = {name for name in self.keep_float32 if isinstance(name, str) and _below(paths, name)}
-            unused -= matching
+            matching = {name for name in names if _below(paths, name)}
+            unused = unused - matching
+            reason = obstacle(index, node, kept)
             if matching or isinstance(module, types):
                 kept[node] = "keep_float32 names it"
-            elif module is not None and any(p.dtype == torch.float32 for p in module.parameters()):
-                reason = layer_obstacle(index, module)
-                if reason:
-                    kept[node] = f"kept in float32: {reason}"
-        for node in index.nodes:
-            if node.op == "get_attr" and node not in kept:
-                reason = read_obstacle(index, str(node.target), kept)
-                if reason:
-                    kept[node] = f"kept in float32: {reason}"
+            elif reason:
+                kept[node] = f"kept in float32: {reason}"
         if unused:
             raise PassError(
                 f"keep_float32 names {', '.join(sorted(unused))}, but the graph calls no such module and reads "
@@ -155,28 +136,16 @@ def _below(paths: list[str], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}.*") for p in paths)
 
 
-def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of modules, and parameters themselves, by qualified name."""
-    for path, value in values.items():
-        if isinstance(value, Tensor):
-            yield path, value
-        else:
-            for name, tensor in itertools.chain(
-                value.named_parameters(remove_duplicate=False), value.named_buffers(remove_duplicate=False)
-            ):
-                yield f"{path}.{name}", tensor
-
-
 def _raised(
     kept: Mapping[str, Any], dtype: torch.dtype, now: Mapping[str, Any], left: object
 ) -> dict[str, Any]:
     """The float32 weights again; what was changed in the lower precision is cast."""
-    current = dict(_tensors(now))
+    current = dict(tensors_of(now))
     memo: dict[int, Any] = {
         id(tensor): _restored(tensor, current[name], dtype)
         if tensor.dtype == torch.float32
         else current[name]
-        for name, tensor in _tensors(kept)
+        for name, tensor in tensors_of(kept)
     }
     return copied(kept, memo)
 
@@ -203,21 +172,13 @@ def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
         rewriter.replace_input(each, value, node)
 
 
-def _lowered(value: Any, dtype: torch.dtype) -> Any:
-    def lower(leaf: Any) -> Any:
-        # Not `to`: autograd may forbid to read a view that was written into.
-        is_float32 = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
-        return graph.like(leaf, dtype=dtype) if is_float32 else leaf
-
-    return tree_map(lower, value)
-
-
-def _saturate_constants(rewriter: Rewriter, node: Node, dtype: torch.dtype) -> None:
-    """Bring constants into the range of `dtype`."""
-    large, largest = set(too_large(node, dtype)), torch.finfo(dtype).max
+def _saturated(node: Node, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a call with constants in the range of `dtype`; empty where they are."""
+    largest = torch.finfo(dtype).max
 
     def saturated(value: Any) -> Any:
-        return math.copysign(largest, value) if isinstance(value, float) and value in large else value
+        large = isinstance(value, float) and math.isfinite(value) and abs(value) > largest
+        return math.copysign(largest, value) if large else value
 
-    kwargs = {name: saturated(value) for name, value in node.kwargs.items()}
-    rewriter.set(node, args=tuple(map(saturated, node.args)), kwargs=kwargs)
+    args, kwargs = map_aggregate((node.args, node.kwargs), saturated)
+    return {} if (args, kwargs) == (node.args, node.kwargs) else {"args": args, "kwargs": dict(kwargs)}

@@ -52,10 +52,10 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
         for node in index.calls_like(nn.Linear):
             layer = index.module(node)
             assert isinstance(layer, nn.Linear)
-            if layer._parameters.get("bias") is None and submodules.is_plain_linear(layer):
+            if layer._parameters.get("bias") is None and submodules.is_plain(layer):
                 continue
             value = graph.input_of(node, layer)
-            reason = index.inexact(node, nn.Linear) or index.obstacle(node) or _obstacle(layer)
+            reason = index.obstacle(node, nn.Linear) or _obstacle(layer)
             if reason or value is None:
                 yield Refusal(node, reason or "its arguments are not those of a Linear")
             else:
@@ -89,8 +89,6 @@ def _unfused(path: str, shell: nn.Linear, now: Mapping[str, Any], left: object) 
 
 
 def _obstacle(layer: nn.Linear) -> str | None:
-    if not submodules.is_plain_linear(layer):
-        return "it does not have the weight and bias of a plain Linear"
     weight, bias = layer.weight, layer.bias
     if weight.dtype != bias.dtype or weight.device != bias.device:
         return "its weight and bias differ in dtype or device"

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph, operators, submodules
+from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.slicing import layout_obstacle, write_obstacle
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearGroup:
-    """Calls of linear layers that read the same value, in graph order."""
+    """Calls of linear layers that read the same value, in graph order; `node` is the first one."""
 
-    value: Node
+    node: Node
     calls: tuple[Node, ...]
-
-    @property
-    def node(self) -> Node:
-        return self.calls[0]
+    value: Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +64,24 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
     def match(self, graph_module: GraphModule) -> Iterator[LinearGroup | Refusal]:
         """Yield the groups of layers that can be merged."""
         index = GraphIndex(graph_module)
-        by_value: dict[Node, list[Node]] = {}
-        for call in index.calls_like(nn.Linear):
-            value = graph.input_of(call, index.module(call))
-            if value is not None:
-                by_value.setdefault(value, []).append(call)
-        for value, calls in by_value.items():
-            if len(calls) > 1:
-                yield from _groups(index, value, calls)
+        for value, calls in index.calls_by_input(nn.Linear).items():
+            kinds: dict[object, list[Node]] = {}
+            for call in calls if len(calls) > 1 else ():
+                layer: Any = index.module(call)
+                reason = index.obstacle(call, nn.Linear) or layout_obstacle(index, call, layer.out_features)
+                if reason:
+                    yield Refusal(call, reason)
+                else:
+                    kinds.setdefault(_kind(layer), []).append(call)
+            for alike in kinds.values():
+                yield from _groups(index, value, alike)
 
     def apply(self, rewriter: Rewriter, site: LinearGroup) -> Node:
         """Put the merged layer before the first call, and slices in the place of the calls."""
         paths = [str(call.target) for call in site.calls]
-        layers = {path: _linear(rewriter.graph_module, path) for path in paths}
-        parent = _common_parent(paths)
-        names = [path.removeprefix(f"{parent}.").replace(".", "_") for path in paths]
-        name = "fxopt_merged_" + "_".join(names)
+        layers: dict[str, Any] = {path: rewriter.graph_module.get_submodule(path) for path in paths}
+        parent = submodules.common_parent(paths)
+        name = "fxopt_merged_" + "_".join(path.removeprefix(f"{parent}.").replace(".", "_") for path in paths)
         path = submodules.free_path(rewriter.graph_module, parent, name)
         merged = _merged([*layers.values()])
         shells = {path: submodules.without_tensors(layer) for path, layer in layers.items()}
@@ -99,20 +97,42 @@ class MergeLinears(ReversibleRewrite[LinearGroup]):
         return node
 
 
+def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LinearGroup | Refusal]:
+    """Runs of layers of one kind, between which nothing writes into their input."""
+    alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients or training flag"
+    write = index.memory.write_between(calls[0], calls[-1], value)
+    if write:
+        alone = f"a write or side effect stands between it and the others on the same input: {write}"
+    for run in index.memory.runs(calls, value):
+        written = {call: write_obstacle(index, call, {*run} - {call}) for call in run if len(run) > 1}
+        yield from (Refusal(call, reason) for call, reason in written.items() if reason)
+        kept = [call for call in run if not written.get(call)]
+        if len(kept) > 1:
+            yield LinearGroup(kept[0], tuple(kept), value)
+        else:
+            yield from (Refusal(call, alone) for call in kept)
+
+
+def _kind(layer: nn.Linear) -> object:
+    """What layers must agree in, so that one parameter can hold the weights of all, and come apart again."""
+    weight, bias = layer.weight, layer._parameters["bias"]
+    trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
+    like = weight if bias is None and not trains else bias
+    facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
+    return weight.shape[1], layer.training, *facts
+
+
 def _merged(layers: list[nn.Linear]) -> nn.Linear:
     """One layer whose rows are those of `layers`, one after the other."""
-    first = layers[0]
-    merged = submodules.without_tensors(first)
-    merged.out_features = sum(layer.out_features for layer in layers)
-    weights = torch.cat([layer.weight.detach() for layer in layers])
-    merged.weight = nn.Parameter(weights, first.weight.requires_grad)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    if biases:
-        parts = [
-            first.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
-            for layer in layers
-        ]
-        merged.bias = nn.Parameter(torch.cat(parts), biases[0].requires_grad)
+    merged, sizes = submodules.without_tensors(layers[0]), [layer.out_features for layer in layers]
+    merged.out_features = sum(sizes)
+    for name in merged._parameters:
+        held = [layer._parameters[name] for layer in layers]
+        gradients = {part.requires_grad for part in held if part is not None}
+        if gradients:
+            zeros = layers[0].weight.detach().new_zeros
+            parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
+            merged._parameters[name] = nn.Parameter(torch.cat(parts), *gradients)
     return merged
 
 
@@ -121,153 +141,15 @@ def _split(
 ) -> dict[str, nn.Module]:
     """The inverse of `_merged`, with the current weights."""
     (merged,) = now.values()
-    layers: dict[str, nn.Module] = {}
-    stops = itertools.accumulate(shell.out_features for shell in shells.values())
-    for (path, shell), stop in zip(shells.items(), stops, strict=True):
-        layer = layers[path] = submodules.without_tensors(shell)
-        for name, parameter in merged._parameters.items():
-            if parameter is None:
-                continue
-            part = parameter.detach()[stop - shell.out_features : stop].clone()
+    layers: dict[str, nn.Module] = {path: submodules.without_tensors(each) for path, each in shells.items()}
+    sizes = [shell.out_features for shell in shells.values()]
+    for name, parameter in merged.named_parameters():
+        for path, part in zip(layers, parameter.detach().split(sizes), strict=True):
             if name == "weight" or path in biased:
-                layer._parameters[name] = nn.Parameter(part, parameter.requires_grad)
+                layers[path]._parameters[name] = nn.Parameter(part.clone(), parameter.requires_grad)
             elif not part.is_meta and part.any():
                 raise UndoError(
-                    f"{path} had no bias, and the part of the merged bias that stands for it is not zero any "
-                    "more (by training, or load_state_dict): set it to zero first"
+                    f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or "
+                    "load_state_dict): set it to zero first"
                 )
     return layers
-
-
-def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LinearGroup | Refusal]:
-    """Runs of layers of one kind, between which nothing writes into their input."""
-    runs: dict[object, list[list[Node]]] = {}
-    between: dict[Node, str] = {}
-    for call in calls:
-        reason = index.inexact(call, nn.Linear) or index.obstacle(call) or _obstacle(index, call)
-        if reason:
-            yield Refusal(call, reason)
-            continue
-        same_kind = runs.setdefault(_kind(index.module(call)), [])
-        first = same_kind[-1][0] if same_kind else None
-        obstacle = index.memory.write_between(first, call, value) if first else None
-        if first and obstacle is None:
-            same_kind[-1].append(call)
-            continue
-        same_kind.append([call])
-        if first and obstacle:
-            between[call] = obstacle
-            between.setdefault(first, obstacle)
-    for run in itertools.chain.from_iterable(runs.values()):
-        written = {call: _write_obstacle(index, call, run) for call in run if len(run) > 1}
-        yield from (Refusal(call, reason) for call, reason in written.items() if reason)
-        kept = [call for call in run if not written.get(call)]
-        if len(kept) > 1:
-            yield LinearGroup(value, tuple(kept))
-        elif kept:
-            why = between.get(kept[0])
-            yield Refusal(
-                kept[0],
-                f"a write or side effect stands between it and the others on the same input: {why}"
-                if why
-                else "no layer that it can be merged with: the others on the same input differ in dtype, device, "
-                "gradients or training flag",
-            )
-
-
-def _kind(layer: nn.Module) -> object:
-    """What layers must agree in, so that one parameter can hold the weights of all, and come apart again."""
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    assert weight is not None
-    trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
-    like = weight if bias is None and not trains else bias
-    facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
-    return weight.shape[1], layer.training, *facts
-
-
-def _obstacle(index: GraphIndex, call: Node) -> str | None:
-    """What keeps a layer from becoming a slice; `GraphIndex.obstacle` has said that it can be replaced."""
-    layer = index.module(call)
-    assert isinstance(layer, nn.Linear)
-    if not submodules.is_plain_linear(layer):
-        return "it does not have the weight and bias of a plain Linear"
-    return _contiguity_obstacle(index, call, layer.out_features)
-
-
-def _contiguity_obstacle(index: GraphIndex, call: Node, width: int) -> str | None:
-    """A use of the output that may depend on its memory being contiguous, which a slice is not."""
-    pending, seen = [call], {call}
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            name = graph.function_name(user)
-            depends = operators.Fact.LAYOUT in operators.facts_of(user)
-            if depends and not (value is call and _splits_last(user, width)):
-                return f"{user.name} ({name}) depends on the memory layout of the output"
-            if user.op == "call_module" and not operators.is_torch_module(index.module(user)):
-                return f"{user.name} is a module whose use of the memory layout is unknown"
-            known = operators.is_torch_function(user.target) or operators.is_container(user.target)
-            if user.op == "call_function" and not known:
-                return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
-            if user not in seen and name != "contiguous" and not index.memory.gives_new_memory(user):
-                seen.add(user)
-                pending.append(user)
-    return None
-
-
-def _splits_last(view: Node, width: int) -> bool:
-    """Whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
-    if view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
-        return False
-    value = view.meta.get("val")
-    shape: Any = value.shape if isinstance(value, Tensor) else view.args[1:]
-    if len(shape) == 1 and isinstance(shape[0], tuple | list):
-        shape = shape[0]
-    product = 1
-    for size in reversed(shape):
-        if not isinstance(size, int) or size < 1:
-            return False
-        product *= size
-        if product >= width:
-            return product == width
-    return False
-
-
-def _linear(graph_module: GraphModule, path: str) -> nn.Linear:
-    layer = graph_module.get_submodule(path)
-    assert isinstance(layer, nn.Linear)
-    return layer
-
-
-def _common_parent(paths: list[str]) -> str:
-    parents = [submodules.split_path(path)[0].split(".") for path in paths]
-    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
-    return ".".join(names[0] for names in shared)
-
-
-def _write_obstacle(index: GraphIndex, call: Node, run: list[Node]) -> str | None:
-    """Why a write into the output of one layer of a group is not safe when that is a slice of a larger tensor.
-
-    A write of elements stays in its slice. Autograd counts it as a write into all of them, though, so that it must
-    come before the others are used; and it must be seen by the same views, where some are copies of a slice.
-    """
-    writers = index.memory.writers(call)
-    if not writers:
-        return None
-    copies = [alias for alias in index.memory.aliases(call) if Fact.COPIES in operators.facts_of(alias)]
-    uses = [user for other in run if other is not call for user in other.users]
-    first = min((index.position[user] for user in uses), default=len(index.nodes))
-    for writer in writers:
-        module = index.module(writer) if writer.op == "call_module" else None
-        name = graph.function_name(writer).strip("_")
-        if Fact.ELEMENTWISE not in operators.facts_of(writer, module) and name not in (
-            "setitem",
-            "fill",
-            "zero",
-        ):
-            return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
-        if copies:
-            return f"{writer.name} writes into its output, of which {copies[0].name} may be a view or a copy"
-        if index.position[writer] > first:
-            return f"{writer.name} writes into its output after that of another layer of the group is used"
-    return None

@@ -53,10 +53,12 @@ class RemoveIdentity(ReversibleRewrite[Node]):
                 reason = index.reading_obstacle(node) if module is not None else None
                 yield Refusal(node, reason) if reason else node
 
-    def apply(self, rewriter: Rewriter, site: Node) -> None:
+    def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Redirect the users of the node to its input."""
-        rewriter.replace_uses(site, site.all_input_nodes[0])
+        value = site.all_input_nodes[0]
+        rewriter.replace_uses(site, value)
         rewriter.erase(site)
+        return value
 
 
 def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:
@@ -71,9 +73,10 @@ def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:
 
 
 def _moves(node: Node) -> bool:
-    """Tell whether the device of the value depends on an argument."""
-    others = (*node.args[1:], *node.kwargs.values())
-    return node.target in ("cpu", "cuda") or any(isinstance(v, Node | torch.device | str) for v in others)
+    """Tell whether a call says on which device its value is to be."""
+    others, name = (*node.args[1:], *node.kwargs.values()), graph.function_name(node)
+    named = any(isinstance(value, Node | torch.device | str) for value in others)
+    return name in ("cpu", "cuda") or (name in ("to", "type", "type_as") and named)
 
 
 def _is_always_contiguous(node: Node) -> bool:

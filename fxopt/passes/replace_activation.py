@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
+from fxopt.activations import ACTIVATIONS, Activation, as_module, same_activation
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.weights import PROVENANCE, provenance
+from fxopt.rewriting.weights import provenance
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationCalls:
-    """All calls of an activation module with its names, or one call of a function or method."""
+    """All calls of an activation module with its names, or one call of a function or method; `node` is the first."""
 
+    node: Node
     calls: tuple[Node, ...]
     paths: tuple[str, ...] = ()
-
-    @property
-    def node(self) -> Node:
-        return self.calls[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,156 +78,41 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
-        index = GraphIndex(graph_module)
-        kind = ACTIVATIONS[self.source].module if isinstance(self.source, str) else self.source
-        for node in index.calls_like(kind):
-            inexact = index.inexact(node, kind)
-            if inexact:
-                yield Refusal(node, inexact)
-        for node in index.nodes:
-            if node.op == "call_module":
-                module = index.module(node)
-                calls = index.call_sites(module)
-                if (
-                    node is not calls[0]
-                    or not self._is_source(module)
-                    or self.signature in provenance(module)
-                ):
-                    continue  # a module that this pass made may be of the source's type, too
-                writes = getattr(module, "inplace", False)
-                reason = "it writes into its input" if writes else _module_obstacle(index, calls, module)
-                site = ActivationCalls(tuple(calls), tuple(index.names(module)))
-            elif isinstance(self.source, str) and _calls(node, ACTIVATIONS[self.source]):
-                reason = "it writes into its input" if index.memory.writes(node) else None
-                site = ActivationCalls((node,))
-            else:
-                continue
-            yield Refusal(node, reason) if reason else site
+        index, source = GraphIndex(graph_module), _activation(self.source)
+        like = None if source.function is None else source.make()
+        for node in index.calls_like(source.module):
+            module = index.module(node)
+            calls, reason = index.call_sites(module), index.inexact(node, source.module)
+            if reason is None:
+                made = self.signature in provenance(module)  # that may be of the source's type, too
+                if made or node is not calls[0] or (like and not same_activation(module, like)):
+                    continue
+                reason = index.obstacle_everywhere(module)
+            paths = tuple(index.names(module))
+            yield Refusal(node, reason) if reason else ActivationCalls(node, tuple(calls), paths)
+        for node in index.nodes if like else ():
+            if same_activation(as_module(node), like):
+                writes = index.memory.writes(node)
+                yield Refusal(node, "it writes into its input") if writes else ActivationCalls(node, (node,))
 
     def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
         """Put the new activation in the place of the old one."""
-        graph_module, node = rewriter.graph_module, site.node
+        graph_module, node, target = rewriter.graph_module, site.node, _activation(self.target)
+        called: dict[str, Any] = {"op": "call_function", "target": target.function, "kwargs": target.options}
         if site.paths:
-            new = self._new_module(graph_module.get_submodule(site.paths[0]), graph_module, node)
+            old = graph_module.get_submodule(site.paths[0])
+            new = graph.placed(target.make(), graph_module, node).train(old.training)
             rewriter.swap(dict.fromkeys(site.paths, new))
-            for call in site.calls:  # the new module may have another name for its input
-                rewriter.set(call, args=tuple(call.all_input_nodes), kwargs={})
-        elif isinstance(self.target, str):
-            activation = ACTIVATIONS[self.target]
-            options = dict(activation.options)
-            args = tuple(node.all_input_nodes)
-            rewriter.set(node, op="call_function", target=activation.function, args=args, kwargs=options)
-        else:
-            new = self._new_module(graph_module, graph_module, node)
+            called = {"kwargs": {}}
+        elif target.function is None:
+            new = graph.placed(target.make(), graph_module, node).train(graph_module.training)
             path = rewriter.add_module("", f"fxopt_activation_{node.name}", new)
-            rewriter.set(node, op="call_module", target=path, args=tuple(node.all_input_nodes), kwargs={})
+            called = {"op": "call_module", "target": path, "kwargs": {}}
+        for call in site.calls:  # the new activation may have another name for its input
+            rewriter.set(call, args=tuple(call.all_input_nodes), **called)
         return site.calls
 
-    def _is_source(self, module: nn.Module) -> bool:
-        if isinstance(self.source, str):
-            return _same_activation(module, ACTIVATIONS[self.source].make())
-        return type(module) is self.source
 
-    def _new_module(self, like: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
-        """A module in the mode of `like`, whose tensors are where those of the graph module are."""
-        new = ACTIVATIONS[self.target].make() if isinstance(self.target, str) else self.target()
-        floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
-        first = next(floating, graph.value_of(node))
-        if isinstance(first, torch.Tensor):
-            dtype = graph.dtype_of(node) or first.dtype
-            new = new.to(first.device, dtype if dtype.is_floating_point else None)
-        return new.train(like.training)
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """How an activation is spelled in a graph, and how it is made."""
-
-    module: type[nn.Module]
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    other_functions: tuple[Callable[..., Any], ...] = ()
-    method: str | None = None
-
-    def make(self) -> nn.Module:
-        """A new module."""
-        return self.module(**self.options)
-
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "elu": Activation(nn.ELU, F.elu),
-    "gelu": Activation(nn.GELU, F.gelu),
-    "gelu_tanh": Activation(nn.GELU, F.gelu, {"approximate": "tanh"}),
-    "hardsigmoid": Activation(nn.Hardsigmoid, F.hardsigmoid),
-    "hardswish": Activation(nn.Hardswish, F.hardswish),
-    "leaky_relu": Activation(nn.LeakyReLU, F.leaky_relu),
-    "mish": Activation(nn.Mish, F.mish),
-    "relu": Activation(nn.ReLU, F.relu, other_functions=(torch.relu,), method="relu"),
-    "relu6": Activation(nn.ReLU6, F.relu6),
-    "selu": Activation(nn.SELU, F.selu, other_functions=(torch.selu,)),
-    "sigmoid": Activation(nn.Sigmoid, torch.sigmoid, other_functions=(F.sigmoid,), method="sigmoid"),
-    "silu": Activation(nn.SiLU, F.silu),
-    "softplus": Activation(nn.Softplus, F.softplus),
-    "tanh": Activation(nn.Tanh, torch.tanh, other_functions=(F.tanh,), method="tanh"),
-}
-"""The activations that `ReplaceActivation` knows by name, each with the default options of its module."""
-
-
-def _module_obstacle(index: GraphIndex, calls: list[Node], module: nn.Module) -> str | None:
-    """Why a module cannot be replaced by another at all its calls; `None` if it can."""
-    unclear = [call.name for call in calls if graph.input_of(call, module) is None]
-    if unclear:
-        return f"{', '.join(unclear)} does not call it with one tensor alone"
-    return index.obstacle_everywhere(module)
-
-
-def _same_activation(module: nn.Module, model: nn.Module) -> bool:
-    return type(module) is type(model) and _settings(module) == _settings(model)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    ignored = {
-        "training",
-        "inplace",
-        "forward",
-        PROVENANCE,
-    }  # a forward of its own is an obstacle, not a setting
-    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in ignored}
-
-
-def _calls(node: Node, activation: Activation) -> bool:
-    """Whether a node calls an activation as a function or method, with its own options."""
-    if len(node.all_input_nodes) != 1:
-        return False
-    if node.op == "call_method":
-        return node.target == activation.method and len(node.args) == 1 and not node.kwargs
-    functions = (activation.function, *activation.other_functions)
-    if node.op != "call_function" or node.target not in functions:
-        return False
-    options = {k: v for k, v in _options(node).items() if not isinstance(v, Node) and k != "inplace"}
-    return options == activation.options
-
-
-# Functions written in C++ have no signature to read defaults from.
-_DEFAULTS: Mapping[Any, dict[str, Any]] = {
-    F.gelu: {"approximate": "none"},
-    F.softplus: {"beta": 1, "threshold": 20},
-}
-
-
-def _options(node: Node) -> dict[str, Any]:
-    """The arguments of a call by name, without those that have their default."""
-    target: Any = node.target
-    try:
-        signature = inspect.signature(target)
-    except ValueError:  # a builtin: its options are keywords, or follow the input in this order
-        defaults = _DEFAULTS.get(target, {})
-        arguments = dict(zip(["input", *defaults], node.args, strict=False)) | dict(node.kwargs)
-    else:
-        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-        arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return {
-        name: value
-        for name, value in arguments.items()
-        if value != defaults.get(name, inspect.Parameter.empty)
-    }
+def _activation(choice: str | type[nn.Module]) -> Activation:
+    """The activation of a name, or of a type of module, for which there is no function."""
+    return ACTIVATIONS[choice] if isinstance(choice, str) else Activation(choice, None)

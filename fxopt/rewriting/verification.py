@@ -22,7 +22,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fxopt import graph
+from fxopt.constants import computed_constant, constants_of
 from fxopt.errors import PassError
+from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
@@ -53,6 +55,7 @@ class Verifier:
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
         self._nodes: dict[str, Node] = {}
         self._readers: dict[str, list[Node]] = {}
+        self._constants = constants_of(GraphIndex(graph_module))
         self.enter(graph_module.graph.nodes)
 
     def difference(self, edits: Sequence[Edit], made: Mapping[str, Node]) -> str | None:
@@ -132,7 +135,8 @@ class Verifier:
         labels = [now for _, now in piece.outputs]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             if reason := _unlike(expected, actual, self._preserves):
-                return f"{label} is {reason}"
+                # Perhaps a node names the dtype that the model has.
+                return self._differs_on(piece, own_numbers) if numbers.dtype else f"{label} is {reason}"
         if not self._preserves:
             return None
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
@@ -161,6 +165,8 @@ class Verifier:
         return value
 
     def _input(self, node: Node, numbers: Numbers) -> Any:
+        if node in self._constants and not node._erased:
+            return computed_constant(self._graph_module, node, {})
         value, seed = self._value(node), zlib.crc32(node.name.encode())
         return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)
 

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import fxopt
+from fxopt import batch_norm
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
-from fxopt.passes import available, fuse_batch_norm, merge_linears
+from fxopt.passes import available, merge_linears
 from fxopt.rewriting import composition, history, undoing
 from tests.fuzz import motifs, oracles, plans, reduction
 from tests.fuzz.__main__ import example
@@ -99,7 +100,7 @@ def backwards(self):
     POST_INIT(self)
 
 
-SCALE_AND_SHIFT, MERGED = fuse_batch_norm.scale_and_shift, merge_linears._merged
+SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merge_linears._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
@@ -108,7 +109,7 @@ UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init_
     [
         (Memory, "write_between", blind_to_writes, "rewritten outputs"),
         (merge_linears, "_merged", misplaced, "rewritten outputs"),
-        (fuse_batch_norm, "scale_and_shift", unscaled, "rewritten outputs"),
+        (batch_norm, "scale_and_shift", unscaled, "rewritten outputs"),
         (GraphIndex, "call_sites", lambda self, module: [None], ""),
         (merge_linears, "_merged", misplaced, "verify"),
         (composition.Composition, "__post_init__", backwards, "composition"),

@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
     *sorted((ROOT / "fxopt" / "passes").glob("*.py")),
-    *(ROOT / "fxopt" / f"{name}.py" for name in ("graph", "graph_index", "precision_plan")),
+    *sorted((ROOT / "fxopt").glob("*.py")),
 ]
 UNNAMED = {
     "which is kept in float32, uses it as well",  # tests see the dtype of the parameter, not the reason

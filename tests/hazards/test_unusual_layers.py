@@ -58,8 +58,8 @@ HAZARDS = {
     "tensor hook": (lambda m: first_tensor(m).register_hook(lambda g: g), "weight has hooks"),
     "accumulated": (lambda m: first_tensor(m).register_post_accumulate_grad_hook(print), "weight has hooks"),
     "odd parameter": (odd_parameter, "weight is a Quantized, not a plain parameter"),
-    "old weight norm": (old_norm(torch.nn.utils.weight_norm), ("hooks", "of a plain")),
-    "old spectral norm": (old_norm(torch.nn.utils.spectral_norm), ("hooks", "of a plain")),
+    "old weight norm": (old_norm(torch.nn.utils.weight_norm), "hooks"),
+    "old spectral norm": (old_norm(torch.nn.utils.spectral_norm), "hooks"),
     "weight norm": (torch.nn.utils.parametrizations.weight_norm, "Parametrized"),
     "spectral norm": (torch.nn.utils.parametrizations.spectral_norm, "Parametrized"),
     "parametrization": (
@@ -90,8 +90,6 @@ def test_is_refused(hazard, name, layer, tracer):
     elif name == "precision" and "Parametrized" in reason:  # a copy of the whole layer is no problem
         safe(site, model, tracer, picklable=False)
         return
-    if isinstance(reason, tuple):
-        reason = reason[1] if "norm" in name and layer == "a" else reason[0]
     unsafe(site, model, tracer, reason)
 
 

@@ -34,10 +34,13 @@ _FIRST = {
         f"tests/capture/test_{name}.py"
         for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
     ],
-    "passes/fuse_batch_norm.py": [
+    "batch_norm.py": [
         f"tests/passes/test_{name}.py"
         for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
     ],
+    "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
+    "slicing.py": ["tests/passes/test_merge_linears.py"],
+    "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
     "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
     "effects.py": ["tests/test_memory.py"],

@@ -62,6 +62,33 @@ def test_every_spelling_comes_back(function):
     rewritten(ReplaceActivation("relu", "gelu"), Function(function), X, sites=1)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.ops.aten.elu.default(x, 1.0, 2.0),
+        lambda x: torch._C._nn.elu(x, 1.0, 2.0),
+        lambda x: torch.ops.aten.elu(x, 1.0, 1.0, 3.0),
+        lambda x: F.elu_(x + 0, 1.0),
+    ],
+)
+def test_functions_with_other_options_are_others(function):
+    traced = torch.fx.symbolic_trace(Function(function))
+    assert not ReplaceActivation("elu", "relu").explain(traced).sites
+
+
+def test_a_read_of_an_attribute_is_no_call():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(getattr, (x, "relu")))
+    traced = torch.fx.GraphModule(nn.Module(), graph)
+    assert not ReplaceActivation("relu", "silu").explain(traced).rows
+    assert (
+        not ReplaceActivation("silu", "relu")
+        .explain(torch.fx.symbolic_trace(Function(lambda x: x.silu())))
+        .rows
+    )
+
+
 def test_with_metadata():
     rewritten(ReplaceActivation(), Function(F.gelu), X, sites=1, trace=fxopt_trace)
 
@@ -116,6 +143,25 @@ def test_a_function_becomes_a_new_module_and_comes_back():
     restored = ReplaceActivation("gelu", Swish)(after, reverse=True)
     assert not hasattr(restored, "fxopt_activation_gelu")
     assert compare(F.gelu(X) + 1, restored(X)).max_abs == 0
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), Function(F.gelu)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_new_module_has_the_mode_and_the_dtype_of_the_model(activation, training):
+    model = nn.Sequential(nn.Linear(3, 3), activation).half().train(training)
+    after = ReplaceActivation("gelu", Scaled)(torch.fx.symbolic_trace(model))
+    (new,) = (module for module in after.modules() if isinstance(module, Scaled))
+    assert new.training == training
+    assert new.scale.dtype == torch.float16
 
 
 @pytest.mark.parametrize(

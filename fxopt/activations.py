@@ -1,0 +1,76 @@
+"""Activation functions: how each is spelled in a graph, as a module, a function or a method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fxopt import graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """How an activation is spelled in a graph, and how it is made."""
+
+    module: type[nn.Module]
+    function: Callable[..., Any] | None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def make(self) -> nn.Module:
+        """A new module."""
+        return self.module(**self.options)
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "elu": Activation(nn.ELU, F.elu),
+    "gelu": Activation(nn.GELU, F.gelu),
+    "gelu_tanh": Activation(nn.GELU, F.gelu, {"approximate": "tanh"}),
+    "hardsigmoid": Activation(nn.Hardsigmoid, F.hardsigmoid),
+    "hardswish": Activation(nn.Hardswish, F.hardswish),
+    "leaky_relu": Activation(nn.LeakyReLU, F.leaky_relu),
+    "mish": Activation(nn.Mish, F.mish),
+    "relu": Activation(nn.ReLU, F.relu),
+    "relu6": Activation(nn.ReLU6, F.relu6),
+    "selu": Activation(nn.SELU, F.selu),
+    "sigmoid": Activation(nn.Sigmoid, torch.sigmoid),
+    "silu": Activation(nn.SiLU, F.silu),
+    "softplus": Activation(nn.Softplus, F.softplus),
+    "tanh": Activation(nn.Tanh, torch.tanh),
+}
+"""The activations by the name of their operator, and one in another form; each with the default options of its module."""
+
+
+def as_module(node: Node) -> nn.Module | None:
+    """The module that computes what a call of an activation as a function or method does; `None` for other nodes.
+
+    Example:
+        >>> x = torch.fx.Graph().placeholder("x")
+        >>> as_module(x.graph.call_function(F.leaky_relu, (x, 0.2)))
+        LeakyReLU(negative_slope=0.2)
+    """
+    name = graph.function_name(node)
+    activation = ACTIVATIONS.get(name)
+    homes = [getattr(home, name, None) for home in (F, torch, Tensor)]
+    known = homes[-1] is not None if node.op == "call_method" else node.target in homes
+    if activation is None or not known or len(node.all_input_nodes) != 1:
+        return None
+    options = {name: value for name, value in node.kwargs.items() if name != "input"}
+    try:  # modules take the options of these functions, in the same order; others, as `aten.elu`, take more
+        return activation.module(*node.args[1:], **options)
+    except TypeError:  # but for some that only a function has
+        return None
+
+
+def same_activation(one: nn.Module | None, other: nn.Module | None) -> bool:
+    """Tell whether two modules are of one type with the same options, but for writing in place."""
+    if type(one) is not type(other):
+        return False
+    ignored = {"training", "inplace", "forward"}  # that is no option, but another obstacle
+    options = {name for name in vars(other) if not name.startswith("_")} - ignored
+    return all(vars(one).get(name) == vars(other)[name] for name in options)

@@ -1,0 +1,77 @@
+"""Where a value may become a slice of a larger tensor, which is not contiguous and shares its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxopt import graph, operators
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact, facts_of
+
+
+def layout_obstacle(index: GraphIndex, value: Node, width: int) -> str | None:
+    """Name a use of `value` that may depend on its memory being contiguous; `None` if there is none.
+
+    Args:
+        index: the graph.
+        value: what may become a slice in its last dimension.
+        width: the size of that dimension.
+    """
+    for part in index.memory.derived(value, until=("contiguous",)):
+        for user in part.users:
+            name = graph.function_name(user)
+            if Fact.LAYOUT in facts_of(user) and not (part is value and _splits_last(user, width)):
+                return f"{user.name} ({name}) depends on the memory layout of the output"
+            if user.op == "call_module" and not operators.is_torch_module(index.module(user)):
+                return f"{user.name} is a module whose use of the memory layout is unknown"
+            known = operators.is_torch_function(user.target) or operators.is_container(user.target)
+            if user.op == "call_function" and not known:
+                return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
+    return None
+
+
+def write_obstacle(index: GraphIndex, value: Node, others: Iterable[Node]) -> str | None:
+    """Name a write into `value` that is not safe when that is a slice beside `others`; `None` if there is none.
+
+    A write of elements stays in its slice. Autograd counts it as a write into all of them, though, so that it must
+    come before the others are used; and it must be seen by the same views, where some are copies of a slice.
+    """
+    writers = index.memory.writers(value)
+    if not writers:
+        return None
+    copies = [alias for alias in index.memory.aliases(value) if Fact.COPIES in facts_of(alias)]
+    uses = (index.position[user] for other in others for user in other.users)
+    first = min(uses, default=len(index.nodes))
+    for writer in writers:
+        module = index.module(writer) if writer.op == "call_module" else None
+        fills = graph.function_name(writer).strip("_") in ("setitem", "fill", "zero")
+        if not fills and Fact.ELEMENTWISE not in facts_of(writer, module):
+            return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
+        if copies:
+            return f"{writer.name} writes into its output, of which {copies[0].name} may be a view or a copy"
+        if index.position[writer] > first:
+            return f"{writer.name} writes into its output after that of another layer of the group is used"
+    return None
+
+
+def _splits_last(view: Node, width: int) -> bool:
+    """Whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
+    if view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
+        return False
+    value = view.meta.get("val")
+    shape: Any = value.shape if isinstance(value, Tensor) else view.args[1:]
+    if len(shape) == 1 and isinstance(shape[0], tuple | list):
+        shape = shape[0]
+    product = 1
+    for size in reversed(shape):
+        if not isinstance(size, int) or size < 1:
+            return False
+        product *= size
+        if product >= width:
+            return product == width
+    return False

@@ -1,0 +1,96 @@
+"""FoldConstants: what no input changes is computed once; what might change stays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import undo
+from fxopt.passes.fold_constants import FoldConstants
+from fxopt.testing import assert_round_trip
+from tests.before_after import fxopt_trace, rewritten
+from tests.small_models import bert
+
+X = torch.randn(3, 4)
+
+
+class Uses(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(12.0).reshape(3, 4), persistent=False)
+        self.register_buffer("saved", torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "sites"),
+    [
+        (lambda m, x: x + torch.arange(4, device=x.device) * 2, 1),
+        (lambda m, x: x * m.table[:, :1].cos() + m.table.sin(), 2),
+        (lambda m, x: x.masked_fill(torch.ones(3, 4, dtype=torch.bool).tril(), 0.0), 1),
+        (lambda m, x: x + x.new_zeros(3, 4).add(1) + torch.full((4,), 0.5), 2),
+        (lambda m, x: x + torch.stack(torch.arange(8).reshape(2, 4).split(1)).sum(0), 1),
+    ],
+)
+def test_constants_become_buffers(function, sites):
+    model = Uses(function)
+    after = rewritten(FoldConstants(), model, X, sites=sites, trace=fxopt_trace)
+    assert list(after.state_dict()) == list(model.state_dict())
+    assert not any(node.target is torch.arange for node in after.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x + m.saved.cos(),
+        lambda m, x: x * m.scale.exp(),
+        lambda m, x: x + torch.rand(4),
+        lambda m, x: x + torch.zeros_like(x).add_(1),
+        lambda m, x: (x, torch.arange(4) + 1),
+        lambda m, x: (x, (torch.arange(4) + 1)[1:]),
+        lambda m, x: x + m.table.add_(1).cos(),
+        lambda m, x: x + torch.arange(x.shape[0] * 4).reshape(3, 4) if x.sum() > 1e9 else x,
+    ],
+)
+def test_what_might_change_stays(function):
+    traced = fxopt.trace(Uses(function), (X,), specialize=True)
+    assert not FoldConstants().explain(traced).sites
+
+
+def test_sizes_that_are_free_are_no_constants():
+    model = Uses(lambda m, x: x + torch.arange(x.shape[0], device=x.device)[:, None] + torch.arange(4))
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    changed = FoldConstants()(traced)
+    wide = torch.randn(7, 4)
+    assert torch.equal(changed(wide), model(wide))
+    assert [node.target for node in changed.graph.nodes].count(torch.arange) == 1
+
+
+def test_a_large_constant_is_refused():
+    traced = fxopt.trace(Uses(lambda m, x: x + m.table.cos()), (X,))
+    explanation = FoldConstants(max_bytes=8).explain(traced)
+    assert explanation.refusals[0][2] == "it takes 48 bytes: more than max_bytes=8"
+
+
+def test_a_folded_constant_shared_with_another_is_computed_right():
+    def function(m, x):
+        positions = torch.arange(4)
+        return x * positions + (positions + 1) * x + (positions * 2).cos()
+
+    rewritten(FoldConstants(), Uses(function), X, sites=3, trace=fxopt_trace)
+
+
+def test_the_preamble_of_bert_is_folded_and_comes_back():
+    model, inputs = bert()
+    traced = fxopt.trace(model.eval(), (), inputs)
+    before = copy.deepcopy(traced)
+    expected = traced(**inputs)
+    changed = FoldConstants()(traced, verify=True)
+    assert len(changed.graph.nodes) < len(before.graph.nodes) - 5
+    assert torch.equal(changed(**inputs).logits, expected.logits)
+    assert_round_trip(before, undo(changed))

@@ -1,0 +1,106 @@
+"""RemoveIdentity: what gives back its input goes, and nothing that only seems to."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt.passes.remove_identity import RemoveIdentity
+from tests.before_after import fxopt_trace, in_float64, refused, rewritten
+
+X = torch.randn(2, 3, 4)
+
+
+class Uses(nn.Module):
+    """A function of an input, with layers to call."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(4, 4)
+        self.dropout, self.identity = nn.Dropout(0.5), nn.Identity()
+
+    def forward(self, x):
+        return self.function(self, self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "sites"),
+    [
+        (lambda m, x: torch.relu(m.dropout(m.identity(x))), 2),
+        (lambda m, x: torch.relu(F.dropout(x, 0.5, training=False)), 1),
+        (lambda m, x: x.reshape(2, 3, 4).view(2, 3, 4).flatten(2) + 1, 3),
+        (lambda m, x: x[:, 0:, :].expand(2, 3, 4).transpose(0, 0) * 2, 3),
+        (lambda m, x: x.transpose(1, 2).contiguous().reshape(2, 12).contiguous() + 1, 1),
+        (lambda m, x: x.to(x.dtype).type_as(x) + 1, 1),
+        (lambda m, x: m.identity(x).add_(1), 1),
+    ],
+)
+def test_what_changes_nothing_goes(function, sites):
+    rewritten(RemoveIdentity(), Uses(function), X, sites=sites, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x.reshape(3, 2, 4),
+        lambda m, x: x.transpose(0, 1),
+        lambda m, x: x[:, 1:],
+        lambda m, x: x.contiguous(),
+        lambda m, x: x.transpose(1, 2).contiguous(),
+        lambda m, x: x.clone(),
+        lambda m, x: x.to(torch.device("cpu")),
+        lambda m, x: x.cpu(),
+        lambda m, x: x.to(x.device),
+        lambda m, x: x.to(torch.float32, copy=True),
+        lambda m, x: x.to(torch.float16).to(torch.float32),
+        lambda m, x: x * 1 + 0,
+    ],
+)
+def test_what_may_change_something_stays(function):
+    rewritten(RemoveIdentity(), Uses(function), X, sites=0, trace=fxopt_trace)
+
+
+def test_a_cast_to_the_own_dtype_is_one_only_in_that_dtype():
+    model = Uses(lambda m, x: x.to(torch.float32).exp())
+    for inputs, sites in (([X], 1), (in_float64([X]), 0)):
+        model = model.to(inputs[0].dtype)
+        assert len(RemoveIdentity().explain(fxopt.trace(model, tuple(inputs))).sites) == sites
+
+
+def test_free_sizes_are_compared_without_a_guard():
+    batch = torch.export.Dim("batch")
+    model = Uses(lambda m, x: x.reshape(x.shape[0], 3, 4) + x.reshape(-1, 12).sum())
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: batch},))
+    changed = RemoveIdentity()(traced)
+    assert [node.target for node in changed.graph.nodes].count("reshape") == 1
+    wide = torch.randn(5, 3, 4)
+    torch.testing.assert_close(changed(wide), model(wide))
+
+
+def test_active_dropout_is_refused():
+    model = Uses(lambda m, x: m.dropout(x))
+    refused_in_training = fxopt.trace(model.train(), (X,))
+    explanation = RemoveIdentity().explain(refused_in_training)
+    assert not explanation.sites
+    assert "it is active" in explanation.refusals[0][2]
+
+
+def test_a_hook_is_called():
+    model = Uses(lambda m, x: m.identity(x)).eval()
+    model.identity.register_forward_hook(lambda *_: None)
+    traced = torch.fx.symbolic_trace(model)
+    assert not RemoveIdentity().explain(traced).sites
+
+
+def test_a_module_that_is_read_elsewhere_stays():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.identity = nn.Identity()
+            self.identity.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.identity(x) * self.identity.scale
+
+    refused(RemoveIdentity(), Model().eval(), X, reason="reads identity.scale")
