@@ -9,6 +9,7 @@ import collections
 import functools
 import inspect
 import itertools
+import keyword
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ def arguments(dtype: torch.dtype) -> list[tuple[Any, ...]]:
         *((x, None, None, mean, var, True, 0.1, 1e-5), (x, None, None, mean, var, True, 0.1, 1e-5, False)),
         (line, None, None, mean, var, True, 0.1, 1e-5, False),
         (*heads, False, 0.5, floats(4, 4), floats(4)),
+        *(((3, 4), 1.0), (0.0, 1.0, 4), (3, 4)),
         *(((3, 4),), (5,), (0, 9, (3,)), (image, 0.5, True), (line, 0.5, True), (volume, 0.5, True)),
         *((line, 0.5, False), (image, 0.5, False), (volume, 0.5, False)),
     ]
@@ -109,6 +111,8 @@ def spellings(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     homes = [home for home in (torch, F, Tensor, operator, torch._C._nn) if hasattr(home, name)]
     if name == "saturate":
         yield name, saturate
+    elif keyword.iskeyword(name):
+        yield f"{name}_", getattr(operator, f"{name}_")
     elif not callable(getattr(Tensor, name, len)):  # a property, as `T` and `shape`
         yield name, lambda x: getattr(x, name)
     elif homes:
