@@ -331,7 +331,7 @@ def grows(name, function, args):
     if len(floating(before)) < len(tensors(before)):
         # A pass sees integers in the metadata, or knows that a cast or indices may make them.
         fixed = Fact.KEEPS_DTYPE in TABLE[name] and Fact.SEVERAL not in TABLE[name]
-        return fixed and tensors(args)[0].is_floating_point()
+        return fixed and any(tensor.is_floating_point() for tensor in tensors(args)[:1])
     inputs = [number for number, tensor in enumerate(tensors(args)) if tensor.dtype.is_floating_point]
     if in_first:
         inputs = [0] if 0 in inputs else []

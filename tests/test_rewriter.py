@@ -140,6 +140,20 @@ def erase_act(rewriter, nodes):
     rewriter.erase(nodes["act"])
 
 
+def erase_second(rewriter, nodes):
+    rewriter.set(nodes["output"], args=(nodes["first"],))
+    for name in ("neg", "act", "add", "second"):
+        rewriter.erase(nodes[name])
+
+
+def replace_uncalled_second(rewriter, nodes):
+    rewriter.replace_module("second", nn.Linear(4, 4, bias=False))
+
+
+def describe_second(rewriter, nodes):
+    rewriter.set(nodes["second"], val=torch.empty(3, 4, dtype=torch.bfloat16))
+
+
 CHANGES = [
     *(
         use_second_for_first,
@@ -279,6 +293,7 @@ def test_a_number_of_another_type_is_a_change():
             (turn_add, use_second_for_first),
         ),
         *((wrap_first, multiply), (multiply, wrap_first), (add_a_scale, read_the_scaled)),
+        *((erase_second, replace_uncalled_second), (drop_act, describe_second)),
         *((add_a_scale, double_the_scaled), (stop_returning_neg, erase_neg), (use_second_for_act, erase_act)),
     ],
 )

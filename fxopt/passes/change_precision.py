@@ -21,7 +21,7 @@ from fxopt.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.weights import copied
+from fxopt.rewriting.weights import Left, copied
 from fxopt.submodules import find, tensors_of, with_values
 
 
@@ -137,14 +137,18 @@ def _below(paths: list[str], pattern: str) -> bool:
 
 
 def _raised(
-    kept: Mapping[str, Any], dtype: torch.dtype, now: Mapping[str, Any], left: object
+    kept: Mapping[str, Any], dtype: torch.dtype, now: Mapping[str, Any], left: Mapping[str, Left]
 ) -> dict[str, Any]:
     """The float32 weights again; what was changed in the lower precision is cast."""
     current = dict(tensors_of(now))
+    lowered = {
+        f"{path}.{name}" if name else path
+        for path, module in left.items()
+        for name, (_, left_as, *_) in module.tensors.items()
+        if left_as == dtype
+    }
     memo: dict[int, Any] = {
-        id(tensor): _restored(tensor, current[name], dtype)
-        if tensor.dtype == torch.float32
-        else current[name]
+        id(tensor): _restored(tensor, current[name], dtype) if name in lowered else current[name]
         for name, tensor in tensors_of(kept)
     }
     return copied(kept, memo)
@@ -152,9 +156,8 @@ def _raised(
 
 def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     moved = before.detach().to(now.device)
-    # `now` was in `dtype`, unless it is of an owner and was never changed; `.double()` may have come since.
-    as_left = (saturate(moved, dtype).to(now.dtype), moved.to(now.dtype))
-    unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)
+    # `now` was in `dtype`; `.double()` may have come since.
+    unchanged = now.is_meta or torch.equal(saturate(moved, dtype).to(now.dtype), now)
     if unchanged and before.device == now.device and before.requires_grad == now.requires_grad:
         return with_values(before, moved.clone())
     return with_values(now, moved if unchanged else now.detach().to(torch.float32))

@@ -50,7 +50,7 @@ class RemoveIdentity(ReversibleRewrite[Node]):
             if Fact.RANDOM in facts and not index.memory.is_pure(node):
                 yield Refusal(node, "it is active: the model is in training mode, or it works in place")
             elif _gives_back(node, module, facts) and index.memory.is_pure(node):
-                reason = index.reading_obstacle(node) if module is not None else None
+                reason = _obstacle(index, node, module)
                 yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
@@ -61,12 +61,20 @@ class RemoveIdentity(ReversibleRewrite[Node]):
         return value
 
 
+def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | None:
+    if module is not None:
+        return index.reading_obstacle(node)
+    writer = index.memory.written(node)  # autograd treats a write into a view otherwise
+    return f"{writer.name} may write into it" if writer else None
+
+
 def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:
     if Fact.RANDOM in facts or type(module) is nn.Identity:
         return True
     source = node.all_input_nodes[0]
-    if graph.function_name(node) == "contiguous" and not _is_always_contiguous(source):
-        return False  # in the trace it is, but strides may come with an input
+    name = graph.function_name(node)
+    if name in ("detach", "data") or (name == "contiguous" and not _is_always_contiguous(source)):
+        return False  # the trace shows neither gradients nor the strides that come with an input
     value, taken = graph.value_of(node), graph.value_of(source)
     known = isinstance(value, Tensor) and isinstance(taken, Tensor)
     return known and not _moves(node) and _view(value) == _view(taken)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fxopt.rewriting.weights import Keep, Left, Restore
+from fxopt.submodules import prefixes
 
 FIELDS = ("op", "target", "args", "kwargs")
 
@@ -180,6 +181,9 @@ def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
         or other.redirected & {name for name, *_ in one.places}
         or one.existing & other.referenced
         or one.referenced & other.existing
+        or one.called & {prefix for path in other.swapped for prefix in prefixes(path)}
+        or {prefix for path in one.called for prefix in prefixes(path)} & other.swapped
+        or one.taken & other.described
     )
 
 
@@ -191,6 +195,10 @@ class _Touched:
         redirected: the nodes that they gave another input.
         existing: the nodes that they created or erased.
         referenced: the nodes that others take in what they recorded.
+        called: the paths that nodes called or read which are gone, or call something else.
+        swapped: the paths where other modules, parameters or buffers were put.
+        taken: the nodes that erased ones took.
+        described: the nodes whose value has become another.
     """
 
     def __init__(self, edits: Iterable[Edit]) -> None:
@@ -198,6 +206,10 @@ class _Touched:
         self.redirected: set[str] = set()
         self.existing: set[str] = set()
         self.referenced: set[str] = set()
+        self.called: set[str] = set()
+        self.swapped: set[str] = set()
+        self.taken: set[str] = set()
+        self.described: set[str] = set()
         for edit in edits:
             if isinstance(edit, NodeEdit):
                 states = [state for state in (edit.before, edit.after) if state]
@@ -205,14 +217,20 @@ class _Touched:
                 self.referenced.update(name for state in states for name in state.references())
                 if len(states) == 1:
                     self.existing.add(edit.name)
-                if edit.after is None:
+                if edit.before and edit.after is None:
                     self.referenced.add(edit.previous)
+                    self.taken.update(edit.before.references())
+                elif edit.meta:
+                    self.described.add(edit.name)
+                if edit.before and edit.before.op in ("call_module", "get_attr") and "target" in edit.fields:
+                    self.called.add(edit.before.target)
             elif isinstance(edit, Redirect):
                 self.redirected.update(edit.users)
                 self.referenced.update((edit.old, edit.new))
+                self.described.update([edit.new] if edit.stands_in else [])
             else:
-                paths = edit.left if isinstance(edit, Swapped) else edit.after
-                self.places.update((path, "module") for path in paths)
+                self.swapped.update(edit.left if isinstance(edit, Swapped) else edit.after)
+        self.places.update((path, "module") for path in self.swapped)
         self.referenced -= self.existing
 
 

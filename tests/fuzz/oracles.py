@@ -161,7 +161,11 @@ def _expect_shapes(expected: Outcome, actual: Outcome) -> None:
 def _undo(player: Player, plan: Plan, judge: Callable[[GraphModule], None]) -> None:
     """Undo; exactly, or refused where the user has thrown away what it needs."""
     lossy = plan.between in LOSSY
+    traceless = any(not step.nodes for step in fxopt.history(player.graph_module))
     player.graph_module = guarded("between", lambda: BETWEEN[plan.between](player.graph_module))
+    if lossy and traceless and not fxopt.history(player.graph_module):
+        player.counts[f"lost by {plan.between}"] += 1
+        return  # what a pass erases tells nothing of it without the record
     try:
         player.undo(plan.undone, lossy, judge)
     except Lost:
@@ -169,6 +173,8 @@ def _undo(player: Player, plan: Plan, judge: Callable[[GraphModule], None]) -> N
         return
     if lossy:
         before, after = BETWEEN[plan.between](copy.deepcopy(player.states[0])), player.graph_module
+        if plan.between == "eliminate_dead_code":
+            after = BETWEEN[plan.between](after)  # undo brings back what was dead before
         if plan.between == "pickle" and player.states[0].code == after.code:
             return  # fx's pickle renames nodes, and undoing names some of them as they were
         if plan.between == "eliminate_dead_code" and _sorted_nodes(before) == _sorted_nodes(after):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxopt
-from fxopt import ChangePrecision, PassError, UndoError
+from fxopt import ChangePrecision, PassError, UndoError, undo
 from fxopt.passes.change_precision import saturate
 from fxopt.testing import assert_round_trip, compare, randomise
 from tests.before_after import assert_untouched, fxopt_trace, refused
@@ -247,3 +247,19 @@ def test_other_passes_before_and_after():
     after = pickle.loads(pickle.dumps(passes(traced)))
     assert 0 < compare(before(X), after(X)).max_rel < 0.05
     assert_round_trip(before, passes(after, reverse=True))
+
+
+def test_a_tensor_beside_a_parameter_that_is_read_stays_tied():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.other, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.layer.bias = self.other.bias
+
+        def forward(self, x):
+            return x * self.layer.weight.mean()
+
+    before = fxopt.trace(randomise(Reads()), (torch.randn(3, 4),))
+    changed = ChangePrecision()(copy.deepcopy(before))
+    assert changed.layer.weight.dtype == torch.bfloat16
+    assert_round_trip(before, undo(changed))
