@@ -14,10 +14,14 @@ from fxopt.errors import (
 )
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
+from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.merge_linears import MergeLinears
+from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.rewriting.explanation import Refusal
@@ -30,6 +34,9 @@ __all__ = [
     "ChangePrecision",
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
+    "EliminateCommonSubexpressions",
+    "EliminateDeadCode",
+    "FoldConstants",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
@@ -40,6 +47,7 @@ __all__ = [
     "MergeLinears",
     "PassError",
     "Refusal",
+    "RemoveIdentity",
     "ReplaceActivation",
     "ReversibleRewrite",
     "ReversibleTransformation",

@@ -65,7 +65,9 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     if module is not None:
         return index.reading_obstacle(node)
     writer = index.memory.written(node)  # autograd treats a write into a view otherwise
-    return f"{writer.name} may write into it" if writer else None
+    if writer:
+        return f"{writer.name} may write into it"
+    return index.memory.write_between(node.all_input_nodes[0], node)  # a view without gradients has none
 
 
 def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:

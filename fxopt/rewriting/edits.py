@@ -175,63 +175,59 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
 def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
     """Tell whether later changes stand on earlier ones, so that these cannot be undone before them."""
     one, other = _Touched(earlier), _Touched(later)
-    return bool(
-        one.places & other.places
-        or one.redirected & {name for name, *_ in other.places}
-        or other.redirected & {name for name, *_ in one.places}
-        or one.existing & other.referenced
-        or one.referenced & other.existing
-        or one.called & {prefix for path in other.swapped for prefix in prefixes(path)}
-        or {prefix for path in one.called for prefix in prefixes(path)} & other.swapped
-        or one.taken & other.described
+    return not (
+        one.sets.isdisjoint(other.sets)
+        and one.needs.isdisjoint(other.sets | other.shifts)
+        and other.needs.isdisjoint(one.sets | one.shifts)
     )
 
 
 class _Touched:
-    """The names that changes touch.
+    """What changes touch, as pairs of the name of a node, or of the path of a module, and an aspect of it.
 
     Attributes:
-        places: (node, field), or (path, "module"), of what they changed.
-        redirected: the nodes that they gave another input.
-        existing: the nodes that they created or erased.
-        referenced: the nodes that others take in what they recorded.
-        called: the paths that nodes called or read which are gone, or call something else.
-        swapped: the paths where other modules, parameters or buffers were put.
-        taken: the nodes that erased ones took.
-        described: the nodes whose value has become another.
+        sets: what they set, in the place of what was there.
+        shifts: what they change in a way that leaves room for others: which inputs a node has, what a value means.
+        needs: what must be as they left it when they are undone.
     """
 
     def __init__(self, edits: Iterable[Edit]) -> None:
-        self.places: set[tuple[str, str]] = set()
-        self.redirected: set[str] = set()
-        self.existing: set[str] = set()
-        self.referenced: set[str] = set()
-        self.called: set[str] = set()
-        self.swapped: set[str] = set()
-        self.taken: set[str] = set()
-        self.described: set[str] = set()
+        self.sets: set[tuple[str, str]] = set()
+        self.shifts: set[tuple[str, str]] = set()
+        self.needs: set[tuple[str, str]] = set()
         for edit in edits:
             if isinstance(edit, NodeEdit):
-                states = [state for state in (edit.before, edit.after) if state]
-                self.places.update((edit.name, field) for field in edit.fields)
-                self.referenced.update(name for state in states for name in state.references())
-                if len(states) == 1:
-                    self.existing.add(edit.name)
-                if edit.before and edit.after is None:
-                    self.referenced.add(edit.previous)
-                    self.taken.update(edit.before.references())
-                elif edit.meta:
-                    self.described.add(edit.name)
-                if edit.before and edit.before.op in ("call_module", "get_attr") and "target" in edit.fields:
-                    self.called.add(edit.before.target)
+                self._enter(edit)
             elif isinstance(edit, Redirect):
-                self.redirected.update(edit.users)
-                self.referenced.update((edit.old, edit.new))
-                self.described.update([edit.new] if edit.stands_in else [])
+                self.shifts.update((user, "inputs") for user in edit.users)
+                self.shifts.update([(edit.new, "value")] if edit.stands_in else [])
+                self.needs.update([(edit.old, "exists"), (edit.new, "exists")])
             else:
-                self.swapped.update(edit.left if isinstance(edit, Swapped) else edit.after)
-        self.places.update((path, "module") for path in self.swapped)
-        self.referenced -= self.existing
+                for path in edit.left if isinstance(edit, Swapped) else edit.after:
+                    self.sets.add((path, "module"))
+                    self.shifts.update((prefix, "part") for prefix in prefixes(path))
+        self.needs -= self.sets
+
+    def _enter(self, edit: NodeEdit) -> None:
+        self.sets.update((edit.name, field) for field in edit.fields)
+        if not {"args", "kwargs"}.isdisjoint(edit.fields):
+            self.needs.add((edit.name, "inputs"))
+        for state in filter(None, (edit.before, edit.after)):
+            self.needs.update((name, "exists") for name in state.references())
+        if edit.before is None or edit.after is None:
+            self.sets.add((edit.name, "exists"))
+        elif edit.meta:
+            self.shifts.add((edit.name, "value"))
+            self.needs.add((edit.name, "exists"))
+        if (
+            edit.before and edit.after is None
+        ):  # it comes back behind the same node, and takes the same values
+            self.sets.add((edit.previous, "next"))
+            self.needs.add((edit.previous, "exists"))
+            self.needs.update((name, "value") for name in edit.before.references())
+        if edit.before and edit.before.op in ("call_module", "get_attr") and "target" in edit.fields:
+            self.needs.update((prefix, "module") for prefix in prefixes(edit.before.target))
+            self.needs.add((edit.before.target, "part"))
 
 
 def picklable(value: Any) -> bool:

@@ -94,6 +94,14 @@ SITES: dict[str, Site] = {
         ("a",),
     ),
     "division": Site(fxopt.ChangeTrueDivToMulByInverse(), lambda m, x: x / 8, dict, ROWS, ()),
+    "identity": Site(
+        fxopt.RemoveIdentity(),
+        lambda m, x: m.a(x) + 1,
+        lambda: {"a": nn.Dropout()},
+        ROWS,
+        (),
+    ),
+    "duplicate": Site(fxopt.EliminateCommonSubexpressions(), lambda m, x: x.sin() * x.sin(), dict, ROWS, ()),
     "precision": Site(
         fxopt.ChangePrecision(),
         lambda m, x: m.a(x) + 1,

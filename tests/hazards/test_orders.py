@@ -24,13 +24,15 @@ class Meeting(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.act = nn.GELU()
+        self.act, self.drop = nn.GELU(), nn.Dropout()
         self.first, self.middle, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.conv, self.norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
 
     def forward(self, x):
         q, k = self.q(x) / 49, self.k(x)
-        y = self.last(self.middle(self.first(self.act(q))))
+        torch.relu(k)  # which nothing uses
+        y = self.last(self.middle(self.first(self.act(self.drop(q)))))
+        y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1)
         return y / 8, k, self.norm(self.conv(y[None, None])) + 1
 
 
@@ -131,9 +133,10 @@ CARRIERS = {
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("cls", PASSES)
 def test_undo_after(cls, carrier):
-    after = CARRIERS[carrier](cls()(traced()))
+    reference = without_dead_code(traced()) if carrier in ("dead code elimination", "in turn") else REFERENCE
+    after = CARRIERS[carrier](cls()(copy.deepcopy(reference)))
     converted = carrier == "float64" and cls is not fxopt.ChangePrecision  # whose undo gives float32 back
-    before = traced().double() if converted else REFERENCE
+    before = traced().double() if converted else reference
     assert_round_trip(before, cls()(after, reverse=True))
 
 
@@ -174,7 +177,7 @@ from fxopt.passes import available
 folder = pathlib.Path(sys.argv[1])
 for name, cls in available().items():
     module = torch.load(folder / name, weights_only=False)
-    assert cls().get_transformed_nodes(module), name
+    assert fxopt.history(module), name
     torch.save(cls()(module, reverse=True), folder / name)
 module = torch.load(folder / "all", weights_only=False)
 torch.save(fxopt.undo(module, len(fxopt.history(module))), folder / "all")

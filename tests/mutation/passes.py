@@ -105,7 +105,7 @@ PASSES = (
     # --- precision
     Fault("precision: too large numbers become infinite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.to(dtype)"),
     Fault("precision: infinity becomes finite", _PRECISION, "torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)", "value.clamp(-largest, largest).to(dtype)"),
-    Fault("precision: undo casts the weights back", _PRECISION, "unchanged = now.is_meta or any(torch.equal(values, now) for values in as_left)", "unchanged = now.is_meta"),
+    Fault("precision: undo casts the weights back", _PRECISION, "unchanged = now.is_meta or torch.equal(saturate(moved, dtype).to(now.dtype), now)", "unchanged = now.is_meta"),
     Fault("precision: undo drops training", _PRECISION, "moved if unchanged else now.detach().to(torch.float32)", "moved"),
     Fault("precision: undo drops requires_grad", _PRECISION, " and before.requires_grad == now.requires_grad", ""),
     Fault("precision: the record follows the model of the user", _PRECISION, "_raised, copied(replaced), self.dtype", "_raised, replaced, self.dtype"),

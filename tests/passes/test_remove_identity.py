@@ -104,3 +104,13 @@ def test_a_module_that_is_read_elsewhere_stays():
             return self.identity(x) * self.identity.scale
 
     refused(RemoveIdentity(), Model().eval(), X, reason="reads identity.scale")
+
+
+def test_a_view_without_gradients_stays():
+    def function(m, x):
+        with torch.no_grad():
+            return x.view(2, 3, 4) * 2
+
+    explanation = RemoveIdentity().explain(fxopt.trace(Uses(function), (X,)))
+    assert not explanation.sites
+    assert "side effect" in explanation.refusals[0][2]
