@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxopt
 from fxopt import (
     ChangeTrueDivToMulByInverse,
     DeepCopy,
@@ -15,9 +16,12 @@ from fxopt import (
     PassError,
     ReplaceActivation,
     ReversibleTransformation,
+    UndoError,
+    VerificationWarning,
     compose,
+    history,
 )
-from fxopt.testing import assert_round_trip
+from fxopt.testing import assert_round_trip, randomise
 from tests.example_passes import THREE, TWO, BreaksTheGraph, ChangeMulToAdd, MulToMulTimesTwo, product
 
 
@@ -94,6 +98,44 @@ def test_deep_copy_and_lint_and_recompile():
     assert LintAndRecompile().preserves_computation
     with pytest.raises(PassError, match="left an invalid graph"):
         LintAndRecompile()(BreaksTheGraph()(product(), lint_and_recompile=False))
+
+
+def test_undo_of_a_composition_that_copies_leaves_the_given_module_alone():
+    pipeline = compose(DeepCopy(), FuseBiasInLinear())
+    traced = torch.fx.symbolic_trace(Head())
+    after = pipeline(traced)
+    code = after.code
+    assert_round_trip(traced, pipeline(after, reverse=True))
+    assert after.code == code
+    assert len(history(after)) == 1
+
+
+class ForgetsTheBias(FuseBiasInLinear):
+    def apply(self, rewriter, site):
+        node = super().apply(rewriter, site)
+        with torch.no_grad():
+            rewriter.graph_module.get_submodule(str(node.target)).weight[:, -1] = 0
+        return node
+
+
+def test_parts_are_verified():
+    traced = fxopt.trace(randomise(Head()), (torch.randn(2, 4),))
+    with pytest.warns(VerificationWarning, match="alone: q differs by"):
+        compose(ChangeTrueDivToMulByInverse(), ForgetsTheBias())(traced, verify=True)
+    assert [step.name for step in history(traced)] == ["ChangeTrueDivToMulByInverse()"]
+
+
+def test_a_part_is_explained_behind_those_before_it():
+    merge, fuse = compose(MergeLinears(), FuseBiasInLinear()).explain(torch.fx.symbolic_trace(Head()))
+    assert len(merge.sites) == 1
+    assert [module for _, module in fuse.sites] == ["fxopt_merged_q_k"]
+
+
+def test_a_composition_without_its_record_is_an_error():
+    pipeline = compose(MergeLinears(), FuseBiasInLinear())
+    lost = torch.fx.symbolic_trace(pipeline(torch.fx.symbolic_trace(Head())))
+    with pytest.raises(UndoError, match="the record of how is gone"):
+        pipeline(lost, reverse=True)
 
 
 def test_a_composition_takes_the_marks_of_its_parts_off():

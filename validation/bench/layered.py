@@ -40,10 +40,30 @@ class Convolution(nn.Sequential):
         super().__init__(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))
 
 
+class Cluttered(nn.Module):
+    """What changes nothing, what is computed twice, what is constant, and what nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(x)
+        torch.relu(y)
+        return torch.sin(y) * torch.sin(y) + x.new_ones(WIDTH).cos()
+
+
+def kind_for(name: str) -> Callable[[], nn.Module]:
+    """The layer that has a place for the pass of this name."""
+    if "Conv2d" in name:
+        return Convolution
+    return Cluttered if name.startswith(("Eliminate", "FoldConstants", "RemoveIdentity")) else Dense
+
+
 def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     """A graph of so many layers, with the shapes and dtypes of its values."""
     graph_module = torch.fx.symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
-    shape = (2, WIDTH) if kind is Dense else (2, WIDTH, 4, 4)
+    shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
     return graph_module
 
@@ -57,9 +77,8 @@ def times(passes: Mapping[str, Any], layers: list[int], rounds: int) -> Times:
     found: Times = {}
     for count in layers:
         for name, pass_ in passes.items():
-            kind = Convolution if "Conv2d" in name else Dense
             for _ in range(rounds + 1):  # the first one imports and warms up
-                graph_module = traced(kind, count)
+                graph_module = traced(kind_for(name), count)
                 runs: dict[str, dict[str, bool]] = {f"{name} apply": {}}
                 if hasattr(pass_, "reverse"):
                     runs[f"{name} undo"] = {"reverse": True}
