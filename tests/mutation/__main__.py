@@ -40,6 +40,7 @@ _FIRST = {
     ],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
     "slicing.py": ["tests/passes/test_merge_linears.py"],
+    "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
     "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.mutation.capture import CAPTURE
+from tests.mutation.cleaning import CLEANING
 from tests.mutation.core import CORE
 from tests.mutation.passes import PASSES
 from tests.mutation.skeleton import SKELETON
 
-FAULTS = (*PASSES, *SKELETON, *CORE, *CAPTURE)
+FAULTS = (*PASSES, *CLEANING, *SKELETON, *CORE, *CAPTURE)
