@@ -150,6 +150,10 @@ def replace_uncalled_second(rewriter, nodes):
     rewriter.replace_module("second", nn.Linear(4, 4, bias=False))
 
 
+def turn_second(rewriter, nodes):
+    rewriter.set(nodes["second"], op="call_function", target=torch.tanh)
+
+
 def describe_second(rewriter, nodes):
     rewriter.set(nodes["second"], val=torch.empty(3, 4, dtype=torch.bfloat16))
 
@@ -294,6 +298,7 @@ def test_a_number_of_another_type_is_a_change():
         ),
         *((wrap_first, multiply), (multiply, wrap_first), (add_a_scale, read_the_scaled)),
         *((erase_second, replace_uncalled_second), (drop_act, describe_second)),
+        *((drop_act, turn_second),),
         *((add_a_scale, double_the_scaled), (stop_returning_neg, erase_neg), (use_second_for_act, erase_act)),
     ],
 )

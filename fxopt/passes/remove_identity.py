@@ -75,7 +75,9 @@ def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:
         return True
     source = node.all_input_nodes[0]
     name = graph.function_name(node)
-    if name in ("detach", "data") or (name == "contiguous" and not _is_always_contiguous(source)):
+    if name in ("detach", "getattr", "as_strided") or (
+        name == "contiguous" and not _is_always_contiguous(source)
+    ):
         return False  # the trace shows neither gradients nor the strides that come with an input
     value, taken = graph.value_of(node), graph.value_of(source)
     known = isinstance(value, Tensor) and isinstance(taken, Tensor)

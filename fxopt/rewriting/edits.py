@@ -224,7 +224,8 @@ class _Touched:
         ):  # it comes back behind the same node, and takes the same values
             self.sets.add((edit.previous, "next"))
             self.needs.add((edit.previous, "exists"))
-            self.needs.update((name, "value") for name in edit.before.references())
+            aspects = ("value", *FIELDS)
+            self.needs.update((name, aspect) for name in edit.before.references() for aspect in aspects)
         if edit.before and edit.before.op in ("call_module", "get_attr") and "target" in edit.fields:
             self.needs.update((prefix, "module") for prefix in prefixes(edit.before.target))
             self.needs.add((edit.before.target, "part"))

@@ -44,7 +44,11 @@ _FIRST = {
     "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
     "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
-    "effects.py": ["tests/test_memory.py"],
+    "effects.py": [
+        "tests/test_memory.py",
+        *(f"tests/passes/test_eliminate_{name}.py" for name in ("dead_code", "common_subexpressions")),
+        "tests/passes/test_remove_identity.py",
+    ],
     "rewriting": [
         *("tests/test_rewriter.py", "tests/test_fingerprint.py", "tests/test_undo_of_compositions.py"),
         *("tests/test_undo_between_edits.py", "tests/test_history.py", "tests/test_rewrite.py"),

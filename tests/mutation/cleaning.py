@@ -14,8 +14,9 @@ _EFFECTS = "effects.py"
 CLEANING = (
     # --- identities
     Fault("identity: active dropout goes", _IDENTITY, "            if Fact.RANDOM in facts and not index.memory.is_pure(node):\n                yield Refusal(node, \"it is active: the model is in training mode, or it works in place\")\n            elif _gives_back(node, module, facts) and index.memory.is_pure(node):", "            if _gives_back(node, module, facts):"),
-    Fault("identity: a detached value has gradients", _IDENTITY, 'if name in ("detach", "data") or', "if"),
-    Fault("identity: strides are those of the trace", _IDENTITY, ' or (name == "contiguous" and not _is_always_contiguous(source)):', ":"),
+    Fault("identity: a detached value has gradients", _IDENTITY, 'if name in ("detach", "getattr", "as_strided") or', 'if name == "as_strided" or'),
+    Fault("identity: as_strided is like a view", _IDENTITY, ', "as_strided") or', ") or"),
+    Fault("identity: strides are those of the trace", _IDENTITY, ' or (\n        name == "contiguous" and not _is_always_contiguous(source)\n    ):', ":"),
     Fault("identity: a move to another device goes", _IDENTITY, "return known and not _moves(node) and", "return known and"),
     Fault("identity: dtypes may differ", _IDENTITY, "return storage_of(value), value.dtype, f", "return storage_of(value), f", SITE),
     Fault("identity: shapes and strides may differ", _IDENTITY, 'f"{value.shape} {value.stride()} {value.storage_offset()}"', '""', SITE),

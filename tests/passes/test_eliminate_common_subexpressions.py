@@ -45,6 +45,8 @@ def test_the_same_is_computed_once(function, sites, trace):
     [
         lambda m, x: x.sum(0) + x.sum(1)[:1],
         lambda m, x: x * 1 + x * 1.0,
+        lambda m, x: torch.clamp(x, min=0.5) + torch.clamp(x, max=0.5),
+        lambda m, x: m.layer(x) + m.norm(x),
         lambda m, x: x * 0.0 + x * -0.0,
         lambda m, x: F.dropout(x, 0.5, training=True) + F.dropout(x, 0.5, training=True),
         lambda m, x: torch.rand_like(x) + torch.rand_like(x),
@@ -60,6 +62,14 @@ def test_what_is_not_the_same_or_may_be_written_stays(function, trace):
     model = Uses(function).eval()
     traced = trace(model, [X])
     assert not EliminateCommonSubexpressions().explain(traced).sites
+
+
+def test_modules_are_told_by_what_they_are():
+    traced = torch.fx.symbolic_trace(Uses(lambda m, x: m.layer(x) + m.layer(x)))
+    traced.again = traced.layer
+    second = traced.graph.find_nodes(op="call_module", target="layer")[1]
+    second.target = "again"
+    assert len(EliminateCommonSubexpressions().explain(traced).sites) == 1
 
 
 def test_training_statistics_are_updated_twice():

@@ -54,12 +54,20 @@ def test_constants_become_buffers(function, sites):
         lambda m, x: (x, torch.arange(4) + 1),
         lambda m, x: (x, (torch.arange(4) + 1)[1:]),
         lambda m, x: x + m.table.add_(1).cos(),
+        lambda m, x: (m.table.add_(1), x + m.table.cos())[1],
         lambda m, x: x + torch.arange(x.shape[0] * 4).reshape(3, 4) if x.sum() > 1e9 else x,
     ],
 )
 def test_what_might_change_stays(function):
     traced = fxopt.trace(Uses(function), (X,), specialize=True)
     assert not FoldConstants().explain(traced).sites
+
+
+def test_a_constant_has_memory_of_its_own():
+    changed = FoldConstants()(fxopt.trace(Uses(lambda m, x: x[:, :2] + m.table[:, :2]), (X,)))
+    table = changed.get_buffer("table")
+    assert changed.constant.value.untyped_storage()._cdata != table.untyped_storage()._cdata
+    assert torch.equal(changed.constant.value, table[:, :2])
 
 
 def test_sizes_that_are_free_are_no_constants():

@@ -55,6 +55,10 @@ def test_what_changes_nothing_goes(function, sites):
         lambda m, x: x.to(torch.float32, copy=True),
         lambda m, x: x.to(torch.float16).to(torch.float32),
         lambda m, x: x * 1 + 0,
+        lambda m, x: x.detach(),
+        lambda m, x: x.data,
+        lambda m, x: x.as_strided(x.shape, x.stride()),
+        lambda m, x: (x.view(2, 3, 4).add_(1), x)[1],
     ],
 )
 def test_what_may_change_something_stays(function):
@@ -66,6 +70,11 @@ def test_a_cast_to_the_own_dtype_is_one_only_in_that_dtype():
     for inputs, sites in (([X], 1), (in_float64([X]), 0)):
         model = model.to(inputs[0].dtype)
         assert len(RemoveIdentity().explain(fxopt.trace(model, tuple(inputs))).sites) == sites
+
+
+def test_the_same_memory_read_as_another_dtype_stays():
+    model = Uses(lambda m, x: x.view(torch.int32).float())
+    assert not RemoveIdentity().explain(fxopt.trace(model, (X,))).sites
 
 
 def test_free_sizes_are_compared_without_a_guard():
