@@ -154,6 +154,29 @@ def turn_second(rewriter, nodes):
     rewriter.set(nodes["second"], op="call_function", target=torch.tanh)
 
 
+def drop_neg(rewriter, nodes):
+    rewriter.set(nodes["output"], args=((nodes["add"], nodes["add"]),))
+    rewriter.erase(nodes["neg"])
+
+
+def use_first_for_neg(rewriter, nodes):
+    rewriter.replace_uses(nodes["neg"], nodes["first"])
+    rewriter.erase(nodes["neg"])
+
+
+def describe_neg(rewriter, nodes):
+    rewriter.set(nodes["neg"], val=torch.empty(3, 4, dtype=torch.bfloat16))
+
+
+def fold_second_into_first(rewriter, nodes):
+    rewriter.replace_module("first", nn.Linear(4, 4, bias=False))
+    rewriter.replace_uses(nodes["second"], nodes["first"])
+
+
+def replace_weight_of_second(rewriter, nodes):
+    rewriter.swap({"second.weight": nn.Parameter(torch.ones(4, 4))})
+
+
 def describe_second(rewriter, nodes):
     rewriter.set(nodes["second"], val=torch.empty(3, 4, dtype=torch.bfloat16))
 
@@ -298,7 +321,8 @@ def test_a_number_of_another_type_is_a_change():
         ),
         *((wrap_first, multiply), (multiply, wrap_first), (add_a_scale, read_the_scaled)),
         *((erase_second, replace_uncalled_second), (drop_act, describe_second)),
-        *((drop_act, turn_second),),
+        *((drop_act, turn_second), (erase_second, replace_weight_of_second), (describe_neg, drop_neg)),
+        *((drop_neg, fold_second_into_first), (drop_act, use_first_for_neg)),
         *((add_a_scale, double_the_scaled), (stop_returning_neg, erase_neg), (use_second_for_act, erase_act)),
     ],
 )
@@ -309,6 +333,32 @@ def test_what_was_changed_again_is_undone_in_order(first, second):
         UndoError, match=rf"same place was rewritten since. Undo Changes\(.*{second.__name__}"
     ):
         Changes(first)(changed, reverse=True)
+    assert_round_trip(before, undo(changed, 2))
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x):
+        self.block(x)
+        return x * 2
+
+
+def erase_the_block(rewriter, nodes):
+    rewriter.erase(nodes["block_0"])
+
+
+def replace_the_block(rewriter, nodes):
+    rewriter.replace_module("block", nn.Sequential(nn.Linear(4, 4, bias=False)))
+
+
+def test_a_module_around_the_one_that_an_erased_node_called_comes_back_first():
+    before = torch.fx.symbolic_trace(Nested())
+    changed = Changes(replace_the_block)(Changes(erase_the_block)(copy.deepcopy(before)))
+    with pytest.raises(UndoError, match="same place was rewritten since. Undo Changes"):
+        Changes(erase_the_block)(changed, reverse=True)
     assert_round_trip(before, undo(changed, 2))
 
 
