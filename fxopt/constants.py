@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -16,6 +16,27 @@ from fxopt.operators import Fact, facts_of
 from fxopt.submodules import attribute, split_path
 
 
+class Constant(nn.Module):
+    """Holds a constant of a graph: it moves to other devices with the graph module, and keeps its dtype.
+
+    Attributes:
+        value: the constant; a buffer that is not in the `state_dict`.
+    """
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
+        before = self.value
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.value.dtype != before.dtype:
+            self.value = before.to(self.value.device)
+        return self
+
+
 def constants_of(index: GraphIndex) -> dict[Node, None]:
     """The nodes that give the same in every run of a graph, in order.
 
@@ -23,6 +44,8 @@ def constants_of(index: GraphIndex) -> dict[Node, None]:
     an input counts as known.
     """
     found: dict[Node, None] = {}
+    if any("autocast" in graph.function_name(node) for node in index.nodes):
+        return found  # which chooses dtypes by where a function is called
     for node in index.nodes:
         if _is_constant(index, node, found):
             found[node] = None
@@ -39,7 +62,7 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
         return _empty(value) if value in described else computed_constant(graph_module, value, known)
 
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         if node.op == "get_attr":
             known[node] = attribute(graph_module, str(node.target)).clone()
         elif node.op == "call_method":
@@ -52,25 +75,26 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
 def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> bool:
     """Tell whether a node gives the same in every run of the graph."""
     if node.op == "get_attr":
-        path, name = split_path(str(node.target))
-        owner = index.modules[path]
-        return name in owner._non_persistent_buffers_set and index.memory.written(node) is None
+        paths = [str(node.target), *(other for _, other in index.sharing(node))]
+        holders = [(index.modules[owner], name) for owner, name in map(split_path, paths)]
+        own = all(name in owner._non_persistent_buffers_set for owner, name in holders)
+        return own and index.memory.written(node) is None
     facts = facts_of(node)
     if node.op == "call_module" or Fact.MIXES in facts or not index.memory.is_pure(node):
         return False
     changing = [value for value in node.all_input_nodes if value not in constants]
     if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
-        return changing in ([], node.all_input_nodes[:1]) and _is_described(node)
+        return changing in ([], node.all_input_nodes[:1]) and _is_described(index, node)
     return not changing
 
 
-def _is_described(node: Node) -> bool:
+def _is_described(index: GraphIndex, node: Node) -> bool:
     """Tell whether the trace knows all that a node reads of its first input."""
     value = graph.value_of(node.all_input_nodes[0])
     if not isinstance(value, Tensor):
         return False
-    free = not all(isinstance(size, int) for size in value.shape)
-    return not free or (node.target is getattr and node.args[1] in ("device", "dtype", "ndim"))
+    fixed = index.guard is not None and all(isinstance(size, int) for size in value.shape)
+    return fixed or (node.target is getattr and node.args[1] in ("device", "dtype", "ndim"))
 
 
 def _empty(node: Node) -> Tensor:

@@ -61,6 +61,12 @@ class GraphIndex:
                 found.setdefault(value, []).append(call)
         return found
 
+    @functools.cached_property
+    def guard(self) -> Node | None:
+        """The node that checks the inputs, so that the sizes in the metadata hold in every run; None without one."""
+        calls = (node for node in self.nodes if node.op == "call_module")
+        return next((node for node in calls if getattr(self.module(node), "checks_inputs", False)), None)
+
     def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
         """Why the module that `node` calls may compute something else than one of exactly this type."""
         own = type(self.module(node))

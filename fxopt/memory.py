@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import effects, graph
+from fxopt.objects import set_attributes, set_items
 from fxopt.operators import Fact, facts_of, name_of
 from fxopt.submodules import attribute
 
@@ -145,11 +146,20 @@ class Memory:
 
     def is_pure(self, node: Node) -> bool:
         """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
+        if node.op == "call_method" and not self._is_surely_tensor(node.args[0]):
+            return False  # perhaps a method of another object
         return node.op == "get_attr" or effects.is_pure(node, self._called(node))
 
+    def _is_surely_tensor(self, value: object) -> bool:
+        if not isinstance(value, Node):
+            return False
+        known = graph.value_of(value)
+        return isinstance(known, Tensor) or (known is None and self._is_new(value))
+
     def is_returned(self, value: Node) -> bool:
-        """Tell whether the graph may return memory of `value`."""
-        return any(user.op == "output" for alias in self.aliases(value) for user in alias.users)
+        """Tell whether memory of `value` may leave the graph: as an output, or in an object that came in."""
+        users = (user for alias in self.aliases(value) for user in alias.users)
+        return any(user.op == "output" or user.target in (set_attributes, set_items) for user in users)
 
     @functools.cached_property
     def _effects(self) -> list[tuple[int, Node, tuple[Node, ...] | None]]:

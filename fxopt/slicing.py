@@ -54,7 +54,7 @@ def write_obstacle(index: GraphIndex, value: Node, others: Iterable[Node]) -> st
             return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
         if copies:
             return f"{writer.name} writes into its output, of which {copies[0].name} may be a view or a copy"
-        if index.position[writer] > first:
+        if index.position[writer] >= first:
             return f"{writer.name} writes into its output after that of another layer of the group is used"
     return None
 

@@ -466,6 +466,26 @@ def test_what_a_user_edits_between_two_pickles_stays(change, edit):
         assert torch.equal(actual, expected)
 
 
+class Sums(nn.Module):
+    def forward(self, x):
+        return torch.sum(x) + nn.functional.relu(x)
+
+
+def subtract(rewriter, nodes):
+    rewriter.set(nodes["add"], target=torch.sub)
+
+
+def test_options_that_a_user_adds_after_loading_stay():
+    loaded = pickle.loads(pickle.dumps(Changes(subtract)(torch.fx.symbolic_trace(Sums()))))
+    nodes = nodes_of(loaded)
+    nodes["sum_1"].args = (nodes["x"], 0)
+    nodes["relu"].kwargs = {"inplace": True}
+    history(loaded)
+    nodes = nodes_of(loaded)
+    assert nodes["sum_1"].args == (nodes["x"], 0)
+    assert nodes["relu"].kwargs == {"inplace": True}
+
+
 class ChangesOneCall(ReversibleRewrite):
     """Gives the second of two calls another input, or calls another function, and marks it."""
 

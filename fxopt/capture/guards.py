@@ -40,6 +40,8 @@ class InputGuard(torch.nn.Module):
     # torch.fx reads this: the call is kept though nothing uses its result.
     _is_impure = True
 
+    checks_inputs = True
+
     def __init__(
         self,
         inputs: Sequence[Input],

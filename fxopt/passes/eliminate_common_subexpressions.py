@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
@@ -48,23 +47,15 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         """Yield the nodes that compute what an earlier one has computed."""
         index = GraphIndex(graph_module)
         first: dict[Hashable, Node] = {}
-        stands_for: dict[Node, Node] = {}
         for node in index.nodes:
             if node.op in ("placeholder", "output") or not index.memory.is_pure(node):
                 continue
-            args, kwargs = (
-                map_arg(value, lambda n: stands_for.get(n, n)) for value in (node.args, node.kwargs)
-            )
             # Arguments by what they read like, as 1 is not 1.0, and the module by what it is, not by its name.
             called = id(index.module(node)) if node.op == "call_module" else node.target
-            earlier = first.setdefault((node.op, called, repr(args), repr(kwargs)), node)
+            earlier = first.setdefault((node.op, called, repr(node.args), repr(node.kwargs)), node)
             if earlier is not node:
                 reason = _obstacle(index, node, earlier)
-                if reason:
-                    yield Refusal(node, reason)
-                else:
-                    stands_for[node] = earlier
-                    yield Duplicate(node, earlier)
+                yield Refusal(node, reason) if reason else Duplicate(node, earlier)
 
     def apply(self, rewriter: Rewriter, site: Duplicate) -> Node:
         """Redirect the users of the later node to the earlier one."""
@@ -72,9 +63,18 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         rewriter.erase(site.node)
         return site.first
 
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[Duplicate]) -> bool:
+        """What took one value twice takes it twice from one node now."""
+        return True
+
 
 def _obstacle(index: GraphIndex, node: Node, earlier: Node) -> str | None:
     memory = index.memory
+    if node.op == "call_module":
+        reason = index.reading_obstacle(node) or index.reading_obstacle(earlier)
+        writer = memory.writer_of(index.module(node))
+        if reason or writer:
+            return reason or f"{writer} may write into the weights of {node.target}"
     for value in (node, earlier, *node.all_input_nodes):
         writer = memory.written(value)
         if writer:

@@ -16,8 +16,8 @@ from fxopt.rewriting.rewriter import Rewriter
 class EliminateDeadCode(ReversibleRewrite[Node]):
     """Erases nodes that compute a value which nothing uses.
 
-    What writes into memory, draws random numbers, changes a mode or raises an error stays, and so does a call of
-    a function that is not known to do none of that. Inputs of the graph stay, and modules stay in the graph
+    What writes into memory, draws random numbers, changes a mode or is an assertion stays, and so does a call of a
+    function that is not known to do none of that, or of a module with hooks. Inputs of the graph stay, and modules stay in the graph
     module, also where no node calls them any more.
 
     Example:
@@ -38,7 +38,9 @@ class EliminateDeadCode(ReversibleRewrite[Node]):
         """Yield the nodes that nothing needs, the last one first."""
         index, dead = GraphIndex(graph_module), set[Node]()
         for node in reversed(index.nodes):
-            if index.memory.is_pure(node) and dead.issuperset(node.users):
+            if not index.memory.is_pure(node) or not dead.issuperset(node.users):
+                continue
+            if node.op != "call_module" or not index.reading_obstacle(node):
                 dead.add(node)
                 yield node
 

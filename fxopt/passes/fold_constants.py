@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.constants import computed_constant, constants_of
+from fxopt.constants import Constant, computed_constant, constants_of
+from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.weights import Left
+from fxopt.submodules import free_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +61,15 @@ class FoldConstants(ReversibleRewrite[Node]):
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Compute the constant, let a buffer take its place, and erase what nothing needs any more."""
-        holder, computed = nn.Module(), dict[Node, Any]()
+        computed, described = dict[Node, Any](), graph.value_of(site)
         value = computed_constant(rewriter.graph_module, site, computed)
-        holder.register_buffer("value", value, persistent=False)
-        path = rewriter.add_module("", "constant", holder)
+        if (value.dtype, value.shape) != (described.dtype, described.shape):
+            raise PassError(
+                f"{site.name} is {value.dtype} {[*value.shape]} here, and was {described.dtype} "
+                f"{[*described.shape]} in the trace: apply the pass under the default dtype of the trace"
+            )
+        path = free_path(rewriter.graph_module, "", "constant")
+        rewriter.replace_module(path, Constant(value), restore=_nothing)
         read = rewriter.create("get_attr", f"{path}.value", before=site, val=site.meta.get("val"))
         rewriter.replace_uses(site, read)
         for node in reversed(computed):
@@ -70,7 +78,10 @@ class FoldConstants(ReversibleRewrite[Node]):
         return read
 
     def _obstacle(self, index: GraphIndex, node: Node) -> str | None:
-        size = graph.value_of(node).numel() * graph.value_of(node).element_size()
+        described = graph.value_of(node)
+        if described.device.type == "meta":
+            return "it is on the meta device"
+        size = described.numel() * described.element_size()
         writer = index.memory.written(node)
         if writer:
             return f"{writer.name} may write into it"
@@ -79,3 +90,7 @@ class FoldConstants(ReversibleRewrite[Node]):
         return (
             f"it takes {size} bytes: more than max_bytes={self.max_bytes}" if size > self.max_bytes else None
         )
+
+
+def _nothing(now: Mapping[str, Any], left: Mapping[str, Left]) -> dict[str, Any]:
+    return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.memory import storage_of
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -23,8 +21,8 @@ from fxopt.rewriting.rewriter import Rewriter
 class RemoveIdentity(ReversibleRewrite[Node]):
     """Removes `nn.Identity`, inactive dropout, and views, casts and copies that change nothing.
 
-    The trace tells which these are: the value is the same part of the same memory as the input. What depends on
-    where a graph runs stays, as a move to the device of another tensor. A cast that changes nothing still says in
+    A view is removed where it has the shape of its input, in a graph that checks the sizes of its inputs, as those of
+    `fxopt.trace` do. A move to another device stays, and what depends on strides. A cast that changes nothing still says in
     which precision the model wants to compute: apply `ChangePrecision` before this pass, not after it.
 
     Example:
@@ -49,7 +47,7 @@ class RemoveIdentity(ReversibleRewrite[Node]):
                 continue
             if Fact.RANDOM in facts and not index.memory.is_pure(node):
                 yield Refusal(node, "it is active: the model is in training mode, or it works in place")
-            elif _gives_back(node, module, facts) and index.memory.is_pure(node):
+            elif _gives_back(index, node, module, facts) and index.memory.is_pure(node):
                 reason = _obstacle(index, node, module)
                 yield Refusal(node, reason) if reason else node
 
@@ -64,39 +62,46 @@ class RemoveIdentity(ReversibleRewrite[Node]):
 def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | None:
     if module is not None:
         return index.reading_obstacle(node)
+    source = node.all_input_nodes[0]
     writer = index.memory.written(node)  # autograd treats a write into a view otherwise
     if writer:
         return f"{writer.name} may write into it"
-    return index.memory.write_between(node.all_input_nodes[0], node)  # a view without gradients has none
+    if index.graph_module.graph.output_node() in source.users.keys() & node.users.keys():
+        return f"the graph returns it beside {source.name}"
+    # A view without gradients has none; a parameter, and what is in a container, is older than the node that reads it.
+    older = (
+        not isinstance(graph.value_of(source.all_input_nodes[0]), Tensor) if source.all_input_nodes else True
+    )
+    return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
 
 
-def _gives_back(node: Node, module: nn.Module | None, facts: Fact) -> bool:
+def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: Fact) -> bool:
     if Fact.RANDOM in facts or type(module) is nn.Identity:
         return True
-    source = node.all_input_nodes[0]
-    name = graph.function_name(node)
-    if name in ("detach", "getattr", "as_strided") or (
-        name == "contiguous" and not _is_always_contiguous(source)
-    ):
-        return False  # the trace shows neither gradients nor the strides that come with an input
+    name, source = graph.function_name(node), node.all_input_nodes[0]
     value, taken = graph.value_of(node), graph.value_of(source)
-    known = isinstance(value, Tensor) and isinstance(taken, Tensor)
-    return known and not _moves(node) and _view(value) == _view(taken)
+    if not isinstance(value, Tensor) or not isinstance(taken, Tensor):
+        return False
+    if name == "contiguous":
+        return _is_always_contiguous(source) and len(node.args) + len(node.kwargs) == 1
+    options = (*node.args[1:], *node.kwargs.values())
+    if name in _CASTS:
+        return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
+    # Of the same shape these are the same, whatever the strides; free sizes are the same where they are written alike.
+    same = value.dtype == taken.dtype and str(value.shape) == str(taken.shape) and index.guard is not None
+    return same and (name in _SHAPES or (name == "getitem" and _takes_all(node.args[1])))
 
 
-def _moves(node: Node) -> bool:
-    """Tell whether a call says on which device its value is to be."""
-    others, name = (*node.args[1:], *node.kwargs.values()), graph.function_name(node)
-    named = any(isinstance(value, Node | torch.device | str) for value in others)
-    return name in ("cpu", "cuda") or (name in ("to", "type", "type_as") and named)
+_CASTS = ("to", "float", "double", "half", "bfloat16")
+_SHAPES = ("reshape", "view", "flatten", "unflatten", "expand")
+
+
+def _takes_all(key: object) -> bool:
+    keys = key if isinstance(key, tuple) else (key,)
+    return all(item is Ellipsis or (isinstance(item, slice) and item.step in (None, 1)) for item in keys)
 
 
 def _is_always_contiguous(node: Node) -> bool:
     while graph.function_name(node) in ("reshape", "view", "flatten", "unsqueeze"):
         node = node.all_input_nodes[0]
     return graph.function_name(node) == "contiguous" and len(node.args) + len(node.kwargs) == 1
-
-
-def _view(value: Tensor) -> Any:
-    """Which part of which memory a tensor is; free sizes are the same where they are written alike."""
-    return storage_of(value), value.dtype, f"{value.shape} {value.stride()} {value.storage_offset()}"

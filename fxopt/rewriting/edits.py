@@ -226,9 +226,13 @@ class _Touched:
             self.needs.add((edit.previous, "exists"))
             aspects = ("value", *FIELDS)
             self.needs.update((name, aspect) for name in edit.before.references() for aspect in aspects)
-        if edit.before and edit.before.op in ("call_module", "get_attr") and "target" in edit.fields:
+        if "target" not in edit.fields:
+            return
+        if edit.before and edit.before.op in ("call_module", "get_attr"):
             self.needs.update((prefix, "module") for prefix in prefixes(edit.before.target))
             self.needs.add((edit.before.target, "part"))
+        if edit.after and edit.after.op in ("call_module", "get_attr"):
+            self.needs.update((prefix, "module") for prefix in prefixes(edit.after.target))
 
 
 def picklable(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import pickle
 import re
 import uuid
@@ -269,13 +270,19 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
 
 def _spells_out(now: NodeState, before: NodeState) -> bool:
     """Tell whether a call is what it was before, with options written out that had been left to their defaults."""
-    positional = [repr(value) for value in now.args]
-    written = positional + [repr(value) for value in now.kwargs.values()]
-    named = (
-        repr(value) in ([repr(now.kwargs[name])] if name in now.kwargs else positional)
-        for name, value in before.kwargs.items()
+    try:
+        parameters = inspect.signature(now.target).parameters
+        taken, was = (dict(zip(parameters, s.args, strict=False)) | dict(s.kwargs) for s in (now, before))
+    except (TypeError, ValueError):  # no function of Python: torch.fx writes nothing out
+        return False
+    return (
+        all(
+            repr(value) == repr(was[name]) if name in was else repr(value) == repr(parameters[name].default)
+            for name, value in taken.items()
+            if name in was or name in parameters
+        )
+        and was.keys() <= taken.keys()
     )
-    return written[: len(before.args)] == [repr(value) for value in before.args] and all(named)
 
 
 def _kind(node: Node) -> tuple[str, str]:

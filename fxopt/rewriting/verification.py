@@ -252,11 +252,15 @@ def _unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
         return f"{other_spec}, it was {spec}"
     for a, b in zip(left, right, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if type(a) is not type(b) or (a != b and not (a != a and b != b)):
+            if type(a) is not type(b) or (isinstance(a, _PLAIN) and a != b and not (a != a and b != b)):
                 return f"{b!r}, it was {a!r}"
         elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
             return f"{b.dtype} {[*b.shape]}, it was {a.dtype} {[*a.shape]}"
     return None
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
+"""What is compared by value; other objects may be equal without knowing it."""
 
 
 def _error(expected: Any, actual: Any, least: float, own: Any = None) -> float:

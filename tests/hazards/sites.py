@@ -101,7 +101,9 @@ SITES: dict[str, Site] = {
         ROWS,
         (),
     ),
-    "duplicate": Site(fxopt.EliminateCommonSubexpressions(), lambda m, x: x.sin() * x.sin(), dict, ROWS, ()),
+    "duplicate": Site(
+        fxopt.EliminateCommonSubexpressions(), lambda m, x: torch.sin(x) * torch.sin(x), dict, ROWS, ()
+    ),
     "precision": Site(
         fxopt.ChangePrecision(),
         lambda m, x: m.a(x) + 1,

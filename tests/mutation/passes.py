@@ -30,7 +30,7 @@ PASSES = (
     Fault("merge: a layer in training is given a bias", _MERGE, "trains = layer.training and weight.requires_grad", "trains = False"),
     Fault("merge: an in-place write between the layers is not seen", "memory.py", "            if not found or self.write_between(found[-1][0], node, value):", "            if not found:", SITE),
     Fault("merge: writes into an output are not seen", _MERGE, "write_obstacle(index, call, {*run} - {call}) for call in run", "None for call in run", BEHIND),
-    Fault("merge: the order of a write and of other uses is ignored", _SLICING, "        if index.position[writer] > first:", "        if False:"),
+    Fault("merge: the order of a write and of other uses is ignored", _SLICING, "        if index.position[writer] >= first:", "        if False:"),
     Fault("merge: a copy of a slice is taken for a view", _SLICING, "        if copies:", "        if False:", BEHIND),
     Fault("merge: contiguity is not asked for", _SLICING, "            if Fact.LAYOUT in facts_of(user) and", "            if False and", BEHIND),
     Fault("merge: any view keeps the last dimension apart", _SLICING, "part is value and _splits_last(user, width)", "part is value", BEHIND),

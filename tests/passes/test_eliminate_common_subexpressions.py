@@ -27,11 +27,11 @@ class Uses(nn.Module):
 @pytest.mark.parametrize(
     ("function", "sites"),
     [
-        (lambda m, x: x.exp() + x.exp(), 1),
-        (lambda m, x: m.layer(x).relu() * m.again(x).relu(), 2),
-        (lambda m, x: x * m.scale + (x * m.scale).sin(), 1),
+        (lambda m, x: torch.exp(x) + torch.exp(x), 1),
+        (lambda m, x: torch.relu(m.layer(x)) * torch.relu(m.again(x)), 1),
+        (lambda m, x: x * m.scale + torch.sin(x * m.scale), 1),
         (lambda m, x: (x[:, 1:] - x[:, 1:]) + x[:, :3] * x[:, 1:4], 1),
-        (lambda m, x: torch.cat([x.exp(), x.exp()]).sum(0), 1),
+        (lambda m, x: torch.cat([torch.exp(x), torch.exp(x)]).sum(0), 1),
         (lambda m, x: m.norm(x) + m.norm(x), 1),
     ],
 )
@@ -87,3 +87,36 @@ def test_a_change_of_mode_in_between_is_a_refusal():
     explanation = EliminateCommonSubexpressions().explain(fxopt.trace(Uses(function), (X,)))
     assert not explanation.sites
     assert "side effect" in explanation.refusals[0][2]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.layer(x) + (m.layer.weight.data.add_(1), m.layer(x))[1],
+        lambda m, x: m.norm(x) + (m.norm.running_mean.add_(1), m.norm(x))[1],
+    ],
+)
+def test_weights_that_are_written_between_two_calls(function):
+    assert not EliminateCommonSubexpressions().explain(fxopt.trace(Uses(function).eval(), (X,))).sites
+
+
+class Store:
+    pass
+
+
+def test_values_that_leave_in_an_object_of_the_caller_are_two():
+    class Stores(nn.Module):
+        def forward(self, x, store):
+            store.a, store.b = torch.exp(x), torch.exp(x)
+            return x * 1
+
+    traced = fxopt.trace(Stores(), (X, Store()))
+    assert not EliminateCommonSubexpressions().explain(traced).sites
+
+
+def test_methods_of_objects_are_not_taken_for_those_of_tensors():
+    class Draws(nn.Module):
+        def forward(self, x, source):
+            return x * source.sum() + source.sum()
+
+    assert not EliminateCommonSubexpressions().explain(torch.fx.symbolic_trace(Draws())).sites

@@ -30,9 +30,9 @@ class Ignores(nn.Module):
 @pytest.mark.parametrize(
     ("function", "sites"),
     [
-        (lambda m, x: m.layer(x).exp().sum(), 3),
-        (lambda m, x: x.t(), 1),
-        (lambda m, x: F.dropout(m.norm(x), training=False).reshape(-1), 3),
+        (lambda m, x: torch.sum(torch.exp(m.layer(x))), 3),
+        (lambda m, x: torch.t(x), 1),
+        (lambda m, x: torch.reshape(F.dropout(m.norm(x), training=False), (-1,)), 3),
         (lambda m, x: torch.split(x, 2, 1)[0] @ m.layer.weight[:2], 4),
     ],
 )
@@ -80,3 +80,12 @@ def test_what_writes_draws_or_checks_stays(function):
 def test_statistics_are_updated_in_training():
     traced = torch.fx.symbolic_trace(Ignores(lambda m, x: m.norm(x)).train())
     assert not EliminateDeadCode().explain(traced).sites
+
+
+def test_methods_of_objects_stay():
+    class Sorts(nn.Module):
+        def forward(self, x, numbers):
+            numbers.sort()
+            return x * numbers[0]
+
+    assert not EliminateDeadCode().explain(torch.fx.symbolic_trace(Sorts())).sites

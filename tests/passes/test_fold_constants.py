@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fxopt
-from fxopt import undo
+from fxopt import PassError, undo
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.testing import assert_round_trip
 from tests.before_after import fxopt_trace, rewritten
@@ -110,3 +112,65 @@ def test_the_preamble_of_bert_is_folded_and_comes_back():
     assert len(changed.graph.nodes) < len(before.graph.nodes) - 5
     assert torch.equal(changed(**inputs).logits, expected.logits)
     assert_round_trip(before, undo(changed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_constants_keep_their_dtype_and_are_undone(dtype):
+    def function(m, x):
+        return x + torch.full((4,), torch.finfo(torch.float32).min, device=x.device).cos()
+
+    traced = fxopt.trace(Uses(function), (X,))
+    before = copy.deepcopy(traced).to(dtype)
+    changed = FoldConstants()(traced).to(dtype)
+    x = X.to(dtype)
+    assert changed(x).dtype == before(x).dtype
+    assert torch.equal(changed(x), before(x))
+    assert_round_trip(before, undo(changed))
+
+
+def test_a_buffer_that_is_tied_to_a_parameter_is_no_constant():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("table", self.weight.data, persistent=False)
+
+        def forward(self, x):
+            return x * (self.table * 2) + self.weight
+
+    assert not FoldConstants().explain(fxopt.trace(Tied(), (X,))).sites
+
+
+def test_constants_under_autocast_stay():
+    def function(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            constant = torch.arange(1, 5, dtype=torch.bfloat16).prod()
+        return x * 1, constant + 0
+
+    assert not FoldConstants().explain(fxopt.trace(Uses(function), (X,))).sites
+
+
+def test_a_constant_of_another_default_dtype_is_an_error():
+    traced = fxopt.trace(Uses(lambda m, x: x + torch.ones(4) * 2), (X,))
+    before = copy.deepcopy(traced)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(PassError, match="apply the pass under the default dtype of the trace"):
+            FoldConstants()(traced)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_round_trip(before, traced)
+
+
+def test_sizes_that_nobody_checks_are_no_constants():
+    traced = torch.fx.symbolic_trace(Uses(lambda m, x: x + x.new_ones(4)))
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(X)
+    assert not FoldConstants().explain(traced).sites
+
+
+def test_constants_on_the_meta_device_are_refused():
+    with torch.device("meta"):
+        traced = fxopt.trace(Uses(lambda m, x: x + torch.arange(4, device=x.device) * 2), (X.to("meta"),))
+    explanation = FoldConstants().explain(traced)
+    assert not explanation.sites
+    assert "it is on the meta device" in explanation.refusals[0][2]

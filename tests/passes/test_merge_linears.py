@@ -482,3 +482,17 @@ def test_undo_gives_each_layer_memory_of_its_own():
     memory = {p.untyped_storage().data_ptr() for p in restored.parameters()}
     assert len(memory) == 6
     assert len(MergeLinears().explain(restored).sites) == 1
+
+
+def test_a_write_that_takes_the_output_of_another_layer_is_refused():
+    class Multiplies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.a(x).mul_(self.b(x))
+
+    x = torch.randn(2, 3)
+    merged = MergeLinears()(fxopt.trace(Multiplies(), (x,)))
+    merged(x).sum().backward()  # autograd keeps what the write takes

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fxopt
 from fxopt.passes.remove_identity import RemoveIdentity
@@ -30,7 +32,7 @@ class Uses(nn.Module):
         (lambda m, x: torch.relu(m.dropout(m.identity(x))), 2),
         (lambda m, x: torch.relu(F.dropout(x, 0.5, training=False)), 1),
         (lambda m, x: x.reshape(2, 3, 4).view(2, 3, 4).flatten(2) + 1, 3),
-        (lambda m, x: x[:, 0:, :].expand(2, 3, 4).transpose(0, 0) * 2, 3),
+        (lambda m, x: x[:, 0:, :].expand(2, 3, 4) * 2, 2),
         (lambda m, x: x.transpose(1, 2).contiguous().reshape(2, 12).contiguous() + 1, 1),
         (lambda m, x: x.to(x.dtype).type_as(x) + 1, 1),
         (lambda m, x: m.identity(x).add_(1), 1),
@@ -56,6 +58,8 @@ def test_what_changes_nothing_goes(function, sites):
         lambda m, x: x.to(torch.float16).to(torch.float32),
         lambda m, x: x * 1 + 0,
         lambda m, x: x.detach(),
+        lambda m, x: x.to(memory_format=torch.preserve_format),
+        lambda m, x: (x, x.view(2, 3, 4)),
         lambda m, x: x.data,
         lambda m, x: x.as_strided(x.shape, x.stride()),
         lambda m, x: (x.view(2, 3, 4).add_(1), x)[1],
@@ -123,3 +127,37 @@ def test_a_view_without_gradients_stays():
     explanation = RemoveIdentity().explain(fxopt.trace(Uses(function), (X,)))
     assert not explanation.sites
     assert "side effect" in explanation.refusals[0][2]
+
+
+def test_a_parameter_read_without_gradients_stays_without():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                weight = self.weight.view(4)
+            return x * weight + self.weight
+
+    assert not RemoveIdentity().explain(fxopt.trace(Reads(), (X,))).sites
+
+
+def test_what_depends_on_a_size_of_1_stays():
+    class Squeezes(nn.Module):
+        def forward(self, x):
+            return x.unsqueeze(0).squeeze(1) * 1
+
+    traced = fxopt.trace(Squeezes(), (torch.randn(6, 4),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    expected = traced(torch.ones(1, 4))
+    assert RemoveIdentity()(traced)(torch.ones(1, 4)).shape == expected.shape
+
+
+def test_sizes_that_nobody_checks_are_not_believed():
+    class Reshapes(nn.Module):
+        def forward(self, x):
+            return x.reshape(2, 4) * 1
+
+    traced = torch.fx.symbolic_trace(Reshapes())
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(2, 4))
+    assert not RemoveIdentity().explain(traced).sites
