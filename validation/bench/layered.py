@@ -41,7 +41,7 @@ class Convolution(nn.Sequential):
 
 
 class Cluttered(nn.Module):
-    """What changes nothing, what is computed twice, what is constant, and what nothing uses."""
+    """What changes nothing, what is computed twice, and what nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,32 @@ class Cluttered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(x)
         torch.relu(y)
-        return torch.sin(y) * torch.sin(y) + x.new_ones(WIDTH).cos()
+        return torch.sin(y) * torch.sin(y)
+
+
+class Constant(nn.Module):
+    """A constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.new_ones(WIDTH).cos()
+
+
+class Checks(nn.Module):
+    """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
+
+    checks_inputs = True
+
+    def forward(self, x: Tensor) -> None:
+        assert x.shape == (2, WIDTH)
 
 
 def kind_for(name: str) -> Callable[[], nn.Module]:
     """The layer that has a place for the pass of this name."""
     if "Conv2d" in name:
         return Convolution
-    return Cluttered if name.startswith(("Eliminate", "FoldConstants", "RemoveIdentity")) else Dense
+    if name == "FoldConstants":
+        return Constant
+    return Cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else Dense
 
 
 def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
@@ -65,6 +83,12 @@ def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     graph_module = torch.fx.symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
     shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
+    if kind is Constant:  # there are no constants where nobody checks sizes
+        graph_module.add_submodule("checks", Checks())
+        (x,) = graph_module.graph.find_nodes(op="placeholder")
+        with graph_module.graph.inserting_after(x):
+            graph_module.graph.call_module("checks", (x,))
+        graph_module.recompile()
     return graph_module
 
 
