@@ -1,4 +1,4 @@
-"""What one node writes into.
+"""The effects of one node: the values that it writes into, and the random numbers that it draws.
 
 Answers are conservative: a function that is not torch's own may write into everything it is given.
 """

@@ -41,7 +41,7 @@ def positional(function: Any) -> list[str]:
 
 
 def argument(node: Node, name: str) -> Any:
-    """What a call passes for a parameter of this name, by position or keyword; `None` if nothing.
+    """The value that a call passes for a parameter of this name, by position or keyword; `None` if there is none.
 
     Example:
         >>> x = torch.fx.Graph().placeholder("x")

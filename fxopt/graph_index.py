@@ -144,7 +144,7 @@ class GraphIndex:
         return not path or not self._foreign_parent(f"{path}.x")
 
     def is_parameter(self, path: str) -> bool:
-        """Whether a parameter is at `path`, and not a buffer or something else."""
+        """Tell whether a parameter is at `path`, and not a buffer or something else."""
         return isinstance(attribute(self.graph_module, path), nn.Parameter)
 
     def uses(self, path: str) -> bool:
@@ -172,7 +172,7 @@ class GraphIndex:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """What its values share, and what is written when."""
+        """The memory of its values: which share it, and which nodes write into it."""
         return Memory(self.graph_module, self.position, self.modules)
 
     @functools.cached_property

@@ -213,7 +213,7 @@ def _read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> st
 
 
 def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> bool:
-    """Whether `other` is one more name of a parameter that `node` uses, by which nothing in the graph uses it."""
+    """Tell whether `other` is one more name of a parameter that `node` uses, by which nothing in the graph uses it."""
     path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
     same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
     unused = same and index.is_parameter(other) and not index.uses(other)

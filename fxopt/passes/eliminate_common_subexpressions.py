@@ -1,4 +1,4 @@
-"""What is computed twice is computed once."""
+"""The later of two equal computations goes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         return site.first
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Duplicate]) -> bool:
-        """What took one value twice takes it twice from one node now."""
+        """Users of two equal values take one of them now, and so may be equal themselves."""
         return True
 
 
@@ -72,9 +72,8 @@ def _obstacle(index: GraphIndex, node: Node, earlier: Node) -> str | None:
     memory = index.memory
     if node.op == "call_module":
         reason = index.reading_obstacle(node) or index.reading_obstacle(earlier)
-        writer = memory.writer_of(index.module(node))
-        if reason or writer:
-            return reason or f"{writer} may write into the weights of {node.target}"
+        if reason:
+            return reason
     for value in (node, earlier, *node.all_input_nodes):
         writer = memory.written(value)
         if writer:

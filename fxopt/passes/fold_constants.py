@@ -1,4 +1,4 @@
-"""What depends on no input is computed once, when the pass is applied."""
+"""Tensors that depend on no input are computed once, when the pass is applied."""
 
 from __future__ import annotations
 

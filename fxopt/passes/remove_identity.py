@@ -69,9 +69,7 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     if index.graph_module.graph.output_node() in source.users.keys() & node.users.keys():
         return f"the graph returns it beside {source.name}"
     # A view without gradients has none; a parameter, and what is in a container, is older than the node that reads it.
-    older = (
-        not isinstance(graph.value_of(source.all_input_nodes[0]), Tensor) if source.all_input_nodes else True
-    )
+    older = not (source.all_input_nodes and isinstance(graph.value_of(source.all_input_nodes[0]), Tensor))
     return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
 
 

@@ -194,14 +194,13 @@ class ReversibleTransformation(Transformation):
 
 def own_steps(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
     """The applications of a transformation; UndoError if its options were changed since."""
-    steps = steps_of(graph_module)
-    own = [step for step in steps if step.signature == pass_.signature]
+    steps, signature = steps_of(graph_module), pass_.signature
     for step in steps:
-        if step.transformation is pass_ and step not in own:
+        if step.transformation is pass_ and step.signature != signature:
             raise UndoError(
                 f"{pass_!r} was {step.name} when it was applied: undo it with these options, or with fxopt.undo"
             )
-    return own
+    return [step for step in steps if step.signature == signature]
 
 
 def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:

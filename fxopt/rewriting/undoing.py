@@ -169,7 +169,7 @@ def _check_exact(
     wrong = [
         n
         for n in nodes | now
-        if n not in nodes or n not in now or not (nodes[n] == now[n] or not nodes[n].differs(now[n]))
+        if n not in nodes or n not in now or (nodes[n] != now[n] and nodes[n].differs(now[n]))
     ]
     exact = attempt.fingerprint == undone[-1].after and [*steps[-len(undone) :]] == [*undone]
     # A hand-written reverse may leave numbers of another type, and modules in another order.

@@ -33,7 +33,7 @@ CLEANING = (
     Fault("common: all modules are one", _COMMON, 'called = id(index.module(node)) if node.op == "call_module" else node.target', 'called = 0 if node.op == "call_module" else node.target', SITE),
     Fault("common: modules go by their names", _COMMON, 'called = id(index.module(node)) if node.op == "call_module" else node.target', "called = node.target"),
     Fault("common: duplicates of duplicates stay", _COMMON, "        return True\n", "        return False\n"),
-    Fault("common: weights may be written in between", _COMMON, "        writer = memory.writer_of(index.module(node))", "        writer = None"),
+    Fault("common: weights may be written in between", _COMMON, "reason = index.reading_obstacle(node) or index.reading_obstacle(earlier)", "reason = None"),
     Fault("common: writes are ignored", _COMMON, '            return f"{writer.name} may write into {value.name}"', "            pass"),
     Fault("common: both may be returned", _COMMON, "    if memory.is_returned(node) and memory.is_returned(earlier):", "    if False:"),
     Fault("common: modes are ignored", _COMMON, "    return memory.write_between(earlier, node)", "    return None"),
