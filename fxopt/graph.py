@@ -93,6 +93,14 @@ def rank_of(node: Node) -> int | None:
     return None if shape is None else len(shape)
 
 
+def shape_of(node: Node) -> tuple[int, ...] | None:
+    """The shape of a node's tensor in the example that was traced, from its metadata; `None` if unknown."""
+    sizes = getattr(_description(node), "shape", None)
+    if sizes is None or any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes):
+        return None
+    return tuple(int(size.node.hint) if isinstance(size, torch.SymInt) else int(size) for size in sizes)
+
+
 def _description(node: Node) -> Any:
     value = value_of(node)
     return node.meta.get("tensor_meta") if value is None else value  # that is what fx's ShapeProp writes

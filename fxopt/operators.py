@@ -135,7 +135,7 @@ def is_container(target: object) -> bool:
 
 def is_torch_module(module: nn.Module) -> bool:
     """Tell whether a module is one of torch's own layers, whose effects are known."""
-    return all(type(part).__module__.startswith("torch.nn.") for part in parts(module))
+    return all(type(part).__module__.startswith(("torch.nn.", "fxopt.kernels")) for part in parts(module))
 
 
 def is_torch_function(target: object) -> bool:

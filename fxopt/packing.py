@@ -1,0 +1,70 @@
+"""The questions that come before a layer is packed, and how packing is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.fx import Node
+
+from fxopt.graph_index import GraphIndex
+from fxopt.kernels import kernels_for, plain_layer
+from fxopt.tuning import PLAIN, fastest
+
+
+class Found(NamedTuple):
+    """The kernel for a layer; or none, and why."""
+
+    kernel: str | None
+    reason: str = ""
+    seconds: Mapping[str, float] = {}
+
+
+def kernel_for(
+    index: GraphIndex, node: Node, kind: type[nn.Module], shape: Sequence[int] | None, tune: bool
+) -> Found:
+    """Find the kernel for the layer that `node` calls, which is the first one to call it.
+
+    Args:
+        index: of the graph.
+        node: the call.
+        kind: the type that the layer has to be of.
+        shape: of its input, None where it is not known.
+        tune: whether to measure, or to take the first kernel that there is.
+    """
+    layer = index.module(node)
+    reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
+    if reason:
+        return Found(None, reason)
+    writer = index.memory.writer_of(layer)
+    if writer:
+        return Found(None, f"{writer.name} may write into its weight in each run")
+    kernels = kernels_for(layer)
+    if not kernels:
+        weight = layer.get_parameter("weight")
+        where = f"{weight.dtype} on {weight.device.type}"
+        return Found(None, f"this machine has no kernel for packed weights of it ({where})")
+    if shape is None or not all(shape):
+        return Found(
+            None,
+            "the size of its input is not known, so that its kernels cannot be measured: capture the model with "
+            "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module",
+        )
+    if not tune:
+        return Found(kernels[0])
+    name, seconds = fastest(layer, shape)
+    if name == PLAIN:
+        times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
+        return Found(None, f"torch's own kernel is the fastest for an input of {_text(shape)}: {times}", seconds)
+    return Found(name, seconds=seconds)
+
+
+def unpacked(now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
+    """The plain layer in the place of a packed one, with the weights that it has now."""
+    (packed,) = {id(module): module for module in now.values()}.values()
+    return dict.fromkeys(now, plain_layer(packed))
+
+
+def _text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

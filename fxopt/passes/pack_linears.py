@@ -1,0 +1,79 @@
+"""Linear layers compute with a weight that is packed for the processor, where that is measured to be faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxopt import graph
+from fxopt.graph_index import GraphIndex
+from fxopt.kernels import packed_layer
+from fxopt.packing import kernel_for, unpacked
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearKernel:
+    """A linear layer, all its names and calls, and the kernel for it; `node` is its first call."""
+
+    node: Node
+    paths: tuple[str, ...]
+    kernel: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackLinears(ReversibleRewrite[LinearKernel]):
+    """Gives `torch.nn.Linear` layers on the CPU the fastest of the kernels that this machine has for their shape.
+
+    Each distinct shape is timed once with each kernel (torch's own, oneDNN's and MKL's with packed weights), which
+    takes some 0.1 s, and the choice is kept in a file for later processes. A packed layer holds its weight twice. It
+    has the parameters of the old layer, so that `state_dict` is the same and tied weights stay tied; it follows
+    changes of them, and computes as before where gradients are recorded, under autocast and on other devices.
+    It differs from the old layer by rounding errors: kernels add up in another order.
+
+    Args:
+        tune: `False` takes oneDNN's kernel everywhere, or MKL's where there is no oneDNN, without measuring.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(64, 32)))
+        >>> _ = FakeTensorProp(traced).propagate(torch.zeros(8, 64))
+        >>> packed = PackLinears(tune=False)(traced)
+        >>> type(packed.get_submodule("0")).__name__
+        'PackedLinear'
+        >>> PackLinears(tune=False)(packed, reverse=True).get_submodule("0")
+        Linear(in_features=64, out_features=32, bias=True)
+    """
+
+    tune: bool = True
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[LinearKernel | Refusal]:
+        """Yield the layers for which there is a faster kernel."""
+        index = GraphIndex(graph_module)
+        for node in index.calls_like(nn.Linear):
+            layer = index.module(node)
+            if index.call_sites(layer)[0] is not node or type(layer).__module__ == packed_layer.__module__:
+                continue
+            value = graph.input_of(node, layer)
+            shape = None if value is None else graph.shape_of(value)
+            found = kernel_for(index, node, nn.Linear, shape, self.tune)
+            if found.kernel and shape:
+                yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
+            else:
+                yield Refusal(node, found.reason)
+
+    def apply(self, rewriter: Rewriter, site: LinearKernel) -> list[Node]:
+        """Put the packed layer in the place of the old one, under all its names."""
+        layer = rewriter.graph_module.get_submodule(site.paths[0])
+        packed = packed_layer(layer, site.kernel, site.shape)
+        rewriter.swap(dict.fromkeys(site.paths, packed), restore=unpacked)
+        return [n for n in rewriter.graph.find_nodes(op="call_module") if n.target in site.paths]

@@ -1,0 +1,153 @@
+"""The fastest kernel of a layer, found by running each one: no kernel wins for every shape on every processor.
+
+What was found is kept for the process, and for later ones in a file: `kernels.json` in the folder that the environment
+variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fxopt.kernels import kernels_for, packed_layer
+from fxopt.submodules import without_tensors
+
+PLAIN = "plain"
+"""The name of torch's own kernel among the others."""
+
+MARGIN = 0.97
+"""A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
+
+_WORKING_SET = 2**25  # bytes of weights to go through, so that they come from memory as in a whole model
+_SECONDS = 0.02  # how long to run each kernel of a layer
+
+_known: dict[str, dict[str, float]] = {}
+
+
+def fastest(layer: nn.Module, shape: Sequence[int]) -> tuple[str, Mapping[str, float]]:
+    """Find the fastest kernel for a layer and the shape of its input.
+
+    Args:
+        layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
+        shape: of its input.
+
+    Returns:
+        Its name, `plain` for the layer as it is, and the seconds that each takes.
+
+    Example:
+        >>> import torch
+        >>> name, seconds = fastest(torch.nn.Linear(8, 4), (2, 8))
+        >>> name in seconds
+        True
+    """
+    seconds = measured(layer, shape)
+    name = min(seconds, key=seconds.__getitem__)
+    return (name if seconds[name] <= MARGIN * seconds[PLAIN] else PLAIN), seconds
+
+
+def measured(layer: nn.Module, shape: Sequence[int]) -> Mapping[str, float]:
+    """The seconds that each kernel takes for a layer and the shape of its input, from the cache where it has them."""
+    key = _key(layer, shape)
+    if not _known:
+        _known.update(_read())
+    if key not in _known:
+        _known[key] = _measure(layer, shape)
+        _write(_known)
+    return _known[key]
+
+
+def _key(layer: nn.Module, shape: Sequence[int]) -> str:
+    """What the times depend on: the layer, its input, the machine, torch and its threads."""
+    weight = layer.get_parameter("weight")
+    what = f"{layer!r} {weight.dtype} {'x'.join(map(str, shape))}"
+    return f"{what}; {_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _measure(layer: nn.Module, shape: Sequence[int]) -> dict[str, float]:
+    dtype = layer.get_parameter("weight").dtype
+    size = sum(p.numel() * p.element_size() for p in layer.parameters())
+    copies = [_random_layer(layer) for _ in range(max(1, min(4, _WORKING_SET // max(1, size))))]
+    value = torch.randn(tuple(shape)).to(dtype)
+    runs = {PLAIN: copies} | {
+        name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels_for(layer)
+    }
+    with torch.no_grad():
+        # A convolution's packed kernel gives channels_last, and takes that from the one before it.
+        layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format
+        packed_value = value.contiguous(memory_format=layout)
+        return _times(
+            {
+                name: [
+                    functools.partial(each, value if name == PLAIN else packed_value) for each in layers
+                ]
+                for name, layers in runs.items()
+            }
+        )
+
+
+def _random_layer(layer: nn.Module) -> nn.Module:
+    copy = without_tensors(layer)
+    copy._parameters = {
+        name: None if p is None else nn.Parameter(torch.rand_like(p.detach()) - 0.5, False)
+        for name, p in layer._parameters.items()
+    }
+    return copy
+
+
+def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
+    """The least time of each, taken in turns, so that a slow moment of the machine meets all."""
+    for calls in runs.values():
+        for call in calls:  # packs the weights
+            call()
+    found = dict.fromkeys(runs, float("inf"))
+    begun, turn = time.perf_counter(), 0
+    while turn < 3 or (turn < 100 and time.perf_counter() - begun < _SECONDS * len(runs)):
+        for name, calls in runs.items():
+            start = time.perf_counter()
+            calls[turn % len(calls)]()
+            found[name] = min(found[name], time.perf_counter() - start)
+        turn += 1
+    return found
+
+
+def _file() -> Path:
+    folder = os.environ.get("FXOPT_CACHE") or Path.home() / ".cache" / "fxopt"
+    return Path(folder) / "kernels.json"
+
+
+def _read() -> dict[str, dict[str, float]]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}  # there is none yet, or a process that was killed left half of one: measure again
+    rows = found.items() if isinstance(found, dict) else ()
+    return {str(k): v for k, v in rows if isinstance(v, dict) and isinstance(v.get(PLAIN), float)}
+
+
+def _write(times: Mapping[str, Mapping[str, float]]) -> None:
+    """Write the cache as a whole; where that cannot be, on a read-only system, each process measures anew."""
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False) as part:
+            json.dump(_read() | dict(times), part, indent=1)
+        os.replace(part.name, file)
+    except OSError:
+        return
