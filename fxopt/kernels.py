@@ -116,16 +116,6 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     return packed
 
 
-def plain_layer(packed: nn.Module) -> nn.Module:
-    """The plain layer that shares the parameters of `packed`: the inverse of `packed_layer`."""
-    layer = without_tensors(packed)
-    layer.__class__ = next(plain for plain, kind in PACKED.items() if kind is type(packed))
-    layer.__dict__ |= {"_parameters": dict(packed._parameters)}
-    for name in ("kernel", "packed_for", "_packed"):
-        layer.__dict__.pop(name, None)
-    return layer
-
-
 def kernels_for(layer: nn.Module) -> list[str]:
     """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such."""
     weight = layer._parameters.get("weight")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.fx import Node
 
+from fxopt import submodules
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import kernels_for, plain_layer
+from fxopt.kernels import kernels_for, packed_layer
+from fxopt.rewriting.rewriter import Rewriter
 from fxopt.tuning import PLAIN, fastest
 
 
@@ -60,10 +63,18 @@ def kernel_for(
     return Found(name, seconds=seconds)
 
 
-def unpacked(now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
+def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Sequence[int]) -> None:
+    """Put a packed layer in the place of the one at `paths`, all names of it."""
+    layer = rewriter.graph_module.get_submodule(paths[0])
+    packed, shell = packed_layer(layer, kernel, shape), submodules.without_tensors(layer)
+    rewriter.swap(dict.fromkeys(paths, packed), restore=functools.partial(_unpacked, shell))
+
+
+def _unpacked(shell: nn.Module, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
     """The plain layer in the place of a packed one, with the weights that it has now."""
-    (packed,) = {id(module): module for module in now.values()}.values()
-    return dict.fromkeys(now, plain_layer(packed))
+    layer, (packed, *_) = submodules.without_tensors(shell), now.values()
+    layer._parameters = dict(packed._parameters)
+    return dict.fromkeys(now, layer)
 
 
 def _text(shape: Sequence[int]) -> str:

@@ -65,11 +65,25 @@ def measured(layer: nn.Module, shape: Sequence[int]) -> Mapping[str, float]:
     return _known[key]
 
 
+def copying(shape: Sequence[int]) -> float:
+    """The seconds that it takes to copy a float32 tensor of a shape from channels_last to torch's default layout."""
+    key = f"copy {'x'.join(map(str, shape))}; {_machine()}"
+    if key not in _known:
+        value = torch.empty(tuple(shape), memory_format=torch.channels_last)
+        _known[key] = _times({PLAIN: [value.contiguous]})
+        _write(_known)
+    return _known[key][PLAIN]
+
+
 def _key(layer: nn.Module, shape: Sequence[int]) -> str:
     """What the times depend on: the layer, its input, the machine, torch and its threads."""
     weight = layer.get_parameter("weight")
     what = f"{layer!r} {weight.dtype} {'x'.join(map(str, shape))}"
-    return f"{what}; {_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return f"{what}; {_machine()}"
+
+
+def _machine() -> str:
+    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import packed_layer
-from fxopt.packing import kernel_for, unpacked
+from fxopt.kernels import PackedLinear
+from fxopt.packing import kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -61,7 +61,7 @@ class PackLinears(ReversibleRewrite[LinearKernel]):
         index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Linear):
             layer = index.module(node)
-            if index.call_sites(layer)[0] is not node or type(layer).__module__ == packed_layer.__module__:
+            if index.call_sites(layer)[0] is not node or isinstance(layer, PackedLinear):
                 continue
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
@@ -73,7 +73,5 @@ class PackLinears(ReversibleRewrite[LinearKernel]):
 
     def apply(self, rewriter: Rewriter, site: LinearKernel) -> list[Node]:
         """Put the packed layer in the place of the old one, under all its names."""
-        layer = rewriter.graph_module.get_submodule(site.paths[0])
-        packed = packed_layer(layer, site.kernel, site.shape)
-        rewriter.swap(dict.fromkeys(site.paths, packed), restore=unpacked)
+        put_packed(rewriter, site.paths, site.kernel, site.shape)
         return [n for n in rewriter.graph.find_nodes(op="call_module") if n.target in site.paths]

@@ -1,0 +1,110 @@
+"""The parts of a graph that work in channels_last as well as in torch's default layout, and their borders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fxopt import graph
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact, facts_of, name_of
+
+_POOLS = frozenset(
+    f"{name}2d" for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "batch_norm")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Calls of convolutions with what connects them, all of which keeps the layout of its input.
+
+    Attributes:
+        convs: the calls of the convolutions, in graph order.
+        nodes: these, and all nodes whose values are in channels_last when those of the convolutions are.
+        borders: each value that others use, with these users: they get it in the default layout.
+    """
+
+    convs: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    borders: tuple[tuple[Node, tuple[Node, ...]], ...]
+
+
+def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
+    """Find the regions of some convolutions.
+
+    Args:
+        index: of the graph.
+        convs: the calls of convolutions whose outputs are to be in channels_last.
+    """
+    members: dict[Node, list[Node]] = {}  # each node of a region -> all nodes of it, one list for all
+    for node in index.nodes:
+        if node in convs or _keeps_layout(index, node):
+            inside = [value for value in node.all_input_nodes if value in members]
+            if inside or node in convs:
+                own = [node]
+                for part in {id(members[value]): members[value] for value in inside}.values():
+                    own = part + own
+                members.update(dict.fromkeys(own, own))
+    for nodes in {id(part): part for part in members.values()}.values():
+        ordered = sorted(nodes, key=index.position.__getitem__)
+        borders = (
+            (node, tuple(user for user in node.users if members.get(user) is not nodes)) for node in ordered
+        )
+        yield Region(
+            tuple(node for node in ordered if node in convs),
+            tuple(ordered),
+            tuple((node, users) for node, users in borders if users),
+        )
+
+
+def region_obstacle(index: GraphIndex, region: Region) -> str | None:
+    """Why a region cannot be in channels_last; `None` if it can."""
+    inside = set(region.nodes)
+    for node in region.nodes:
+        value = graph.value_of(node)
+        if not isinstance(value, Tensor) or value.dim() != 4:
+            return (
+                f"the shape of {node.name} is not known: capture the model with fxopt.trace, or run "
+                "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module"
+            )
+    for node, users in region.borders:
+        if not graph.value_of(node).is_contiguous():
+            return f"{node.name} is not in torch's default layout, in which what follows would get it"
+        writers = index.memory.writers(node)
+        outside = [alias.name for alias in index.memory.aliases(node) if alias not in inside]
+        if writers and outside:
+            return f"{writers[0].name} may write into the memory that {node.name} shares with {outside[0]}"
+        first = min(map(index.position.__getitem__, users))
+        late = [writer.name for writer in writers if index.position[writer] > first]
+        if late:
+            return f"{late[0]} writes into {node.name} after it was read"
+    return None
+
+
+def _keeps_layout(index: GraphIndex, node: Node) -> bool:
+    """Whether the value of a node has the layout of its inputs, and does not depend on it."""
+    value = graph.value_of(node)
+    if not isinstance(value, Tensor) or value.dim() != 4 or "out" in node.kwargs:
+        return False
+    module = index.module(node) if node.op == "call_module" else None
+    facts, name = facts_of(node, module), type(module).__name__ if module is not None else name_of(node)
+    if module is not None and index.call_sites(module) and type(module) in (nn.Identity, nn.BatchNorm2d):
+        return not (type(module) is nn.BatchNorm2d and module.training)
+    if name in ("Dropout", "dropout"):
+        return index.memory.is_pure(node)
+    if name in ("cat", "concat"):
+        return graph.argument(node, "dim") == 1 or node.args[1:] == (1,)
+    pools = {each.replace("_", "") for each in _POOLS}
+    if name in _POOLS or name.lower() in pools:
+        return True
+    others = [graph.value_of(each) for each in node.all_input_nodes]
+    return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in others)
+
+
+def in_channels_last(described: Tensor) -> Tensor:
+    """The description of a tensor of four dimensions, in channels_last."""
+    return described.contiguous(memory_format=torch.channels_last)

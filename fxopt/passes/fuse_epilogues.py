@@ -1,0 +1,112 @@
+"""An activation or addition behind a packed layer becomes a part of its kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxopt import graph
+from fxopt.activations import ACTIVATIONS, as_module, same_activation
+from fxopt.graph_index import GraphIndex
+from fxopt.kernels import EPILOGUES, PackedConv2d, PackedLinear, fuses_epilogues
+from fxopt.operators import name_of
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """A call of a packed layer, `node` which alone uses it, and the keywords that make the layer do its work."""
+
+    node: Node
+    call: Node
+    keywords: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseEpilogues(ReversibleRewrite[Epilogue]):
+    """Lets packed layers add a residual and apply an activation before they write their product to memory.
+
+    The layers are those of `PackLinears` and `PackConvs` with a kernel of oneDNN. A linear layer adds or activates,
+    a convolution adds, applies ReLU, or both, or applies another activation.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+        >>> from fxopt import PackConvs
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()))
+        >>> _ = FakeTensorProp(traced).propagate(torch.zeros(1, 3, 16, 16))
+        >>> fused = FuseEpilogues()(PackConvs(tune=False)(traced))
+        >>> print(fused.code.strip().splitlines()[1].strip())
+        _1 = self.0(input, activation = 'relu');  input = None
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[Epilogue | Refusal]:
+        """Yield the activations and additions behind packed layers."""
+        index, taken = GraphIndex(graph_module), set[Node]()
+        calls = [*index.calls_like(PackedLinear), *index.calls_like(PackedConv2d)]
+        for call in sorted(calls, key=index.position.__getitem__, reverse=True):
+            for user in call.users:
+                keywords = _keywords(index, call, user)
+                if not keywords or user in taken or index.memory.written_by(user) not in ((), (call,)):
+                    continue
+                taken.add(user)
+                value, *_ = call.args
+                reason = index.joining_obstacle(call, user, value if isinstance(value, Node) else None)
+                yield Refusal(user, reason) if reason else Epilogue(user, call, {**call.kwargs, **keywords})
+
+    def apply(self, rewriter: Rewriter, site: Epilogue) -> Node:
+        """Call the layer in the place of what follows it."""
+        call = site.call
+        rewriter.set(site.node, op="call_module", target=call.target, args=call.args, kwargs=dict(site.keywords))
+        rewriter.erase(call)
+        return site.node
+
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[Epilogue]) -> bool:
+        """Tell whether an activation may follow an addition that was fused."""
+        return any("other" in site.keywords and "activation" not in site.keywords for site in sites)
+
+
+def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
+    """What to call the layer with, so that it does what `user` does; nothing where its kernel does not."""
+    layer = index.module(call)
+    if len(call.args) != 1 or "activation" in call.kwargs or not fuses_epilogues(layer):
+        return {}
+    activation, convolves = _activation(index, user), isinstance(layer, PackedConv2d)
+    if activation:
+        return {} if call.kwargs and not (convolves and activation == "relu") else {"activation": activation}
+    other = _added(call, user)
+    return {} if other is None or call.kwargs else {"other": other}
+
+
+def _activation(index: GraphIndex, user: Node) -> str | None:
+    """The name of the activation that a node computes, if a kernel has it."""
+    module = index.module(user) if user.op == "call_module" else as_module(user)
+    if module is None or len(user.all_input_nodes) != 1:
+        return None
+    if user.op == "call_module" and (
+        graph.input_of(user, module) is None or index.obstacle_in_place(module)
+    ):
+        return None
+    return next((name for name in EPILOGUES if same_activation(module, ACTIVATIONS[name].make())), None)
+
+
+def _added(call: Node, user: Node) -> Node | None:
+    """What a node adds to the value of `call`, if it has its shape and dtype."""
+    if name_of(user) != "add" or user.kwargs or len(user.args) != 2 or len(user.all_input_nodes) != 2:
+        return None
+    first, second = user.args
+    other = second if first is call else first
+    if not isinstance(other, Node):
+        return None
+    mine, its = graph.value_of(call), graph.value_of(other)
+    if not isinstance(mine, Tensor) or not isinstance(its, Tensor) or mine.dtype != its.dtype:
+        return None
+    return other if [*map(str, mine.shape)] == [*map(str, its.shape)] else None

@@ -1,0 +1,120 @@
+"""Convolutions compute with packed weights and in channels_last, where that is measured to be faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxopt import graph
+from fxopt.graph_index import GraphIndex
+from fxopt.kernels import PackedConv2d
+from fxopt.layouts import Region, region_obstacle, regions
+from fxopt.packing import kernel_for, put_packed
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.tuning import MARGIN, PLAIN, copying
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvRegion:
+    """A region of convolutions, and the kernel of each; `node` is the first of them."""
+
+    node: Node
+    region: Region
+    kernels: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackConvs(ReversibleRewrite[ConvRegion]):
+    """Gives `torch.nn.Conv2d` layers on the CPU oneDNN's kernel with packed weights, which works in channels_last.
+
+    Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between
+    stay in channels_last from the first to the last; what leaves such a region is brought back to torch's default
+    layout, so that views, and what the graph returns, are as before. Each distinct shape is timed once, and a
+    region is rewritten where its layers are faster together, the copies at its borders counted. A packed layer holds
+    its weight twice; see `PackLinears` for what it follows and where it computes as before.
+
+    Args:
+        tune: `False` packs every region, without measuring.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+        >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).eval()
+        >>> traced = torch.fx.symbolic_trace(layers)
+        >>> _ = FakeTensorProp(traced).propagate(torch.zeros(1, 3, 16, 16))
+        >>> packed = PackConvs(tune=False)(traced)
+        >>> print(*(node.target for node in packed.graph.nodes))
+        input 0 1 2 contiguous output
+        >>> PackConvs(tune=False)(packed, reverse=True).get_submodule("2")
+        Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
+    """
+
+    tune: bool = True
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[ConvRegion | Refusal]:
+        """Yield the regions that are faster with packed weights and in channels_last."""
+        index, kernels, reasons = GraphIndex(graph_module), dict[Node, str](), dict[Node, str]()
+        gain = dict[Node, tuple[float, float]]()
+        for node in index.calls_like(nn.Conv2d):
+            layer = index.module(node)
+            if isinstance(layer, PackedConv2d):
+                continue
+            value = graph.input_of(node, layer)
+            shape = None if value is None else graph.shape_of(value)
+            found = kernel_for(index, node, nn.Conv2d, shape, self.tune)
+            if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:
+                reasons[node] = "the module is called more than once, or has several names"
+            elif shape and len(shape) != 4:
+                reasons[node] = "its input has no batch dimension"
+            elif found.kernel or found.seconds:  # a slower one may be worth it between others
+                kernels[node] = found.kernel or min({*found.seconds} - {PLAIN}, key=found.seconds.__getitem__)
+                gain[node] = (found.seconds.get(PLAIN, 1.0), found.seconds.get(kernels[node], 0.0))
+            else:
+                reasons[node] = found.reason
+        yield from (Refusal(node, reason) for node, reason in reasons.items())
+        for region in regions(index, kernels):
+            reason = region_obstacle(index, region)
+            if reason is None and self.tune:
+                reason = _slower(region, gain)
+            if reason:
+                yield from (Refusal(node, reason) for node in region.convs)
+            else:
+                yield ConvRegion(region.convs[0], region, tuple(kernels[node] for node in region.convs))
+
+    def apply(self, rewriter: Rewriter, site: ConvRegion) -> list[Node]:
+        """Put packed layers in the place of the old ones, and copies to the default layout at the borders."""
+        for node, kernel in zip(site.region.convs, site.kernels, strict=True):
+            shape = graph.shape_of(node.all_input_nodes[0])
+            assert shape is not None
+            put_packed(rewriter, [str(node.target)], kernel, shape)
+        made = []
+        for value, users in site.region.borders:
+            first = min(users)
+            made.append(
+                rewriter.create(
+                    "call_method", "contiguous", (value,), before=first, val=graph.like(graph.value_of(value))
+                )
+            )
+            for user in users:
+                rewriter.replace_input(user, value, made[-1])
+        return [*site.region.convs, *made]
+
+
+def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:
+    """Why a region is not faster with packed layers, by the times of its layers and of the copies at its borders."""
+    plain = sum(seconds[node][0] for node in region.convs)
+    packed = sum(seconds[node][1] for node in region.convs)
+    packed += sum(copying(graph.shape_of(value) or ()) for value, _ in region.borders)
+    if packed <= MARGIN * plain:
+        return None
+    return (
+        f"torch's own kernels are as fast for the {len(region.convs)} convolutions of its region: {1e6 * plain:.0f} µs, "
+        f"packed {1e6 * packed:.0f} µs with the copies to the default layout"
+    )
