@@ -12,6 +12,7 @@ from fxopt.errors import (
     UnverifiedWarning,
     VerificationWarning,
 )
+from fxopt.optimizing.optimize import optimize
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -20,7 +21,10 @@ from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
+from fxopt.passes.fuse_epilogues import FuseEpilogues
 from fxopt.passes.merge_linears import MergeLinears
+from fxopt.passes.pack_convs import PackConvs
+from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
@@ -40,11 +44,14 @@ __all__ = [
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
+    "FuseEpilogues",
     "FxoptError",
     "Guard",
     "GuardError",
     "LintAndRecompile",
     "MergeLinears",
+    "PackConvs",
+    "PackLinears",
     "PassError",
     "Refusal",
     "RemoveIdentity",
@@ -64,6 +71,7 @@ __all__ = [
     "draw",
     "guards",
     "history",
+    "optimize",
     "symbolic_trace",
     "trace",
     "undo",

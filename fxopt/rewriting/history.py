@@ -51,11 +51,15 @@ def history(graph_module: GraphModule) -> History:
     return History(steps_of(graph_module))
 
 
+STANDS_FOR = "_fxopt_stands_for"
+"""Where a module that `fxopt.optimize` made keeps the model that it was made of."""
+
+
 def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     """Undo what was applied last; the graph module changes in place.
 
     Args:
-        graph_module: the module that was transformed.
+        graph_module: the module that was transformed; one of `fxopt.optimize` gives back its model.
         steps: how many applications to undo, as `history` counts them; the parts of a composition are one
             each. All of them: `len(history(graph_module))`.
 
@@ -74,6 +78,9 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         >>> undo(fused).get_submodule("0")
         Linear(in_features=2, out_features=3, bias=True)
     """
+    if STANDS_FOR in graph_module.__dict__:
+        model: GraphModule = graph_module.__dict__[STANDS_FOR]
+        return model
     if steps < 1:
         raise ValueError(f"steps is {steps}; give the number of applications to undo")
     applied_steps = steps_of(graph_module)

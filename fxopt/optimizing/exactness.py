@@ -1,0 +1,100 @@
+"""How far outputs are from those in float64, which a graph computes layer by layer in little memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from fxopt.capture.writer import tensors_in
+from fxopt.testing import leaves
+
+_LOWER = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = ("float", "half", "bfloat16")
+
+
+def in_float64(traced: GraphModule, values: Any) -> Any:
+    """Run a graph in float64.
+
+    Args:
+        traced: the graph; its weights stay as they are.
+        values: the values of its placeholders, in order, which stay as they are.
+    """
+    return _Float64(traced).run(*_raised(values))
+
+
+def relative_error(exact: Any, found: Any) -> float:
+    """The largest distance of a floating tensor from the exact one, by the norm of that one; infinite where it is unlike it."""
+    return max((_distance(left, right) for left, right in _pairs(exact, found)), default=0.0)
+
+
+def cosine_similarity(exact: Any, found: Any) -> float:
+    """The least cosine between a floating tensor and the exact one."""
+    cosines = [
+        float(torch.nn.functional.cosine_similarity(left.flatten(), right.double().flatten(), dim=0))
+        for left, right in _pairs(exact, found)
+        if left.norm() > 0
+    ]
+    return min(cosines, default=1.0)
+
+
+class _Float64(torch.fx.Interpreter):
+    """Runs a graph in float64; one layer at a time has its weights in float64."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module: Any = self.fetch_attr(target)
+        if getattr(module, "checks_inputs", False):
+            return None  # it would ask for the dtype of the capture
+        if any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers())):
+            module = copy.deepcopy(module).double()
+        return module(*args, **kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _raised(super().get_attr(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(target, *map_aggregate((args, kwargs), _raised_dtype))  # type: ignore[misc]
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_aggregate((args, kwargs), _raised_dtype)  # type: ignore[misc]
+        return super().call_method("double" if target in _CASTS else target, args, kwargs)
+
+
+def _raised(value: Any) -> Any:
+    """A copy of a value, with its floating tensors in float64."""
+    memo: dict[int, Any] = {
+        id(tensor): tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for tensor in tensors_in(value)
+    }
+    return copy.deepcopy(value, memo)
+
+
+def _raised_dtype(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _LOWER else value
+
+
+def _pairs(exact: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
+    """The floating tensors of two outputs, at the same places."""
+    others = dict(leaves(found))
+    pairs = ((value, others.get(path)) for path, value in leaves(exact))
+    return [
+        (left, right)
+        for left, right in pairs
+        if isinstance(left, Tensor) and isinstance(right, Tensor) and left.is_floating_point() and left.numel()
+    ]
+
+
+def _distance(exact: Tensor, found: Tensor) -> float:
+    if exact.shape != found.shape:
+        return float("inf")
+    exact, found = exact.double(), found.double()
+    same = (exact == found) | (exact.isnan() & found.isnan())
+    distance = torch.where(same, 0.0, exact - found)
+    if not distance.isfinite().all():
+        return float("inf")
+    size = float(torch.where(exact.isfinite(), exact, 0.0).norm())
+    return float(distance.norm()) / size if size else float(distance.norm())

@@ -1,0 +1,156 @@
+"""`optimize`: a module that stands for a model, and computes its forward by graphs with faster kernels."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fxopt.errors import PassError
+from fxopt.optimizing.graphs import Graphs
+from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
+from fxopt.optimizing.report import Report
+from fxopt.rewriting.history import STANDS_FOR
+
+M = TypeVar("M", bound=nn.Module)
+
+_GRAPHS = "_fxopt_graphs"
+
+
+def optimize(
+    model: M,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: str = "float32",
+    tune: bool = True,
+    dynamic_shapes: Any = None,
+) -> M:
+    """Make a model faster for inference.
+
+    The result is a module of the model's class that shares its weights, attributes and `state_dict`, so that
+    `generate()`, `save_pretrained()` and pipelines work as before. Its forward is computed by graphs of the model:
+    folded, with the kernels that are measured to be the fastest on this machine. Each graph is compared with the model
+    on the inputs it was made for, and only used if it is as exact (against float64) and not slower. Where there
+    is no graph, the model's own forward runs, with one warning that says why.
+
+    Args:
+        model: a module in eval mode. It stays as it is.
+        args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
+            for each structure of inputs; where later calls have other sizes, the next graph leaves those free.
+        kwargs: example inputs by keyword.
+        precision: `float32` keeps the dtypes of the model and differs by rounding alone; `bfloat16` runs its layers in
+            that.
+        tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
+        dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
+
+    Returns:
+        The module. Its `report` says what was done: `print(fast.report)`. `fxopt.undo(fast)` gives the model back.
+        Call it under `torch.no_grad()` or `torch.inference_mode()`: where gradients are recorded, the model's own
+        forward runs. Several threads may call it at once.
+
+    Raises:
+        PassError: the model is in training mode, or is a graph module.
+        ValueError: an unknown precision.
+        TypeError: the example inputs do not fit the model's forward.
+
+    Example:
+        >>> import torch, fxopt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
+        >>> x = torch.randn(8, 64)
+        >>> fast = fxopt.optimize(model, (x,))
+        >>> with torch.no_grad():
+        ...     torch.allclose(fast(x), model(x), atol=1e-5)
+        True
+        >>> fxopt.undo(fast) is model
+        True
+    """
+    _check(model, args, kwargs, precision)
+    fast = _standing_for(model, Options(precision, tune), dynamic_shapes)
+    if args or kwargs:
+        graphs: Graphs = fast.__dict__[_GRAPHS]
+        graphs.make(Inputs(tuple(args), dict(kwargs or {})))
+    return fast
+
+
+def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.fx.GraphModule):
+        raise PassError(
+            "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
+            "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
+        )
+    if STANDS_FOR in model.__dict__:
+        raise PassError("this module is optimized already; fxopt.undo gives the model, to optimize it in another way")
+    if model.training:
+        raise PassError("the model is in training mode, and optimize is for inference: call model.eval() first")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; give one of {', '.join(map(repr, PRECISIONS))}")
+    if isinstance(args, torch.Tensor):
+        raise TypeError("args must be a tuple of example inputs, not a tensor: write `(x,)`")
+    if args or kwargs:
+        try:
+            inspect.signature(model.forward).bind(*args, **(kwargs or {}))
+        except TypeError as error:
+            raise TypeError(f"the example inputs do not fit the forward of {type(model).__name__}: {error}") from None
+
+
+def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
+    """A module of a class like the model's, which computes its forward by graphs."""
+    fast = _shared(model, _optimized_class(type(model)))
+    fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward
+    fast.__dict__[STANDS_FOR] = model
+
+    def twin() -> nn.Module:
+        attributes = {n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, _GRAPHS) and "hooks" not in n}
+        made = _shared(model, type(model))
+        made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
+        return made
+
+    fast.__dict__[_GRAPHS] = Graphs(twin, options, dynamic_shapes)
+    return fast
+
+
+def _shared(model: M, cls: type) -> M:
+    """A module of class `cls` with the attributes, weights and children of the model."""
+    made: M = cls.__new__(cls)
+    made.__dict__.update({name: _copied(value) for name, value in vars(model).items()})
+    return made
+
+
+def _copied(value: Any) -> Any:
+    """The registries of a module are its own; what is in them is shared."""
+    return value.copy() if isinstance(value, dict) else value
+
+
+@functools.lru_cache(maxsize=256)
+def _optimized_class(cls: Any) -> Any:
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self.__dict__[STANDS_FOR]
+        eager = model.forward if "forward" in vars(model) else functools.partial(cls.forward, self)
+        graphs: Graphs = self.__dict__[_GRAPHS]
+        return graphs.run(eager, Inputs(args, kwargs), self.training)
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = cls._apply(self, *args, **kwargs)
+        self.__dict__[_GRAPHS].forget()
+        return found
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        graphs: Graphs = self.__dict__[_GRAPHS]
+        return _standing_for, (self.__dict__[STANDS_FOR], graphs._options, graphs._dynamic)
+
+    def report(self: Any) -> Report:
+        graphs: Graphs = self.__dict__[_GRAPHS]
+        return graphs.report
+
+    members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce, "report": property(report)}
+    # The same name: libraries look models up by the names of their classes.
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), members | names)

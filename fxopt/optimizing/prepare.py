@@ -1,0 +1,189 @@
+"""One graph for one structure of inputs: captured, rewritten, checked against float64 and timed."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from fxopt.capture import TracedModule, trace
+from fxopt.errors import FxoptError
+from fxopt.kernels import PACKED
+from fxopt.objects import set_attributes, set_items
+from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error
+from fxopt.optimizing.report import GraphReport
+from fxopt.passes.change_precision import ChangePrecision
+from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
+from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
+from fxopt.passes.fuse_epilogues import FuseEpilogues
+from fxopt.passes.pack_convs import PackConvs
+from fxopt.passes.pack_linears import PackLinears
+from fxopt.passes.remove_identity import RemoveIdentity
+from fxopt.rewriting.explanation import Explanation
+from fxopt.rewriting.rewrite import Rewrite
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""The dtype of the layers for each precision; None keeps the model's."""
+
+LEAST_COSINE = 0.999
+"""The similarity to float64 that outputs in a lower precision must have."""
+
+MOST_ERROR = 2.0
+"""How far from float64 outputs may be, by how far the model's own are."""
+
+ROUNDING = 1e-6
+"""An error that rounding in float32 makes anywhere, relative to an output: below it, a comparison is one of luck."""
+
+LEAST_SPEEDUP = 0.98
+"""A graph that is slower than this is not used: less is within what measuring leaves open."""
+
+_SECONDS = 0.2  # how long to time a graph, and the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `optimize` was asked for."""
+
+    precision: str
+    tune: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def copied(self) -> Inputs:
+        """A copy: a forward may write into its inputs, as into a cache."""
+        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+        return Inputs(args, kwargs)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a function with a copy."""
+        copied = self.copied()
+        return function(*copied.args, **copied.kwargs)
+
+    def bound(self, traced: GraphModule) -> list[Any]:
+        """The values of the placeholders of a graph, in order."""
+        arguments = inspect.signature(traced.forward).bind(*self.args, **self.kwargs).arguments
+        return [arguments[node.name] for node in traced.graph.find_nodes(op="placeholder")]
+
+
+def prepare(
+    model: nn.Module, inputs: Inputs, dynamic_shapes: Any, options: Options, title: str
+) -> tuple[TracedModule | None, GraphReport]:
+    """Make a graph for these inputs.
+
+    Returns:
+        The graph, None where the model itself is to run, and what was done, or why.
+    """
+    start, made = time.perf_counter(), GraphReport(title)
+
+    def report(reason: str | None = None, **facts: Any) -> GraphReport:
+        return dataclasses.replace(made, reason=reason, seconds=time.perf_counter() - start, **facts)
+
+    try:
+        traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes)
+    except FxoptError as error:
+        return None, report(f"it cannot be captured: {error}")
+    if _refuses_midway(traced):
+        return None, report("its graph might refuse these inputs when it has already written into them")
+    exact = in_float64(traced, inputs.copied().bound(traced))
+    made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in _pipeline(options)])
+    traced.recompile()
+    made = dataclasses.replace(made, kernels=_kernels(traced))
+    own, found = inputs.call(model), inputs.call(traced)
+    error, wrong = _judged(exact, own, found, PRECISIONS[options.precision] is not None)
+    made = dataclasses.replace(made, error=error)
+    if wrong:
+        return None, report(wrong)
+    if options.tune:
+        speedup = _speedup(model, traced, inputs)
+        made = dataclasses.replace(made, speedup=speedup)
+        if speedup < LEAST_SPEEDUP:
+            return None, report(f"its graph takes {1 / speedup:.2f} times as long")
+    return traced, report()
+
+
+def _pipeline(options: Options) -> list[Rewrite[Any]]:
+    dtype = PRECISIONS[options.precision]
+    return [
+        RemoveIdentity(),
+        EliminateCommonSubexpressions(),
+        FoldConstants(),
+        FuseBatchNorm2dInConv2d(reversible=False),
+        FuseBatchNorm1dInLinear(reversible=False),
+        *([ChangePrecision(dtype)] if dtype else []),
+        EliminateDeadCode(),
+        PackConvs(options.tune),
+        PackLinears(options.tune),
+        FuseEpilogues(),
+    ]
+
+
+def _applied(traced: GraphModule, pass_: Rewrite[Any]) -> Explanation:
+    """Apply a pass, and say what it rewrote and refused."""
+    explanation = pass_.explain(traced)
+    pass_(traced, lint_and_recompile=False)
+    return explanation
+
+
+def _kernels(traced: GraphModule) -> dict[str, int]:
+    kinds = tuple(PACKED.values())
+    return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
+
+
+def _refuses_midway(traced: GraphModule) -> bool:
+    """Whether a graph may raise GuardError when it has changed an input, so that nothing else can run any more."""
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    checks = any(getattr(target, "__module__", "") == "fxopt.capture.checks" for target in targets)
+    return checks and (set_attributes in targets or set_items in targets)
+
+
+def _judged(exact: Any, own: Any, found: Any, lower: bool) -> tuple[float, str | None]:
+    """How far `found` is from `exact`, by how far the model's `own` outputs are; and why that is too far."""
+    theirs, mine = relative_error(exact, own), relative_error(exact, found)
+    error = mine / max(theirs, torch.finfo(torch.float32).eps)
+    if lower:
+        cosine = cosine_similarity(exact, found)
+        return error, (
+            f"its outputs have a cosine of {cosine:.4f} with those in float64, less than {LEAST_COSINE}"
+            if not cosine >= LEAST_COSINE
+            else None
+        )
+    return error, (
+        f"its outputs are {error:.1f} times as far from those in float64 as the model's"
+        if not mine <= MOST_ERROR * max(theirs, ROUNDING)
+        else None
+    )
+
+
+def _speedup(model: nn.Module, traced: TracedModule, inputs: Inputs) -> float:
+    """The model's time by the graph's: the median over rounds in which both run, one after the other."""
+    ratios: list[float] = []
+    begun = time.perf_counter()
+    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
+        theirs, mine = _seconds(model, inputs), _seconds(traced, inputs)
+        ratios.append(theirs / mine)
+    return statistics.median(ratios)
+
+
+def _seconds(function: Callable[..., Any], inputs: Inputs) -> float:
+    copied = inputs.copied()
+    start = time.perf_counter()
+    function(*copied.args, **copied.kwargs)
+    return time.perf_counter() - start

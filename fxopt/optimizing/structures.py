@@ -1,0 +1,102 @@
+"""The structure of the inputs of a call, its sizes, and which of these differ from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.export import Dim
+
+from fxopt.objects import entries, is_open
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of the tensors among the inputs, in order."""
+
+
+def structure_of(value: Any, *, inside: bool = False) -> Any:
+    """What calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+
+    Args:
+        value: an input, or a dict of all inputs.
+        inside: whether it is in an object, where numbers may count the calls.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.dim()
+    if _has_entries(value):
+        within = inside or is_open(value)
+        parts = entries(value) if not isinstance(value, tuple) else dict(enumerate(value))
+        return type(value), tuple((key, structure_of(part, inside=within)) for key, part in parts.items())
+    return type(value) if inside else (type(value), repr(value))
+
+
+def shapes_of(value: Any) -> Shapes:
+    """The shapes of the tensors in `value`, in order."""
+    return tuple(tuple(int(size) for size in tensor.shape) for tensor in _tensors(value))
+
+
+def differing(shapes: Shapes, others: Shapes) -> set[tuple[int, int]]:
+    """The dimensions, by the number of the tensor, in which two calls differ."""
+    return {
+        (number, dim)
+        for number, (shape, other) in enumerate(zip(shapes, others, strict=True))
+        for dim, (size, its) in enumerate(zip(shape, other, strict=True))
+        if size != its
+    }
+
+
+def dynamic_shapes(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> dict[str, Any]:
+    """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
+    numbers = iter(range(len(list(_tensors(dict(inputs))))))
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            number = next(numbers)
+            return {dim: Dim.AUTO for dim in range(value.dim()) if (number, dim) in free}
+        if isinstance(value, tuple | list):
+            return [spec(part) for part in value]
+        if _has_entries(value):
+            return {key: spec(part) for key, part in entries(value).items()}
+        return None
+
+    return {name: spec(value) for name, value in inputs.items()}
+
+
+def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
+    """The inputs with their shapes, `?` where a size is free, for a report."""
+    numbers = iter(range(len(list(_tensors(dict(inputs))))))
+
+    def text(value: Any) -> str:
+        if isinstance(value, Tensor):
+            number = next(numbers)
+            sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
+            return " x ".join(sizes) or "a number"
+        if _has_entries(value):
+            parts = list(_tensors(value))
+            first = text(parts[0]) if parts else "empty"
+            for _ in parts[1:]:
+                next(numbers)
+            return f"{type(value).__name__} of {len(parts)} tensors, {first}" if parts else type(value).__name__
+        return repr(value)
+
+    return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
+
+
+def requires_grad(value: Any) -> bool:
+    """Tell whether a tensor among the inputs requires gradients."""
+    return any(tensor.requires_grad for tensor in _tensors(value))
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, tuple | list | dict) or is_open(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif _has_entries(value):
+        parts: Any = value if isinstance(value, tuple | list) else entries(value).values()
+        for part in parts:
+            yield from _tensors(part)
+
+
