@@ -245,8 +245,9 @@ def _pack_mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Tensor:
 def _run_mkl_linear(
     layer: nn.Linear, packed: Tensor, input: Tensor, other: Tensor | None, activation: str | None
 ) -> Tensor:
-    rows = int(torch.Size(layer.packed_for[:-1]).numel())  # type: ignore[arg-type]
-    value = torch.ops.mkl._mkl_linear(input, packed, layer.weight, layer.bias, rows)
+    shape: Any = layer.packed_for
+    rows = int(torch.Size(shape[:-1]).numel())
+    value: Tensor = torch.ops.mkl._mkl_linear(input, packed, layer.weight, layer.bias, rows)
     return _finished(value, other, activation)
 
 

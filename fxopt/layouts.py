@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, name_of
 
-_POOLS = frozenset(
-    f"{name}2d" for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "batch_norm")
-)
+_POOLS = ("max_pool2d", "maxpool2d", "avg_pool2d", "avgpool2d", "adaptive_avg_pool2d", "adaptiveavgpool2d")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +88,15 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     if not isinstance(value, Tensor) or value.dim() != 4 or "out" in node.kwargs:
         return False
     module = index.module(node) if node.op == "call_module" else None
-    facts, name = facts_of(node, module), type(module).__name__ if module is not None else name_of(node)
-    if module is not None and index.call_sites(module) and type(module) in (nn.Identity, nn.BatchNorm2d):
-        return not (type(module) is nn.BatchNorm2d and module.training)
-    if name in ("Dropout", "dropout"):
-        return index.memory.is_pure(node)
+    name = name_of(node) if module is None else type(module).__name__.lower()
+    facts = facts_of(node, module)
+    if not facts:
+        return False  # not an operator of torch's own, or one with hooks
     if name in ("cat", "concat"):
-        return graph.argument(node, "dim") == 1 or node.args[1:] == (1,)
-    pools = {each.replace("_", "") for each in _POOLS}
-    if name in _POOLS or name.lower() in pools:
+        return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)
+    if name in ("identity", "dropout", "dropout2d", "batch_norm", "batchnorm2d"):
+        return index.memory.is_pure(node)
+    if name in _POOLS:
         return True
-    others = [graph.value_of(each) for each in node.all_input_nodes]
-    return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in others)
-
-
-def in_channels_last(described: Tensor) -> Tensor:
-    """The description of a tensor of four dimensions, in channels_last."""
-    return described.contiguous(memory_format=torch.channels_last)
+    inputs = map(graph.value_of, node.all_input_nodes)
+    return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in inputs)

@@ -59,7 +59,9 @@ def kernel_for(
     name, seconds = fastest(layer, shape)
     if name == PLAIN:
         times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
-        return Found(None, f"torch's own kernel is the fastest for an input of {_text(shape)}: {times}", seconds)
+        return Found(
+            None, f"torch's own kernel is the fastest for an input of {_text(shape)}: {times}", seconds
+        )
     return Found(name, seconds=seconds)
 
 

@@ -108,9 +108,7 @@ def _measure(layer: nn.Module, shape: Sequence[int]) -> dict[str, float]:
         packed_value = value.contiguous(memory_format=layout)
         return _times(
             {
-                name: [
-                    functools.partial(each, value if name == PLAIN else packed_value) for each in layers
-                ]
+                name: [functools.partial(each, value if name == PLAIN else packed_value) for each in layers]
                 for name, layers in runs.items()
             }
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from fxopt.capture.writer import tensors_in
@@ -56,18 +56,20 @@ class _Float64(torch.fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _raised(super().get_attr(target, args, kwargs))
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(target, *map_aggregate((args, kwargs), _raised_dtype))  # type: ignore[misc]
-
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_aggregate((args, kwargs), _raised_dtype)  # type: ignore[misc]
         return super().call_method("double" if target in _CASTS else target, args, kwargs)
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        args, kwargs = map_aggregate((n.args, n.kwargs), _raised_dtype)
+        return self.map_nodes_to_values(args, n), self.map_nodes_to_values(kwargs, n)
 
 
 def _raised(value: Any) -> Any:
     """A copy of a value, with its floating tensors in float64."""
     memo: dict[int, Any] = {
-        id(tensor): tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        id(tensor): tensor.detach().to(
+            torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True
+        )
         for tensor in tensors_in(value)
     }
     return copy.deepcopy(value, memo)
@@ -84,7 +86,10 @@ def _pairs(exact: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
     return [
         (left, right)
         for left, right in pairs
-        if isinstance(left, Tensor) and isinstance(right, Tensor) and left.is_floating_point() and left.numel()
+        if isinstance(left, Tensor)
+        and isinstance(right, Tensor)
+        and left.is_floating_point()
+        and left.numel()
     ]
 
 

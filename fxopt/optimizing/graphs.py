@@ -13,7 +13,7 @@ from torch import nn
 
 from fxopt.capture import TracedModule
 from fxopt.errors import GuardError
-from fxopt.optimizing.prepare import Inputs, Options, prepare
+from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
     Shapes,
@@ -135,10 +135,14 @@ class Graphs:
             choices = [[*specs.values()] if positional else specs, None]
         for dynamic in choices:
             title = text_of(named, free if dynamic is not None else set())
-            with torch.no_grad():
-                traced, report = prepare(self._twin(), inputs, dynamic, self._options, title)
+            try:
+                with torch.no_grad():
+                    traced, report = prepare(self._twin(), inputs, dynamic, self._options, title)
+            except Exception as error:  # the model can still run, and whoever reads the report can tell us
+                reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
+                traced, report = None, GraphReport(title, reason=reason)
             self._reports.append(report)
-            if traced is not None or not str(report.reason).startswith("it cannot be captured"):
+            if traced is not None or not str(report.reason).startswith(UNCAPTURED):
                 return traced
         return None
 
@@ -156,7 +160,8 @@ class Graphs:
         if training:
             return "it is in training mode; call .eval()"
         if torch.is_grad_enabled() and (
-            any(p.requires_grad for p in self._parameters) or requires_grad((inputs.args, dict(inputs.kwargs)))
+            any(p.requires_grad for p in self._parameters)
+            or requires_grad((inputs.args, dict(inputs.kwargs)))
         ):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = self._parameters[0].device.type if self._parameters else "cpu"

@@ -86,9 +86,13 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
             "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
         )
     if STANDS_FOR in model.__dict__:
-        raise PassError("this module is optimized already; fxopt.undo gives the model, to optimize it in another way")
+        raise PassError(
+            "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
+        )
     if model.training:
-        raise PassError("the model is in training mode, and optimize is for inference: call model.eval() first")
+        raise PassError(
+            "the model is in training mode, and optimize is for inference: call model.eval() first"
+        )
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; give one of {', '.join(map(repr, PRECISIONS))}")
     if isinstance(args, torch.Tensor):
@@ -97,17 +101,22 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
         try:
             inspect.signature(model.forward).bind(*args, **(kwargs or {}))
         except TypeError as error:
-            raise TypeError(f"the example inputs do not fit the forward of {type(model).__name__}: {error}") from None
+            raise TypeError(
+                f"the example inputs do not fit the forward of {type(model).__name__}: {error}"
+            ) from None
 
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, which computes its forward by graphs."""
-    fast = _shared(model, _optimized_class(type(model)))
+    kind: Any = type(model)
+    fast = _shared(model, _optimized_class(kind))
     fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward
     fast.__dict__[STANDS_FOR] = model
 
     def twin() -> nn.Module:
-        attributes = {n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, _GRAPHS) and "hooks" not in n}
+        attributes = {
+            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, _GRAPHS) and "hooks" not in n
+        }
         made = _shared(model, type(model))
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
         return made
@@ -116,7 +125,7 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     return fast
 
 
-def _shared(model: M, cls: type) -> M:
+def _shared(model: M, cls: Any) -> M:
     """A module of class `cls` with the attributes, weights and children of the model."""
     made: M = cls.__new__(cls)
     made.__dict__.update({name: _copied(value) for name, value in vars(model).items()})

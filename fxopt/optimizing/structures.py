@@ -76,7 +76,9 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
             first = text(parts[0]) if parts else "empty"
             for _ in parts[1:]:
                 next(numbers)
-            return f"{type(value).__name__} of {len(parts)} tensors, {first}" if parts else type(value).__name__
+            return (
+                f"{type(value).__name__} of {len(parts)} tensors, {first}" if parts else type(value).__name__
+            )
         return repr(value)
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
@@ -98,5 +100,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         parts: Any = value if isinstance(value, tuple | list) else entries(value).values()
         for part in parts:
             yield from _tensors(part)
-
-

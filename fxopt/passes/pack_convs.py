@@ -1,4 +1,4 @@
-"""Convolutions compute with packed weights and in channels_last, where that is measured to be faster."""
+"""Convolutions compute with packed weights and in channels_last."""
 
 from __future__ import annotations
 
@@ -34,32 +34,30 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
 
     Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between
     stay in channels_last from the first to the last; what leaves such a region is brought back to torch's default
-    layout, so that views, and what the graph returns, are as before. Each distinct shape is timed once, and a
-    region is rewritten where its layers are faster together, the copies at its borders counted. A packed layer holds
-    its weight twice; see `PackLinears` for what it follows and where it computes as before.
+    layout, so that views, and what the graph returns, are as before. With `tune=True`, each distinct shape is timed
+    once, and a region is rewritten where its layers are faster together, the copies at its borders counted. A packed
+    layer holds its weight twice; see `PackLinears` for what it follows and where it computes as before.
 
     Args:
-        tune: `False` packs every region, without measuring.
+        tune: measure, and leave regions alone that are not faster. Else every region is packed.
 
     Example:
-        >>> import torch
-        >>> from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+        >>> import torch, fxopt
         >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).eval()
-        >>> traced = torch.fx.symbolic_trace(layers)
-        >>> _ = FakeTensorProp(traced).propagate(torch.zeros(1, 3, 16, 16))
-        >>> packed = PackConvs(tune=False)(traced)
+        >>> traced = fxopt.trace(layers, (torch.zeros(1, 3, 16, 16),))
+        >>> packed = PackConvs()(traced)
         >>> print(*(node.target for node in packed.graph.nodes))
-        input 0 1 2 contiguous output
-        >>> PackConvs(tune=False)(packed, reverse=True).get_submodule("2")
+        input input_guard 0 1 2 contiguous output
+        >>> PackConvs()(packed, reverse=True).get_submodule("2")
         Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
     """
 
-    tune: bool = True
+    tune: bool = False
 
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[ConvRegion | Refusal]:
-        """Yield the regions that are faster with packed weights and in channels_last."""
+        """Yield the regions that can be in channels_last."""
         index, kernels, reasons = GraphIndex(graph_module), dict[Node, str](), dict[Node, str]()
         gain = dict[Node, tuple[float, float]]()
         for node in index.calls_like(nn.Conv2d):

@@ -1,4 +1,4 @@
-"""Linear layers compute with a weight that is packed for the processor, where that is measured to be faster."""
+"""Linear layers compute with a weight that is packed for the processor."""
 
 from __future__ import annotations
 
@@ -29,35 +29,33 @@ class LinearKernel:
 
 @dataclasses.dataclass(frozen=True)
 class PackLinears(ReversibleRewrite[LinearKernel]):
-    """Gives `torch.nn.Linear` layers on the CPU the fastest of the kernels that this machine has for their shape.
+    """Gives `torch.nn.Linear` layers on the CPU a kernel with packed weights: oneDNN's, or MKL's where that is missing.
 
-    Each distinct shape is timed once with each kernel (torch's own, oneDNN's and MKL's with packed weights), which
-    takes some 0.1 s, and the choice is kept in a file for later processes. A packed layer holds its weight twice. It
-    has the parameters of the old layer, so that `state_dict` is the same and tied weights stay tied; it follows
+    Which kernel is the fastest depends on the shape and the processor. With `tune=True`, each distinct shape is timed
+    once with each kernel, torch's own among them, which takes some 0.1 s; the fastest one is taken, and the times
+    are kept in a file for later processes (`fxopt.tuning`). A packed layer holds its weight twice. It has the parameters of the old layer, so that `state_dict` is the same and tied weights stay tied; it follows
     changes of them, and computes as before where gradients are recorded, under autocast and on other devices.
     It differs from the old layer by rounding errors: kernels add up in another order.
 
     Args:
-        tune: `False` takes oneDNN's kernel everywhere, or MKL's where there is no oneDNN, without measuring.
+        tune: measure, and leave alone what torch's own kernel computes as fast. Else every layer is packed.
 
     Example:
-        >>> import torch
-        >>> from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(64, 32)))
-        >>> _ = FakeTensorProp(traced).propagate(torch.zeros(8, 64))
-        >>> packed = PackLinears(tune=False)(traced)
+        >>> import torch, fxopt
+        >>> traced = fxopt.trace(torch.nn.Sequential(torch.nn.Linear(64, 32)), (torch.zeros(8, 64),))
+        >>> packed = PackLinears()(traced)
         >>> type(packed.get_submodule("0")).__name__
         'PackedLinear'
-        >>> PackLinears(tune=False)(packed, reverse=True).get_submodule("0")
+        >>> PackLinears()(packed, reverse=True).get_submodule("0")
         Linear(in_features=64, out_features=32, bias=True)
     """
 
-    tune: bool = True
+    tune: bool = False
 
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[LinearKernel | Refusal]:
-        """Yield the layers for which there is a faster kernel."""
+        """Yield the layers for which there is a kernel."""
         index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Linear):
             layer = index.module(node)

@@ -1,0 +1,130 @@
+"""`generate()` and pipelines on optimized models: the tokens are eager's."""
+
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+
+import fxopt
+from fxopt.kernels import kernels_for
+from fxopt.optimizing import prepare
+from fxopt.testing import randomise
+
+pytestmark = pytest.mark.skipif(
+    not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
+)
+
+DECODER = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IDS = torch.arange(3, 17).reshape(2, 7)
+TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**DECODER)), TEXT
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8)), TEXT
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64)), TEXT
+
+
+def t5():
+    config = T5Config(
+        vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config), TEXT
+
+
+def whisper():
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in SIZES.items()}
+    config = WhisperConfig(
+        vocab_size=90,
+        d_model=32,
+        num_mel_bins=8,
+        max_source_positions=50,
+        max_target_positions=40,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        decoder_start_token_id=1,
+        **sizes,
+        **SPECIAL,
+    )
+    torch.manual_seed(0)
+    return WhisperForConditionalGeneration(config), {"input_features": torch.randn(1, 8, 100)}
+
+
+SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Whether a small model is faster is a matter of luck on a busy machine."""
+    monkeypatch.setattr(prepare, "_speedup", lambda *_: 1.5)
+
+
+@pytest.mark.parametrize("make", [llama, qwen3, gpt2, t5, whisper])
+def test_greedy_tokens_are_those_of_the_model(make):
+    model, inputs = make()
+    model = randomise(model.eval())
+    fast = fxopt.optimize(model, tune=False)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = model.generate(**inputs, **options)
+    assert torch.equal(fast.generate(**inputs, **options), wanted)
+    assert [each.reason for each in fast.report] == [None] * 3, str(fast.report)
+    known = len(fast.report)
+    assert torch.equal(fast.generate(**inputs, **options), wanted)
+    assert len(fast.report) == known, "a second time, all graphs are there"
+
+
+def tokenizer():
+    words = {name: number for number, name in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
+    words |= {f"w{number}": number for number in range(4, 90)}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def test_a_text_generation_pipeline():
+    model, _ = llama()
+    model = randomise(model.eval())
+    text = "w5 w6 w7 w8"
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = pipeline("text-generation", model=model, tokenizer=tokenizer())(text, **options)
+        fast = fxopt.optimize(model, tune=False)
+        found = pipeline("text-generation", model=fast, tokenizer=tokenizer())(text, **options)
+    assert found == wanted
+    assert found[0]["generated_text"].split()
+    assert len(fast.report) == 3

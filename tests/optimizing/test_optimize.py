@@ -1,0 +1,353 @@
+"""`fxopt.optimize`: the module stands for the model, is as exact, and computes by graphs where it can."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, ResNetConfig, ResNetForImageClassification
+
+import fxopt
+from fxopt.kernels import kernels_for
+from fxopt.optimizing import graphs as graphs_module
+from fxopt.optimizing import prepare as prepare_module
+from fxopt.optimizing.graphs import MOST_GRAPHS
+from fxopt.testing import randomise
+
+pytestmark = [
+    pytest.mark.filterwarnings("error:the model itself runs"),
+    pytest.mark.skipif(not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Whether a small model is faster is a matter of luck on a busy machine; `test_slower` asks for it."""
+    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=90,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=40,
+    )
+    return randomise(BertModel(config).eval())
+
+
+def text(batch=2, length=9):
+    ids = torch.arange(batch * length).reshape(batch, length) % 80
+    return {"input_ids": ids, "attention_mask": (ids != 3).long()}
+
+
+def resnet():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=5)
+    return randomise(ResNetForImageClassification(config).eval())
+
+
+IMAGE = {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+def reasons(module):
+    return [each.reason for each in module.report]
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(bert, text()), (resnet, IMAGE)])
+@torch.no_grad()
+def test_as_exact_as_the_model(make, inputs):
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    fast = fxopt.optimize(model, (), inputs, tune=False)
+    assert reasons(fast) == [None]
+    (report,) = fast.report
+    assert report.kernels["onednn"] >= 4
+    exact = copy.deepcopy(model).double()(
+        **{n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
+    )[0]
+    mine, own = fast(**inputs)[0], model(**inputs)[0]
+    assert (mine - exact).norm() <= 3 * (own - exact).norm() + 1e-6 * exact.norm()
+    assert (mine - exact).norm() <= 1e-5 * exact.norm()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_it_stands_for_the_model(tmp_path):
+    model = bert()
+    fast = fxopt.optimize(model, (), text())
+    assert isinstance(fast, BertModel)
+    assert type(fast).__name__ == "BertModel"
+    assert fast.config is model.config
+    assert str(fast) == str(model)
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert fast.encoder is model.encoder
+    assert fast.dtype == torch.float32
+    fast.save_pretrained(tmp_path)
+    loaded = BertModel.from_pretrained(tmp_path).eval()
+    assert torch.allclose(loaded(**text())[0], fast(**text())[0], atol=1e-4)
+    assert fxopt.undo(fast) is model
+    fast.extra = nn.Linear(2, 2)
+    assert not hasattr(model, "extra")
+
+
+@torch.no_grad()
+def test_without_examples_the_first_call_makes_a_graph():
+    model = bert()
+    fast = fxopt.optimize(model)
+    assert not fast.report
+    assert "nothing was captured" in str(fast.report)
+    for length in (5, 9, 7, 12, 20, 30):
+        assert torch.allclose(fast(**text(2, length))[0], model(**text(2, length))[0], atol=1e-4)
+    # One for the first length, one for all others.
+    assert [each.inputs for each in fast.report] == [
+        "input_ids: 2 x 5, attention_mask: 2 x 5",
+        "input_ids: 2 x ?, attention_mask: 2 x ?",
+    ]
+    fast(text()["input_ids"])
+    fast(input_ids=text()["input_ids"])
+    assert len(fast.report) == 4
+    assert reasons(fast) == [None] * 4
+
+
+@torch.no_grad()
+def test_sizes_that_are_free_from_the_start():
+    batch = torch.export.Dim("batch")
+    model = randomise(nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval())
+    fast = fxopt.optimize(model, (torch.randn(3, 32),), dynamic_shapes=({0: batch},))
+    for size in (1, 2, 17):
+        x = torch.randn(size, 32)
+        assert torch.allclose(fast(x), model(x), atol=1e-5)
+    assert len(fast.report) == 1
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+@torch.no_grad()
+def test_no_more_graphs_than_that():
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, power=1):
+            return self.layer(x) ** power
+
+    model = Powers().eval()
+    fast, x = fxopt.optimize(model), torch.randn(2, 8)
+    with pytest.warns(UserWarning, match="its inputs fit none of 8 graphs") as caught:
+        for power in range(MOST_GRAPHS + 3):
+            assert torch.allclose(fast(x, power), model(x, power), rtol=1e-3, atol=1e-5)
+    assert len(caught) == 1
+    assert len(fast.report) == MOST_GRAPHS
+
+
+class Branches(nn.Module):
+    """Cannot be captured: it branches on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+@torch.no_grad()
+def test_what_cannot_be_captured_runs_itself():
+    model = Branches().eval()
+    fast = fxopt.optimize(model)
+    with pytest.warns(UserWarning, match="the model itself runs: it cannot be captured: .*x.sum") as caught:
+        for x in (torch.ones(2, 8), -torch.ones(2, 8), torch.ones(3, 8), torch.ones(4, 8)):
+            assert torch.equal(fast(x), model(x))
+    assert len(caught) <= 2
+    assert len(fast.report) <= 3
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+def test_with_gradients_the_model_itself_runs():
+    model = bert()
+    fast = fxopt.optimize(model)
+    with pytest.warns(UserWarning, match="gradients are recorded"):
+        fast(**text())[0].sum().backward()
+    assert model.encoder.layer[0].output.dense.weight.grad is not None
+    with torch.inference_mode():
+        fast(**text())
+    assert reasons(fast) == [None]
+    frozen = fxopt.optimize(randomise(bert()).requires_grad_(False))
+    assert not frozen(**text())[0].requires_grad
+    assert reasons(frozen) == [None]
+    with pytest.warns(UserWarning, match="training mode"):
+        fast.train()(**text())
+    with pytest.warns(UserWarning, match="autocast"), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fast.eval()(**text())[0], model(**text())[0])
+
+
+@torch.no_grad()
+def test_new_weights_make_new_graphs():
+    model = resnet()
+    fast = fxopt.optimize(model, (), IMAGE)
+    other = randomise(resnet(), seed=7)
+    fast.load_state_dict(other.state_dict())
+    assert torch.allclose(fast(**IMAGE).logits, other(**IMAGE).logits, atol=1e-4)
+    for parameter in model.parameters():  # the model shares them
+        parameter.mul_(0.5)
+    assert torch.allclose(fast(**IMAGE).logits, model(**IMAGE).logits, atol=1e-4)
+    fast.double()
+    wide = {"pixel_values": IMAGE["pixel_values"].double()}
+    assert fast(**wide).logits.dtype == torch.float64
+    assert torch.allclose(fast(**wide).logits, model(**wide).logits)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_are_optimized_too():
+    model = bert()
+    fast = fxopt.optimize(model, (), text())
+    wanted = model(**text())[0]
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert torch.allclose(copied(**text())[0], wanted, atol=1e-4)
+        assert reasons(copied) == [None]
+        assert copied.encoder is not model.encoder
+
+
+@torch.no_grad()
+def test_threads_share_the_graphs():
+    model = bert()
+    fast, found, errors = fxopt.optimize(model), {}, []
+
+    def work(number):
+        try:
+            with torch.no_grad():
+                for length in (5, 6, 7, 8):
+                    found[number, length] = fast(**text(1 + number % 2, length))[0]
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (number, length), value in found.items():
+        assert torch.allclose(value, model(**text(1 + number % 2, length))[0], atol=1e-4)
+    assert len(fast.report) <= 4
+
+
+@torch.no_grad()
+def test_hooks_of_the_model_run_once():
+    model, seen = bert(), []
+    model.register_forward_hook(lambda *_: seen.append("model"))
+    fast = fxopt.optimize(model, (), text())
+    seen.clear()
+    fast(**text())
+    assert seen == ["model"]
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+@torch.no_grad()
+def test_a_fault_of_ours_is_reported(monkeypatch):
+    model = bert()
+
+    def fails(*_):
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(prepare_module, "in_float64", fails)
+    with pytest.warns(UserWarning, match="RuntimeError while its graph was made, please report this: of ours"):
+        fast = fxopt.optimize(model, (), text())
+    assert torch.equal(fast(**text())[0], model(**text())[0])
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+@torch.no_grad()
+def test_slower_or_wrong_graphs_are_not_used(monkeypatch):
+    model = bert()
+    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 0.5)
+    with pytest.warns(UserWarning, match="its graph takes 2.00 times as long"):
+        fast = fxopt.optimize(model, (), text())
+    assert torch.equal(fast(**text())[0], model(**text())[0])
+    assert "the model itself runs: its graph takes 2.00 times as long" in str(fast.report)
+    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+
+    class Wrong(fxopt.RemoveIdentity):
+        def match(self, graph_module):
+            if not self.get_transformed_nodes(graph_module):
+                yield from graph_module.graph.find_nodes(op="call_module", target="pooler.dense")
+
+        def apply(self, rewriter, site):
+            rewriter.set(site, op="call_function", target=torch.neg)
+
+    monkeypatch.setattr(prepare_module, "RemoveIdentity", Wrong)
+    with pytest.warns(UserWarning, match="as far from those in float64 as the model's"):
+        fast = fxopt.optimize(model, (), text())
+    assert torch.equal(fast(**text())[0], model(**text())[0])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_precision(precision):
+    model = bert()
+    fast = fxopt.optimize(model, (), text(), precision=precision)
+    assert reasons(fast) == [None]
+    value, wanted = fast(**text())[0], model(**text())[0]
+    assert value.dtype == torch.float32
+    assert torch.allclose(value, wanted, atol=1e-4) == (precision == "float32")
+    assert nn.functional.cosine_similarity(value.flatten(), wanted.flatten(), dim=0) > 0.999
+
+
+def test_bad_input_in_one_sentence():
+    model = bert()
+    with pytest.raises(fxopt.PassError, match=r"training mode.*call model\.eval\(\) first"):
+        fxopt.optimize(model.train())
+    model.eval()
+    with pytest.raises(ValueError, match="precision is 'float8'; give one of 'float32', 'bfloat16'"):
+        fxopt.optimize(model, precision="float8")
+    with pytest.raises(TypeError, match="do not fit the forward of Branches: missing a required argument: 'x'"):
+        fxopt.optimize(Branches().eval(), (), {"y": 1})
+    with pytest.raises(TypeError, match="write `.x,.`"):
+        fxopt.optimize(model, torch.ones(1, 2))
+    with pytest.raises(TypeError, match="takes a torch.nn.Module, not str"):
+        fxopt.optimize("bert-base-uncased")
+    with pytest.raises(fxopt.PassError, match="a graph module already"):
+        fxopt.optimize(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
+    with pytest.raises(fxopt.PassError, match="optimized already"):
+        fxopt.optimize(fxopt.optimize(model))
+
+
+def test_errors_of_the_model_stay_its_own():
+    fast = fxopt.optimize(bert())
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="failed under capture"),
+        pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"),
+    ):
+        fast()
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="do not fit"),
+        pytest.raises(TypeError, match="unexpected keyword"),
+    ):
+        fxopt.optimize(Branches().eval())(y=1)
+
+
+@torch.no_grad()
+def test_a_second_thread_finds_what_the_first_has_made(monkeypatch):
+    calls = []
+    prepared = graphs_module.prepare
+    monkeypatch.setattr(graphs_module, "prepare", lambda *args: calls.append(1) or prepared(*args))
+    fast = fxopt.optimize(bert())
+    for _ in range(3):
+        fast(**text())
+    assert len(calls) == 1
+
+
+def test_the_capture_of_an_optimized_model_is_that_of_the_model():
+    model = bert()
+    fast = fxopt.optimize(model, (), text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fxopt.trace(fast, (), text()).code == fxopt.trace(model, (), text()).code

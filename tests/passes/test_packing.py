@@ -1,0 +1,234 @@
+"""PackLinears, PackConvs and FuseEpilogues: packed layers in a graph, in channels_last between convolutions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+import fxopt
+from fxopt import FuseEpilogues, PackConvs, PackLinears, tuning
+from fxopt.kernels import PackedConv2d, PackedLinear, kernels_for
+from fxopt.testing import randomise
+from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+
+pytestmark = pytest.mark.skipif(
+    not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
+)
+
+X = torch.randn(5, 8)
+IMAGE = torch.randn(2, 3, 12, 12)
+
+
+class Function(nn.Module):
+    """A function of layers and an input."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def linears(function):
+    return Function(function, a=nn.Linear(8, 8), b=nn.Linear(8, 8, bias=False))
+
+
+def convs(function):
+    layers = {"a": nn.Conv2d(3, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}
+    return Function(function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4))
+
+
+def packed(traced):
+    return [name for name, m in traced.named_modules() if isinstance(m, PackedLinear | PackedConv2d)]
+
+
+def test_linears_are_packed_and_stay_what_they_are():
+    after = rewritten(PackLinears(), linears(lambda m, x: m.b(m.a(x).relu())), X, sites=2, trace=fxopt_trace)
+    assert packed(after) == ["a", "b"]
+    assert [name for name, _ in after.named_parameters()] == ["a.weight", "a.bias", "b.weight"]
+
+
+def test_a_layer_with_several_calls_and_a_tied_weight_is_one_site():
+    model = linears(lambda m, x: m.a(m.a(x)) @ m.b.weight)
+    model.b.weight = model.a.weight
+    traced = PackLinears()(fxopt.trace(model.eval(), (X,)))
+    assert packed(traced) == ["a"]
+    assert traced.a.weight is model.a.weight
+    assert len(PackLinears().get_transformed_nodes(traced)) == 2
+    fxopt.undo(traced)
+    assert traced.a.weight is model.a.weight
+    assert type(traced.a) is nn.Linear
+
+
+def test_training_after_packing_survives_undo():
+    model = randomise(linears(lambda m, x: m.b(m.a(x))).eval())
+    traced = PackLinears()(fxopt.trace(model, (X,)))
+    traced(X).sum().backward()
+    with torch.no_grad():
+        for parameter in traced.parameters():
+            parameter -= 0.1 * parameter.grad
+        trained = traced(X)
+    fxopt.undo(traced)
+    with torch.no_grad():
+        assert torch.allclose(traced(X), trained, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pass_", "layer", "x"), [(PackLinears(), nn.Linear(8, 8), X), (PackConvs(), nn.Conv2d(3, 4, 1), IMAGE)]
+)
+def test_without_metadata_there_is_a_reason(pass_, layer, x):
+    refused(pass_, nn.Sequential(layer), x, reason="FakeTensorProp", trace=fx_trace)
+    traced = torch.fx.symbolic_trace(nn.Sequential(layer))
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(x)
+    assert len(pass_.explain(traced).sites) == 1
+
+
+@pytest.mark.parametrize("pass_", [PackLinears(), PackConvs()])
+def test_hooks_and_other_devices_are_refused(pass_):
+    model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
+    traced = fxopt.trace(model.eval(), (X, IMAGE))
+    for layer in (traced.a, traced.b):
+        layer.register_forward_hook(lambda *_: None)
+    assert "hooks" in str(pass_.explain(traced))
+    for layer in (traced.a, traced.b):
+        layer._forward_hooks.clear()
+    traced = fxopt.trace(model.double(), (X.double(), IMAGE.double()))
+    assert "no kernel for packed weights" in str(pass_.explain(traced))
+
+
+def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
+    times = {nn.Linear: {"plain": 1.0, "onednn": 0.99}, nn.Conv2d: {"plain": 1.0, "onednn": 0.5}}
+    monkeypatch.setattr(tuning, "measured", lambda layer, shape: times[type(layer)])
+    monkeypatch.setattr(tuning, "copying", lambda shape: 0.1)
+    model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
+    refused(PackLinears(tune=True), model, X, IMAGE, reason="torch's own kernel is the fastest", trace=fxopt_trace)
+    rewritten(PackConvs(tune=True), model, X, IMAGE, sites=1, trace=fxopt_trace)
+    times[nn.Linear]["onednn"] = 0.9
+    rewritten(PackLinears(tune=True), model, X, IMAGE, sites=1, trace=fxopt_trace)
+    times[nn.Conv2d]["onednn"] = 0.9  # but the copy takes 0.1
+    monkeypatch.setattr("fxopt.passes.pack_convs.copying", lambda shape: 0.1)
+    refused(PackConvs(tune=True), model, X, IMAGE, reason="torch's own kernels are as fast", trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    ("function", "borders"),
+    [
+        (lambda m, x: m.b(m.pool(m.norm(m.a(x)).relu())), 1),
+        (lambda m, x: m.head(m.b(m.relu(m.a(x))).mean((2, 3))), 1),
+        (lambda m, x: m.head(F.adaptive_avg_pool2d(m.b(m.a(x)), 1).flatten(1)), 1),
+        (lambda m, x: (m.a(x).relu(), m.b(m.a(x).relu_()).view(2, -1)), 3),
+        (lambda m, x: torch.cat([m.b(m.a(x)), m.a(x)], 1), 1),
+        (lambda m, x: torch.cat([m.a(x), m.a(x)], 0), 2),
+        (lambda m, x: m.a(x).permute(0, 2, 3, 1).reshape(2, -1, 6), 1),
+        (lambda m, x: m.b(m.a(x).transpose(2, 3)), 2),
+    ],
+)
+def test_regions_of_convolutions(function, borders):
+    model = Function(function, **{n: m for n, m in convs(function).named_children() if n not in "ab"})
+    # A layer that is called twice is refused: each call has its own here.
+    model.a, model.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+    traced = fxopt.trace(randomise(model.eval()), (IMAGE,))
+    calls = [n.target for n in traced.graph.nodes if n.op == "call_module"]
+    if calls.count("a") > 1:
+        assert "called more than once" in str(PackConvs().explain(traced))
+        return
+    before = traced(IMAGE)
+    code = traced.code
+    PackConvs()(traced, verify=True)
+    added = [n for n in traced.graph.nodes if n.target == "contiguous" and n in PackConvs().get_transformed_nodes(traced)]
+    assert len(added) == borders
+    with torch.no_grad():
+        after = traced(IMAGE)
+    assert torch.allclose(after, before, atol=1e-5)
+    assert after.stride() == before.stride()
+    assert fxopt.undo(traced).code == code
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), "may write into the memory"),
+        (lambda m, x: (lambda y: (y.sum(), y.relu_()))(m.a(x)), "after it was read"),
+    ],
+)
+def test_writes_across_a_border_are_refused(function, reason):
+    refused(PackConvs(), convs(function), IMAGE, reason=reason, trace=fxopt_trace)
+
+
+def test_inputs_in_channels_last_stay_so():
+    image = IMAGE.to(memory_format=torch.channels_last)
+    refused(PackConvs(), convs(lambda m, x: m.a(x)), image, reason="default layout", trace=fxopt_trace)
+
+
+FUSED = [
+    (lambda m, x: m.a(x).relu(), 1),
+    (lambda m, x: F.gelu(m.a(x)), 1),
+    (lambda m, x: F.gelu(m.a(x), approximate="tanh"), 1),
+    (lambda m, x: F.silu(m.b(x)), 1),
+    (lambda m, x: m.a(x) + x, 1),
+    (lambda m, x: x + m.a(x), 1),
+    (lambda m, x: m.a(x).add_(x).relu(), 1),  # a linear kernel adds or activates
+    (lambda m, x: m.a(x) + m.b(x), 1),
+]
+
+
+@pytest.mark.parametrize(("function", "sites"), FUSED)
+def test_epilogues_of_linears(function, sites):
+    model = randomise(linears(function).eval())
+    traced = fxopt.trace(model, (X,))
+    with torch.no_grad():
+        before, code = traced(X), PackLinears()(traced).code
+        assert len(FuseEpilogues().explain(traced).sites) == sites
+        FuseEpilogues()(traced, verify=True)
+        assert len(FuseEpilogues().get_transformed_nodes(traced)) == sites
+        assert torch.allclose(traced(X), before, atol=1e-5)
+    assert fxopt.undo(traced).code == code
+
+
+def test_epilogues_of_convolutions_add_and_activate():
+    def block(m, x):
+        y = m.relu(m.a(x))
+        return m.relu(m.b(y).add_(y))
+
+    traced = fxopt.trace(randomise(convs(block).eval()), (IMAGE,))
+    with torch.no_grad():
+        before, code = traced(IMAGE), PackConvs()(traced).code
+        FuseEpilogues()(traced, verify=True)
+        calls = [node for node in traced.graph.nodes if node.target in ("a", "b")]
+        assert [{*call.kwargs} for call in calls] == [{"activation"}, {"other", "activation"}]
+        assert torch.allclose(traced(IMAGE), before, atol=1e-5)
+    assert fxopt.undo(traced).code == code
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: (lambda y: (y.relu(), y))(m.a(x)),
+        lambda m, x: F.elu(m.a(x)),
+        lambda m, x: m.a(x) + 1,
+        lambda m, x: m.a(x) + x[:, :1],
+        lambda m, x: m.a(x) + x.double(),
+        lambda m, x: torch.add(m.a(x), x, alpha=2),
+        lambda m, x: x.clone().add_(m.a(x)),
+        lambda m, x: (lambda y: y + y)(m.a(x)),
+    ],
+)
+def test_no_epilogue(function):
+    traced = PackLinears()(fxopt.trace(randomise(linears(function).eval()), (X,)))
+    assert not FuseEpilogues().explain(traced).sites
+
+
+def test_a_write_into_the_input_between_is_refused():
+    def late(m, x):
+        x = x.clone()
+        y = m.a(x)
+        x.add_(1)
+        return y.relu() + x
+
+    traced = PackLinears()(fxopt.trace(linears(late).eval(), (X,)))
+    assert "may write into" in str(FuseEpilogues().explain(traced))

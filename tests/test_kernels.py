@@ -1,0 +1,182 @@
+"""Packed layers: they compute what the plain layer does, and are the plain layer where a kernel would not do."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxopt.activations import ACTIVATIONS
+from fxopt.kernels import EPILOGUES, fuses_epilogues, kernels_for, packed_layer
+
+LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
+SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}
+CASES = [(layer, name) for layer in (LINEAR, CONV) for name in kernels_for(layer)]
+# What runs the tests is an x86 processor; elsewhere nothing of this can be shown.
+pytestmark = pytest.mark.skipif(not CASES, reason="this build of torch has no packed kernels")
+
+
+def random_layer(layer, dtype=torch.float32, bias=True):
+    layer = copy.deepcopy(layer).to(dtype).requires_grad_(False)
+    torch.manual_seed(0)
+    layer.weight.copy_(torch.randn(layer.weight.shape))
+    if bias:
+        layer.bias.copy_(torch.randn(layer.bias.shape))
+    else:
+        layer.bias = None
+    return layer
+
+
+def assert_close(found, layer, x, other=None, activation=None):
+    """Equal to the layer in float64, as far as the dtype of `x` tells."""
+    exact = copy.deepcopy(layer).double()(x.double())
+    exact = exact if other is None else exact + other.double()
+    if activation:
+        exact = ACTIVATIONS[activation].function(exact, **ACTIVATIONS[activation].options)
+    assert found.dtype == x.dtype
+    assert found.shape == exact.shape
+    eps = torch.finfo(x.dtype).eps
+    assert torch.allclose(found.double(), exact, rtol=16 * eps, atol=128 * eps)
+
+
+def uses_kernel(packed, x):
+    packed.__dict__.pop("_packed", None)
+    packed(x)
+    return "_packed" in vars(packed)
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_kernel_computes_the_layer(layer, kernel, bias, dtype):
+    layer = random_layer(layer, dtype, bias)
+    if kernel not in kernels_for(layer):
+        pytest.skip(f"{kernel} does not take {dtype} here")
+    shape = SHAPES[type(layer)]
+    packed = packed_layer(layer, kernel, shape)
+    for size in (shape, (1, *shape[1:]), (7, *shape[1:])):
+        x = torch.randn(size).to(dtype)
+        assert_close(packed(x), layer, x)
+    assert "_packed" in vars(packed)
+    x = torch.randn(shape).to(dtype)
+    other = torch.randn(layer(x).shape).to(dtype)
+    kept = other.clone()
+    for activation in (None, *EPILOGUES):
+        assert_close(packed(x, activation=activation), layer, x, None, activation)
+        assert_close(packed(x, other, activation), layer, x, other, activation)
+        assert torch.equal(other, kept)
+    broadcast = torch.randn(1).to(dtype)
+    assert_close(packed(x, broadcast), layer, x, broadcast)
+
+
+@pytest.mark.parametrize("kernel", kernels_for(LINEAR))
+def test_linear_takes_any_strides_and_ranks(kernel):
+    layer = random_layer(LINEAR)
+    packed = packed_layer(layer, kernel, (4, 24))
+    for x in (
+        torch.randn(24),
+        torch.randn(3, 4, 24).transpose(0, 1),
+        torch.randn(4, 48)[:, ::2],
+        torch.randn(1, 24).expand(5, 24),
+        torch.randn(2, 3, 4, 24),
+        torch.randn(25)[1:],
+    ):
+        assert_close(packed(x), layer, x)
+    assert packed(torch.randn(0, 24)).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 2},
+        {"padding": "same"},
+        {"padding": "valid"},
+        {"dilation": 2, "padding": 1},
+        {"groups": 2},
+        {"groups": 6, "kernel_size": 5},
+        {"kernel_size": 1},
+        {"kernel_size": (1, 3), "padding": (0, 1)},
+        {"padding": "same", "kernel_size": 4},
+        {"padding": 1, "padding_mode": "reflect"},
+    ],
+)
+def test_convolutions_of_all_kinds(options):
+    layer = random_layer(nn.Conv2d(6, 12, **{"kernel_size": 3} | options))
+    kernels = kernels_for(layer)
+    assert bool(kernels) == (options.get("kernel_size") != 4 and "padding_mode" not in options)
+    for kernel in kernels:
+        packed, x = packed_layer(layer, kernel, (2, 6, 9, 7)), torch.randn(2, 6, 9, 7)
+        assert_close(packed(x), layer, x)
+        assert_close(packed(x.to(memory_format=torch.channels_last)), layer, x)
+        assert_close(packed(x[0]), layer, x[0])
+        other = torch.randn(layer(x).shape)
+        assert_close(packed(x, other, "relu"), layer, x, other, "relu")
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_what_changes_the_weight_is_followed(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    for change in (
+        lambda: layer.weight.mul_(2),
+        lambda: layer.load_state_dict({n: torch.randn_like(p) for n, p in layer.state_dict().items()}),
+        lambda: setattr(layer.weight, "data", torch.randn_like(layer.weight)),
+        lambda: layer.bias.add_(1),
+    ):
+        packed(x)
+        change()
+        assert_close(packed(x), layer, x)
+    packed.weight = nn.Parameter(torch.randn_like(layer.weight), False)
+    assert not torch.equal(packed(x), layer(x))
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_plain_where_the_kernel_would_not_do(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    assert uses_kernel(packed, x)
+    wanted = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x)
+    assert torch.equal(torch.autograd.grad(packed(x).square().sum(), x)[0], wanted[0])
+    with torch.no_grad():
+        assert uses_kernel(packed, x)
+    x = x.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed(x), layer(x))
+    assert torch.equal(torch.func.vmap(packed)(x), torch.func.vmap(layer)(x))
+    assert torch.equal(copy.deepcopy(packed).double()(x.double()), copy.deepcopy(layer).double()(x.double()))
+    assert copy.deepcopy(packed).to("meta")(x.to("meta")).is_meta
+    training = copy.deepcopy(packed).requires_grad_()
+    training(x).sum().backward()
+    assert training.weight.grad is not None
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_copies_and_pickles_pack_anew(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    wanted = packed(x)
+    for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert "_packed" not in vars(copied)
+        assert torch.equal(copied(x), wanted)
+    assert list(packed.state_dict()) == list(layer.state_dict())
+
+
+def test_under_torch_compile_it_is_the_plain_layer():
+    layer = random_layer(LINEAR)
+    packed, x = packed_layer(layer, kernels_for(layer)[0], (5, 24)), torch.randn(5, 24)
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_a_kernel_that_this_machine_lacks_is_the_plain_layer():
+    layer = random_layer(LINEAR)
+    packed, x = packed_layer(layer, "of another machine", (5, 24)), torch.randn(5, 24)
+    assert torch.equal(packed(x), layer(x))
+    assert not fuses_epilogues(packed)
+    assert not kernels_for(copy.deepcopy(layer).to("meta"))
+    assert not kernels_for(copy.deepcopy(layer).double())
