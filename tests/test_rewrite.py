@@ -51,11 +51,23 @@ class Model(nn.Module):
 
 
 X = torch.randn(3, 4)
-CLEANING = (EliminateCommonSubexpressions, EliminateDeadCode, FoldConstants, RemoveIdentity)
+CLEANING = (
+    EliminateCommonSubexpressions,
+    EliminateDeadCode,
+    FoldConstants,
+    fxopt.FuseEpilogues,
+    RemoveIdentity,
+)
 """Passes with nothing to do in the model here."""
 
 REVERSIBLE = [cls for cls in available().values() if cls.reversible]
-NEED_EVAL_OR_METADATA = (ChangePrecision, fxopt.FuseBatchNorm1dInLinear, fxopt.FuseBatchNorm2dInConv2d)
+NEED_EVAL_OR_METADATA = (
+    ChangePrecision,
+    fxopt.FuseBatchNorm1dInLinear,
+    fxopt.FuseBatchNorm2dInConv2d,
+    fxopt.PackConvs,
+    fxopt.PackLinears,
+)
 
 
 def traced():

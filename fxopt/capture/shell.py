@@ -239,7 +239,7 @@ def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
 def _is_torch_layer(module: torch.nn.Module) -> bool:
     if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
         return False  # it only holds others
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "fxopt.kernels"))
 
 
 def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collection[int]) -> None:

@@ -39,9 +39,9 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
         >>> import torch, fxopt
         >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
         >>> traced = fxopt.trace(layers, (torch.zeros(1, 3, 16, 16),))
-        >>> fused = FuseEpilogues()(PackConvs(tune=False)(traced))
-        >>> print(fused.code.strip().splitlines()[-2].strip())
-        _1 = self.0(input, activation = 'relu');  input = None
+        >>> fused = FuseEpilogues()(fxopt.PackConvs()(traced))
+        >>> [dict(node.kwargs) for node in fused.graph.nodes if node.target == "0"]
+        [{'activation': 'relu'}]
     """
 
     preserves_computation = True

@@ -70,6 +70,22 @@ SITES: dict[str, Site] = {
         IMAGE,
         ("a", "norm"),
     ),
+    "pack": Site(
+        fxopt.PackLinears(),
+        lambda m, x: m.a(x) + 1,
+        lambda: {"a": nn.Linear(4, 3)},
+        ROWS,
+        ("a",),
+        ("own",),
+    ),
+    "conv-pack": Site(
+        fxopt.PackConvs(),
+        lambda m, x: m.a(x) + 1,
+        lambda: {"a": nn.Conv2d(3, 4, 3)},
+        IMAGE,
+        ("a",),
+        ("own",),
+    ),
     "linear-norm": Site(
         fxopt.FuseBatchNorm1dInLinear(),
         lambda m, x: m.norm(m.a(x)) + 1,
@@ -113,6 +129,9 @@ SITES: dict[str, Site] = {
         ("own",),
     ),
 }
+
+PACKING = ("pack", "conv-pack")
+"""The sites whose new layers have the parameters of the old ones, and kernels for some dtypes alone."""
 
 LAYERS = [(name, layer) for name, site in SITES.items() for layer in site.names]
 """Each layer of each site."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.kernels import packed_layer
 from fxopt.passes import available
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import ROWS, SITES, TRACERS
@@ -27,13 +28,14 @@ class Meeting(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout()
         self.first, self.middle, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.conv, self.norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
+        self.packed = packed_layer(nn.Linear(4, 4), "onednn", (5, 4))
 
     def forward(self, x):
         q, k = self.q(x) / 49, self.k(x)
         torch.relu(k)  # which nothing uses
         y = self.last(self.middle(self.first(self.act(self.drop(q)))))
         y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1)
-        return y / 8, k, self.norm(self.conv(y[None, None])) + 1
+        return y / 8, k, self.norm(self.conv(torch.relu(self.packed(y))[None, None])) + 1
 
 
 PASSES = list(available().values())
@@ -173,6 +175,7 @@ def test_undo_after_an_unused_part_was_removed_is_an_error():
 
 UNDO = """
 import pathlib, sys, torch, fxopt
+from fxopt.kernels import packed_layer
 from fxopt.passes import available
 folder = pathlib.Path(sys.argv[1])
 for name, cls in available().items():

@@ -6,9 +6,13 @@ from torch import nn
 
 import fxopt
 from tests.before_after import refused
-from tests.hazards.sites import LAYERS, ROWS, SITES, TRACED, Use, crossed, fx_leaves, safe, unsafe
+from tests.hazards.sites import LAYERS, PACKING, ROWS, SITES, TRACED, Use, crossed, fx_leaves, safe, unsafe
 
-FOLDED = [(name, layer) for name, layer in LAYERS if layer == "a" and name not in ("activation", "precision")]
+FOLDED = [
+    (name, layer)
+    for name, layer in LAYERS
+    if layer == "a" and name not in ("activation", "precision", *PACKING)
+]
 
 
 def also(use, other):

@@ -40,7 +40,9 @@ def linears(function):
 
 def convs(function):
     layers = {"a": nn.Conv2d(3, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}
-    return Function(function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4))
+    return Function(
+        function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4)
+    )
 
 
 def packed(traced):
@@ -106,13 +108,17 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
     monkeypatch.setattr(tuning, "measured", lambda layer, shape: times[type(layer)])
     monkeypatch.setattr(tuning, "copying", lambda shape: 0.1)
     model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
-    refused(PackLinears(tune=True), model, X, IMAGE, reason="torch's own kernel is the fastest", trace=fxopt_trace)
+    refused(
+        PackLinears(tune=True), model, X, IMAGE, reason="torch's own kernel is the fastest", trace=fxopt_trace
+    )
     rewritten(PackConvs(tune=True), model, X, IMAGE, sites=1, trace=fxopt_trace)
     times[nn.Linear]["onednn"] = 0.9
     rewritten(PackLinears(tune=True), model, X, IMAGE, sites=1, trace=fxopt_trace)
     times[nn.Conv2d]["onednn"] = 0.9  # but the copy takes 0.1
     monkeypatch.setattr("fxopt.passes.pack_convs.copying", lambda shape: 0.1)
-    refused(PackConvs(tune=True), model, X, IMAGE, reason="torch's own kernels are as fast", trace=fxopt_trace)
+    refused(
+        PackConvs(tune=True), model, X, IMAGE, reason="torch's own kernels are as fast", trace=fxopt_trace
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,11 @@ def test_regions_of_convolutions(function, borders):
     before = traced(IMAGE)
     code = traced.code
     PackConvs()(traced, verify=True)
-    added = [n for n in traced.graph.nodes if n.target == "contiguous" and n in PackConvs().get_transformed_nodes(traced)]
+    added = [
+        n
+        for n in traced.graph.nodes
+        if n.target == "contiguous" and n in PackConvs().get_transformed_nodes(traced)
+    ]
     assert len(added) == borders
     with torch.no_grad():
         after = traced(IMAGE)

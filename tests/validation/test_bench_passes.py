@@ -14,7 +14,7 @@ WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
 @pytest.mark.parametrize("name", available())
 def test_every_pass_has_work_in_each_layer(name):
     (step,) = history(available()[name]()(traced(kind_for(name), 3)))
-    assert step.sites >= (1 if name == "ChangePrecision" else 3)
+    assert step.sites >= (1 if name in ("ChangePrecision", "PackConvs") else 3)
 
 
 def test_both_directions_are_timed_at_each_size():

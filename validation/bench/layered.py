@@ -53,6 +53,16 @@ class Cluttered(nn.Module):
         return torch.sin(y) * torch.sin(y)
 
 
+class Packed(nn.Sequential):
+    """A packed layer with an activation behind it."""
+
+    def __init__(self) -> None:
+        from fxopt.kernels import packed_layer  # what peers are measured with does not have it
+
+        layer = packed_layer(nn.Linear(WIDTH, WIDTH), "onednn", (2, WIDTH))
+        super().__init__(layer, nn.ReLU())
+
+
 class Constant(nn.Module):
     """A constant."""
 
@@ -71,8 +81,10 @@ class Checks(nn.Module):
 
 def kind_for(name: str) -> Callable[[], nn.Module]:
     """The layer that has a place for the pass of this name."""
-    if "Conv2d" in name:
+    if "Conv" in name:
         return Convolution
+    if name == "FuseEpilogues":
+        return Packed
     if name == "FoldConstants":
         return Constant
     return Cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else Dense
@@ -80,7 +92,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
 
 def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     """A graph of so many layers, with the shapes and dtypes of its values."""
-    graph_module = torch.fx.symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
+    graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
     shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
     if kind is Constant:  # there are no constants where nobody checks sizes
@@ -90,6 +102,16 @@ def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
             graph_module.graph.call_module("checks", (x,))
         graph_module.recompile()
     return graph_module
+
+
+def _symbolic_trace(model: nn.Module) -> GraphModule:
+    """Trace a model with packed layers as leaves, too."""
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, nn.Linear) or super().is_leaf_module(m, module_qualified_name)
+
+    return GraphModule(model, Tracer().trace(model))
 
 
 Times = dict[str, dict[int, float]]
