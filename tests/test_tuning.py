@@ -88,7 +88,7 @@ def test_where_no_file_can_be_written_each_process_measures(monkeypatch, tmp_pat
 def test_processes_that_write_at_once_keep_each_others_times(monkeypatch, cache):
     tuning.measured(LAYER, SHAPE)
     forget(monkeypatch)
-    monkeypatch.setattr(tuning, "_read", lambda: {})  # as if it had begun before the other one wrote
+    monkeypatch.setattr(tuning, "_read", dict)  # as if it had begun before the other one wrote
     tuning.measured(LAYER, (8, 16))
     assert len(json.loads(cache.read_text())) == 1  # a lost time costs a measurement, and no more
 

@@ -136,7 +136,7 @@ class Graphs:
         for dynamic in choices:
             title = text_of(named, free if dynamic is not None else set())
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     traced, report = prepare(self._twin(), inputs, dynamic, self._options, title)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fxopt import graph
 from fxopt.capture import TracedModule, trace
 from fxopt.errors import FxoptError
+from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
-from fxopt.objects import set_attributes, set_items
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error
 from fxopt.optimizing.report import GraphReport
 from fxopt.passes.change_precision import ChangePrecision
@@ -104,8 +105,9 @@ def prepare(
         traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes)
     except FxoptError as error:
         return None, report(f"{UNCAPTURED}: {error}")
-    if _refuses_midway(traced):
-        return None, report("its graph might refuse these inputs when it has already written into them")
+    effect = _effect(traced)
+    if effect:
+        return None, report(effect)
     exact = in_float64(traced, inputs.bound(traced))
     made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in _pipeline(options)])
     traced.recompile()
@@ -153,11 +155,19 @@ def _kernels(traced: GraphModule) -> dict[str, int]:
     return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
 
 
-def _refuses_midway(traced: GraphModule) -> bool:
-    """Whether a graph may raise GuardError when it has changed an input, so that nothing else can run any more."""
-    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    checks = any(getattr(target, "__module__", "") == "fxopt.capture.checks" for target in targets)
-    return checks and (set_attributes in targets or set_items in targets)
+def _effect(traced: GraphModule) -> str | None:
+    """Why a graph cannot be tried out, or be given up when it has begun; None where that does no harm."""
+    index = GraphIndex(traced)
+    writer = index.memory.writer_of(traced)
+    if writer is not None:
+        return f"each run writes into its weights or buffers, at {graph.place(writer)}"
+    nodes = index.nodes
+    inputs = (node for node in nodes if node.op == "placeholder" and index.memory.written(node))
+    if any(getattr(node.target, "__module__", "") == "fxopt.capture.checks" for node in nodes):
+        changed = next(inputs, None)
+        if changed is not None:
+            return f"its graph might refuse these inputs when it has already written into {changed.target}"
+    return None
 
 
 def _judged(exact: Any, own: Any, found: Any, lower: bool) -> tuple[float, str | None]:

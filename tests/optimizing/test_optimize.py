@@ -245,6 +245,42 @@ def test_threads_share_the_graphs():
     assert len(fast.report) <= 4
 
 
+class Counter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.layer(x)
+
+
+@torch.no_grad()
+def test_what_each_run_writes_is_written_once():
+    model = Counter().eval()
+    with pytest.warns(
+        UserWarning, match="each run writes into its weights or buffers, at add_.*test_optimize.py"
+    ):
+        fast = fxopt.optimize(model, (torch.ones(2, 8),))
+    assert model.calls == 0
+    for _ in range(3):
+        fast(torch.ones(2, 8))
+    assert model.calls == 3
+
+
+@torch.no_grad()
+def test_random_numbers_go_on_as_without_it():
+    model = bert()
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    fxopt.optimize(model, (), text())
+    assert torch.equal(torch.rand(3), wanted)
+
+
 @torch.no_grad()
 def test_hooks_of_the_model_run_once():
     model, seen = bert(), []
