@@ -51,10 +51,11 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
             "torch.jit": jit,
             "torch.fx": fx,
             "onnxruntime": onnxruntime,
+            "onnxruntime, spinning": functools.partial(onnxruntime, spinning=True),
             "OpenVINO": openvino,
         }
-        if threads > 1:
-            chosen["onnxruntime, spinning"] = functools.partial(onnxruntime, spinning=True)
+        if threads == 1:
+            del chosen["onnxruntime, spinning"]  # one thread waits for nobody
     elif precision == "bfloat16":
         chosen |= {
             "eager bfloat16": functools.partial(_in_bfloat16, eager),
@@ -117,7 +118,8 @@ def onnxruntime(
 ) -> Prepared:
     """ONNX Runtime on the model exported with `dynamo=True`.
 
-    `spinning` lets its threads wait actively within a run, as is its default, but no longer than the run takes.
+    `spinning` lets its threads wait actively within a run, as is its default, but no longer than the run takes. `int8`
+    quantizes matrix products dynamically.
     """
     import onnxruntime
 
@@ -131,9 +133,15 @@ def onnxruntime(
         leaves = tuple(tensors(inputs))
         torch.onnx.export(Flat(model, inputs), leaves, file, dynamo=True, external_data=True, verbose=False)
         if int8:
+            import onnx
             from onnxruntime.quantization import quantize_dynamic
 
-            quantize_dynamic(file, file := file.with_name("int8.onnx"), use_external_data_format=True)
+            proto = onnx.load(file)
+            del proto.graph.value_info[:]  # shapes of weights that quantization transposes
+            file = file.with_name("int8.onnx")
+            # Not convolutions, for which it has no kernel when weights have signs.
+            products = ["MatMul", "Gemm"]
+            quantize_dynamic(proto, file, op_types_to_quantize=products, use_external_data_format=True)
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
     return Prepared(

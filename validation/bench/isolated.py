@@ -63,6 +63,7 @@ def first_call_alone(
         if not answer.poll(patience):
             raise Unavailable(f"no result after {patience:.0f} seconds")
         found = answer.recv()
+        process.join(60)  # it has processes of its own to end
     except EOFError:
         process.join()
         raise Unavailable(f"its process ended with exit status {process.exitcode}") from None

@@ -58,42 +58,16 @@ def document(table: pd.DataFrame) -> str:
 
 
 def plot(table: pd.DataFrame, kind: str) -> bytes:
-    """Bars of the speed-up over eager with their intervals, as `svg` or `png`."""
+    """Bars of the speed-up over eager with their intervals, one frame a case, as `svg` or `png`."""
     rows = [row for row in _rows(table) if not row.reason and row.engine != EAGER]
-    engines, models, runs = (
-        list(dict.fromkeys(names))
-        for names in zip(*((row.engine, row.model, _run(row) + _mark(row)) for row in rows), strict=True)
-    )
-    columns = ("model", "engine", "speedup", "speedup_low", "speedup_high")
-    values = [
-        {name: getattr(row, name) for name in columns} | {"run": _run(row) + _mark(row)} for row in rows
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    cases = list(dict.fromkeys((row.model, _run(row) + _mark(row)) for row in rows))
+    frames = [
+        _frame([row for row in rows if (row.model, _run(row) + _mark(row)) == case], engines)
+        for case in cases
     ]
-    data = alt.Data(values=values)
-    y = alt.Y("engine:N", sort=engines, title=None, axis=alt.Axis(labelLimit=200))
-    bars = (
-        alt.Chart()
-        .mark_bar()
-        .encode(
-            x=alt.X("speedup:Q", title="speed-up over eager"),
-            y=y,
-            color=alt.Color("engine:N", sort=engines, legend=None),
-        )
-    )
-    whiskers = (
-        alt.Chart()
-        .mark_rule()
-        .encode(x=alt.X("speedup_low:Q", title="speed-up over eager"), x2="speedup_high:Q", y=y)
-    )
-    one = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(x=alt.datum(1))
-    chart = (
-        alt.layer(bars, whiskers, one, data=data)
-        .properties(width=260)
-        .facet(
-            row=alt.Row("model:N", sort=models, title=None),
-            column=alt.Column("run:N", sort=runs, title=None),
-        )
-        .resolve_scale(y="independent")
-    )
+    columns = max(sum(model == first for model, _ in cases) for first, _ in cases)
+    chart = alt.concat(*frames, columns=columns).resolve_scale(x="shared", color="shared")
     if kind == "png":
         picture = io.BytesIO()
         chart.save(picture, format="png", scale_factor=2)
@@ -101,6 +75,21 @@ def plot(table: pd.DataFrame, kind: str) -> bytes:
     text = io.StringIO()
     chart.save(text, format="svg")
     return text.getvalue().encode()
+
+
+def _frame(rows: list[Row], engines: list[str]) -> alt.LayerChart:
+    """One model at one precision and number of threads; an engine has the same colour in all frames."""
+    names = ("engine", "speedup", "speedup_low", "speedup_high")
+    data = alt.Data(values=[{name: getattr(row, name) for name in names} for row in rows])
+    y = alt.Y("engine:N", sort=[row.engine for row in rows], title=None, axis=alt.Axis(labelLimit=200))
+    x = alt.X("speedup:Q", title="speed-up over eager")
+    color = alt.Color("engine:N", scale=alt.Scale(domain=engines), legend=None)
+    bars = alt.Chart().mark_bar().encode(x=x, y=y, color=color)
+    ends = alt.Chart().mark_rule().encode(x=alt.X("speedup_low:Q"), x2="speedup_high:Q", y=y)
+    eager = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(x=alt.datum(1))
+    title = f"{rows[0].model}, {_run(rows[0])}{_mark(rows[0])}"
+    chart: alt.LayerChart = alt.layer(bars, ends, eager, data=data, title=title, width=260)
+    return chart
 
 
 def _case(rows: list[Row]) -> list[str]:
