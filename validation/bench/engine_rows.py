@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from validation.bench.engines import EAGER, Prepare, Prepared
-from validation.bench.exactness import Exactness, exactness, in_float64
+from validation.bench.exactness import exactness, in_float64
 from validation.bench.isolated import FirstCall, reason
 from validation.bench.machine import BUSY, Others, cores_of_others, gemm_peak
-from validation.bench.nested import tensors
+from validation.bench.nested import fresh, tensors
 from validation.bench.quiet import quiet
 from validation.bench.rounds import in_random_order, speedup
 from validation.bench.workloads import Workload
@@ -74,58 +74,57 @@ def compare(
     `alone` measures the first call of the engine of this name in a process of its own; without it, the first call
     here is timed, and the memory is not known. An engine that fails at anything is left out with its reason.
     """
-    torch.set_num_threads(case[2])
-    before, rng = cores_of_others(), np.random.default_rng(0)
-    found: dict[str, dict[str, Any]] = {}
-    turns: dict[str, Callable[[], float]] = {}
-    exact = in_float64(workload)
-    outputs: list[torch.Tensor] = []
-    peak, flops = gemm_peak(), workload.flops()
-    with torch.no_grad():
-        for name, prepare in engines.items():
-            say(f"{' '.join(map(str, case))}: {name}")
+    model, precision, threads = case
+    torch.set_num_threads(threads)
+    found: dict[str, dict[str, Any]] = {name: {} for name in engines}
+
+    def each(step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
+        for name in [name for name, values in found.items() if "reason" not in values]:
+            say(f"{model}, {precision}, {threads} threads, {doing}: {name}")
             try:
                 with quiet():
-                    call = alone(name) if alone else None
-                    start = time.perf_counter()
-                    prepared = prepare(workload.model, workload.inputs, case[2])
-                    given = tensors(prepared.run(prepared.feed(workload.inputs)))
-                    call = call or FirstCall(time.perf_counter() - start, math.nan, math.nan)
-                    outputs = outputs or given
-                    found[name] = _of_first_call(call) | _of_outputs(exactness(given, outputs, exact))
-                    turn = _turn(prepared, workload)
-                    for _ in range(WARM_UP):
-                        turn()
-                turns[name] = turn
+                    found[name] |= step(name)
             except Exception as error:  # whatever an engine makes of a model
                 if name == EAGER:
                     raise
                 found[name] = {"reason": reason(error)}
+
+    if alone:  # before engines hold memory here
+        each(lambda name: _of_first_call(alone(name)), "first call")
+    before = cores_of_others()
+    peak, flops, exact = gemm_peak(), workload.flops(), in_float64(workload)
+    with torch.no_grad():
+        eager = tensors(workload.model(**fresh(workload.inputs)))
+    turns: dict[str, Callable[[], float]] = {}
+
+    def ready(name: str) -> dict[str, float]:
+        start = time.perf_counter()
+        prepared = engines[name](workload.model, workload.inputs, threads)
+        outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+        call = FirstCall(time.perf_counter() - start, math.nan, math.nan)
+        agreement = dataclasses.asdict(exactness(outputs, eager, exact))
+        turn = _turn(prepared, workload)
+        for _ in range(WARM_UP):
+            turn()
+        turns[name] = turn
+        return agreement if alone else agreement | _of_first_call(call)
+
+    with torch.no_grad():
+        each(ready, "first runs")
+        say(f"{model}, {precision}, {threads} threads, rounds")
         others = Others()
-        times = in_random_order(turns, rounds, seconds, rng)
+        times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
         during = others.cores()
+    torch._dynamo.reset()  # what it compiled holds the model
     peak = max(peak, gemm_peak())
-    conditions: dict[str, Any] = {
-        "idle": max(before, during) < BUSY,
-        "busy_before": before,
-        "busy_during": during,
-    }
-    own = found[EAGER]["error"]
+    idle = max(before, during) < BUSY
     for name, measured in times.items():
-        ratio = speedup(times[EAGER], measured)
-        median = statistics.median(measured)
-        found[name] |= {
-            "rounds": len(measured),
-            "median_ms": 1e3 * median,
-            "speedup": ratio.median,
-            "speedup_low": ratio.low,
-            "speedup_high": ratio.high,
-            "gflops": flops / median / 1e9,
-            "gemm_gflops": peak / 1e9,
-            "error_ratio": found[name]["error"] / own if own else math.nan,
-        }
-    name, precision, threads = case
-    return [Row(name, precision, threads, engine, **values | conditions) for engine, values in found.items()]
+        found[name] |= _of_times(measured, times[EAGER], flops, peak)
+        found[name]["error_ratio"] = _ratio(found[name]["error"], found[EAGER]["error"])
+    return [
+        Row(model, precision, threads, name, idle=idle, busy_before=before, busy_during=during, **values)
+        for name, values in found.items()
+    ]
 
 
 def _turn(prepared: Prepared, workload: Workload) -> Callable[[], float]:
@@ -150,5 +149,19 @@ def _of_first_call(call: FirstCall) -> dict[str, float]:
     return {"first_call_s": call.seconds, "resident_mb": call.resident / 1e6, "peak_mb": call.peak / 1e6}
 
 
-def _of_outputs(found: Exactness) -> dict[str, float]:
-    return dataclasses.asdict(found)
+def _of_times(times: list[float], eager: list[float], flops: int, peak: float) -> dict[str, float]:
+    """The columns of the times of an engine; `peak` is in operations per second."""
+    ratio, median = speedup(eager, times), statistics.median(times)
+    return {
+        "rounds": len(times),
+        "median_ms": 1e3 * median,
+        "speedup": ratio.median,
+        "speedup_low": ratio.low,
+        "speedup_high": ratio.high,
+        "gflops": flops / median / 1e9,
+        "gemm_gflops": peak / 1e9,
+    }
+
+
+def _ratio(value: float, other: float) -> float:
+    return value / other if other else math.nan

@@ -30,12 +30,15 @@ product of two float32 matrices (1024 or 2048 square) that torch reached in the 
 the model in float64, relative to the largest value of the output, in brackets as a multiple of eager's; *cosine* is the \
 similarity to float64; both are of the worst output."""
 
-ALONE = """\
+FIRST_CALL = {
+    True: """\
 *First call* goes from the model in memory to the first result, in a process of its own that has imported torch and \
 transformers, with empty caches. *Resident* is the memory of this process after it and *peak* the most on the way, \
-the model that it was made from included; processes that compile for inductor are not counted."""
-
-HERE = "*First call* goes from the model in memory to the first result, in the process that measures."
+the model that it was made from included; processes that compile for inductor are not counted.""",
+    False: """\
+Where memory was not measured, *first call* is timed in the process that measures, which has run the model before.""",
+}
+"""How first calls were measured: in processes of their own or not."""
 
 _NOT_IDLE = f"⚠️ **The machine was not idle**: other processes used {{:.1f}} cores (more than {BUSY}), so the times say little."
 
@@ -46,11 +49,7 @@ def document(table: pd.DataFrame) -> str:
     return page(
         "# fxopt beside its peers",
         INTRODUCTION,
-        ALONE
-        if table["alone"].all()
-        else HERE
-        if not table["alone"].any()
-        else f"{ALONE} Without memory: {HERE}",
+        "\n\n".join(text for alone, text in FIRST_CALL.items() if (table["alone"] == alone).any()),
         pipes(_conditions(table)),
         "![speed-up over eager, by engine, model and number of threads](peers.svg)",
         *(block for blocks in cases for block in blocks),
