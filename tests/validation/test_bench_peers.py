@@ -54,8 +54,9 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
     with torch.no_grad():
         expected = tensors(workload.model(**fresh(workload.inputs)))
         prepared = engines(precision, 2)[name](workload.model, workload.inputs, 1)
-        for _ in range(3):  # a cache has not grown meanwhile
-            outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):  # a cache has not grown meanwhile
+                outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
     found = exactness(outputs, expected, in_float64(workload))
     assert found.error < {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.2}[precision]
     assert found.cosine > 0.99
@@ -136,8 +137,11 @@ def test_a_first_call_alone():
 
 
 def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch):
-    with pytest.raises(Unavailable, match="NNCF"):
-        first_call_alone("resnet", True, "int8", "OpenVINO int8", 1)
+    class Connection(list):
+        send = list.append
+
+    isolated._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
+    assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
     with pytest.raises(Unavailable, match="no result after 0 seconds"):
         first_call_alone("resnet", True, "float32", EAGER, 1, patience=0.0)
     monkeypatch.setattr(isolated, "_answer", dies)
