@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import re
 import tracemalloc
@@ -40,6 +41,18 @@ def memory_table() -> Table:
     return table
 
 
+def resident(field: str) -> float:
+    """Resident memory of this process in bytes: `VmRSS` now, `VmHWM` at its peak; NaN without a /proc."""
+    found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+    return 1024.0 * int(found[1]) if found else math.nan
+
+
+def forget_peak() -> None:
+    """Lets the peak start anew from the memory that is resident now."""
+    if _STATUS.exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak(position: int, free: bool) -> tuple[str, int, int, int]:
     """The name of a subject, and in bytes: its weights, by how much the memory grew while it was captured, and compiling.
 
@@ -50,10 +63,10 @@ def _peak(position: int, free: bool) -> tuple[str, int, int, int]:
     fxopt.trace(small.model, (), small.inputs, dynamic_shapes=small.free if free else None)
     subject = WEIGHED[position]()
     gc.collect()
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    forget_peak()
     traced = fxopt.trace(subject.model, (), subject.inputs, dynamic_shapes=subject.free if free else None)
-    growth = _resident("VmHWM") - before
+    growth = int(resident("VmHWM") - before)
     return subject.name, sum(p.nbytes for p in traced.parameters()), growth, _compiling(traced.code)
 
 
@@ -63,9 +76,3 @@ def _compiling(code: str) -> int:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
-
-
-def _resident(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text())
-    assert found is not None
-    return 1024 * int(found[1])

@@ -1,0 +1,325 @@
+"""The benchmark of peers: who runs gives what the model gives, who cannot is left out with a line, and the reports say so."""
+
+import math
+import os
+import shutil
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fxopt
+from validation.bench import engine_rows, isolated, machine
+from validation.bench.__main__ import app
+from validation.bench.engine_rows import Row, compare
+from validation.bench.engines import AGAIN, EAGER, PRECISIONS, Prepared, Unavailable, eager, engines
+from validation.bench.exactness import exactness, in_float64
+from validation.bench.isolated import FirstCall, first_call_alone
+from validation.bench.nested import Flat, fresh, tensors
+from validation.bench.peers import replaced
+from validation.bench.peers_report import document, plot
+from validation.bench.rounds import in_random_order, speedup
+from validation.bench.workloads import Workload, build
+
+TWO_LAYERS = "two layers"
+
+
+def everyone():
+    """Each engine on a model of two layers, which takes seconds, and those that are quick on real ones as well."""
+    for precision in PRECISIONS:
+        for name in engines(precision, 2):
+            if name != "torch.compile bfloat16":  # as `torch.compile`, on the model of `eager bfloat16`
+                yield precision, name, TWO_LAYERS
+    yield from (("float32", "torch.jit", "bert"), ("float32", "torch.jit", "llama-decode"))
+    yield from (("bfloat16", "eager bfloat16", "llama-decode"), ("int8", "torch.ao int8", "bert"))
+
+
+@pytest.mark.parametrize(("precision", "name", "model"), list(everyone()))
+def test_an_engine_gives_what_the_model_gives(precision, name, model):
+    if name == "torch.compile" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler")
+    if name in UNABLE:
+        pytest.skip(f"{name} is not for this model: {UNABLE[name]}")
+    for package in ("onnxruntime", "onnxscript", "openvino"):
+        if name.lower().startswith(package[:4]):
+            pytest.importorskip(package)
+    workload = two_layers() if model == TWO_LAYERS else build(model, small=True)
+    state = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    with torch.no_grad():
+        expected = tensors(workload.model(**fresh(workload.inputs)))
+        prepared = engines(precision, 2)[name](workload.model, workload.inputs, 1)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):  # a cache has not grown meanwhile
+                outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+    found = exactness(outputs, expected, in_float64(workload))
+    assert found.error < {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.2}[precision]
+    assert found.cosine > 0.99
+    after = workload.model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in state.items())
+
+
+UNABLE = {"OpenVINO int8": "it needs data to calibrate on"}
+if not hasattr(fxopt, "optimize"):
+    UNABLE |= dict.fromkeys(("fxopt", "fxopt bfloat16", "fxopt int8"), "there is no `fxopt.optimize` yet")
+
+
+def test_torch_compile_does_not_change_the_settings_of_others():
+    before = torch._inductor.config.freezing, torch._inductor.config.force_disable_caches
+    with pytest.raises(TypeError):
+        engines("float32", 1)["torch.compile"](nn.Linear(2, 2), {"input": None}, 1)
+    assert (torch._inductor.config.freezing, torch._inductor.config.force_disable_caches) == before
+
+
+def test_threads_of_onnxruntime_do_not_spin(monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    sessions = []
+    session = onnxruntime.InferenceSession
+
+    def recorded(*args, **kwargs):
+        sessions.append(session(*args, **kwargs))
+        return sessions[-1]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", recorded)
+    workload = two_layers()
+    for name in ("onnxruntime", "onnxruntime, spinning"):
+        engines("float32", 2)[name](workload.model, workload.inputs, 2)
+    spins = [
+        found.get_session_options().get_session_config_entry("session.intra_op.allow_spinning")
+        for found in sessions
+    ]
+    assert spins == ["0", "1"]
+    assert [found.get_session_options().intra_op_num_threads for found in sessions] == [2, 2]
+
+
+def test_an_engine_that_is_not_installed_is_left_out_with_a_line(monkeypatch, hasty):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    rows = _compared({EAGER: eager, AGAIN: eager, "OpenVINO": engines("float32", 1)["OpenVINO"]})
+    assert [row.engine for row in rows] == [EAGER, AGAIN, "OpenVINO"]
+    assert rows[2].reason == "openvino is not installed (the extra `peers` brings it)"
+    text = document(_table(rows))
+    assert "- Left out: OpenVINO: openvino is not installed" in text
+    assert "| OpenVINO" not in text
+
+
+def test_an_engine_that_gives_something_else_is_left_out(hasty):
+    def shorter(model, inputs, threads):
+        return Prepared(fresh, lambda feed: tensors(model(**feed))[:0])
+
+    def not_a_number(model, inputs, threads):
+        return Prepared(fresh, lambda feed: [t * math.nan for t in tensors(model(**feed))])
+
+    rows = _compared({EAGER: eager, "shorter": shorter, "nan": not_a_number})
+    assert "gives outputs of shapes" in rows[1].reason
+    assert rows[2].error == math.inf
+
+
+def test_first_calls_in_other_processes_stand_in_the_rows(hasty):
+    def alone(name):
+        if name == AGAIN:
+            raise Unavailable("it died")
+        return FirstCall(2.5, 3e6, 4e6)
+
+    rows = _compared({EAGER: eager, AGAIN: eager}, alone=alone)
+    assert (rows[0].first_call_s, rows[0].resident_mb, rows[0].peak_mb) == (2.5, 3, 4)
+    assert rows[1].reason == "it died"
+
+
+def test_a_first_call_alone():
+    found = first_call_alone("resnet", True, "float32", EAGER, 1)
+    assert found.seconds > 0
+    assert 5e7 < found.resident <= found.peak or sys.platform != "linux"
+
+
+def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch):
+    class Connection(list):
+        send = list.append
+
+    isolated._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
+    assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
+    with pytest.raises(Unavailable, match="no result after 0 seconds"):
+        first_call_alone("resnet", True, "float32", EAGER, 1, patience=0.0)
+    monkeypatch.setattr(isolated, "_answer", dies)
+    with pytest.raises(Unavailable, match="its process ended with exit status 3"):
+        first_call_alone("resnet", True, "float32", EAGER, 1)
+
+
+def dies(*args):
+    os._exit(3)
+
+
+def test_the_flat_form_takes_and_gives_tensors_alone():
+    workload = build("llama-decode", small=True)
+    leaves = tensors(workload.inputs)
+    assert len(leaves) == 1 + 2 * 2
+    with torch.no_grad():
+        first, second = (Flat(workload.model, workload.inputs)(*leaves) for _ in range(2))
+    assert [t.shape for t in first] == [(1, 1, 32), *[(1, 1, 17, 16)] * 4]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert workload.inputs["past_key_values"].get_seq_length() == 16
+
+
+def test_operations_are_counted_with_those_of_attention():
+    linear = Workload(nn.Linear(8, 4), {"input": torch.rand(3, 8)})
+    assert linear.flops() == 2 * 3 * 8 * 4
+    bert = build("bert", small=True)
+    layer = 4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32  # of one token: projections, feed-forward, attention
+    assert bert.flops() == 2 * (2 * 16 * layer + 32 * 32)
+
+
+def test_the_peak_of_matrix_products():
+    assert 1e8 < machine.gemm_peak((256,), 3) < 1e14
+
+
+def test_rounds_take_every_turn_once_in_another_order():
+    taken = []
+    turns = {name: lambda name=name: taken.append(name) or 1.0 for name in "abcd"}
+    times = in_random_order(turns, 5, 0.0, np.random.default_rng(0))
+    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abcd", 5)
+    rounds = [taken[start : start + 4] for start in range(0, 20, 4)]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 1
+
+
+def test_rounds_go_on_until_the_time_is_used():
+    clock = iter(range(100))
+    times = in_random_order({"a": lambda: 1.0}, 2, 5.0, np.random.default_rng(0), lambda: float(next(clock)))
+    assert len(times["a"]) == 6
+
+
+def test_a_speedup_is_paired():
+    baseline = np.array([1.0, 10.0, 100.0] * 5)  # a machine that slows down does so for both
+    found = speedup(baseline, baseline / 2)
+    assert (found.median, found.low, found.high) == (2, 2, 2)
+    rng = np.random.default_rng(0)
+    found = speedup(rng.uniform(0.9, 1.1, 200), rng.uniform(0.9, 1.1, 200))
+    assert found.low < 1 < found.high
+    assert found.high - found.low < 0.1
+    assert math.isnan(speedup([1.0], [2.0]).low)
+
+
+def test_exactness_is_of_the_worst_output():
+    exact = [torch.tensor([1.0, -4.0]).double(), torch.ones(2).double()]
+    eager_outputs = [torch.tensor([1.0, -4.0]), torch.ones(2)]
+    found = exactness([torch.tensor([2.0, -4.0]), torch.ones(2)], eager_outputs, exact)
+    assert (found.error, found.difference) == (0.25, 1.0)
+    assert found.cosine == pytest.approx(18 / math.sqrt(20 * 17))
+    with pytest.raises(ValueError, match="shapes"):
+        exactness([torch.ones(2)], eager_outputs, exact)
+
+
+def test_other_processes_are_counted_and_our_own_work_is_not(monkeypatch):
+    clock = iter([(0.0, 0.0, 0.0), (2.0, 3.0, 1.0), (2.0, 1.0, 3.0)])
+    monkeypatch.setattr(machine.Others, "_now", staticmethod(lambda: next(clock)))
+    others = machine.Others()
+    assert others.cores() == 1.0
+    assert others.cores() == 0.0  # never below
+    monkeypatch.undo()
+    others, end = machine.Others(), time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    assert others.cores() < machine.all_threads()
+
+
+def test_the_report_has_the_machine_the_mark_and_a_ratio_of_eager_to_itself():
+    busy = _rows(idle=False, busy_during=1.5)
+    text = document(_table(busy + _rows(threads=2)))
+    assert (
+        "## bert, float32, 1 thread\n\n⚠️ **The machine was not idle**: other processes used 1.5 cores" in text
+    )
+    assert "| eager, again ⚠️ | 10.00 | 1.01 (0.99 to 1.03) |" in text
+    assert "| eager, again | 10.00 | 1.01 (0.99 to 1.03) |" in text
+    assert "| machine | a processor, 2 cores |" in text
+    assert "| idle | no, see the marks ⚠️ |" in text
+    assert text.count("⚠️ **") == 1
+    assert plot(_table(busy), "png").startswith(b"\x89PNG")
+    mark = "⚠".encode()
+    assert mark in plot(_table(busy), "svg")
+    assert mark not in plot(_table(_rows()), "svg")
+
+
+def test_measuring_anew_replaces_the_rows_of_that_case_alone():
+    old = _table(_rows() + _rows(threads=2))
+    table = replaced(old, _table(_rows(threads=2, median_ms=1.0)))
+    assert list(table["threads"]) == [1, 1, 2, 2]
+    assert list(table["median_ms"]) == [10, 10, 1, 1]
+    assert len(replaced(pd.DataFrame(), old)) == 4
+
+
+def test_the_command_writes_its_reports(tmp_path, hasty):
+    arguments = ["peers", "--small", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--engine", "torch.jit,torch.fx", "--no-memory", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    table = pd.read_parquet(tmp_path / "peers.parquet")
+    assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit", "torch.fx"]
+    assert list(table["rounds"]) == [2, 2, 2, 0]
+    assert (table["speedup"][:3] > 0).all()
+    assert table["reason"][3].startswith("TraceError")
+    text = (tmp_path / "peers.md").read_text()
+    assert "## resnet, float32, 1 thread" in text
+    assert "Left out: torch.fx: TraceError" in text
+    assert (tmp_path / "peers.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "nothing"], "there is no model 'nothing'"),
+        (["--precision", "float8"], "there is no precision 'float8'"),
+        (["--threads", "0"], "numbers of threads, or `all`"),
+    ],
+)
+def test_what_is_not_there_is_an_error(arguments, message):
+    result = CliRunner().invoke(app, ["peers", *arguments], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    assert result.exit_code != 0
+    assert message in result.output
+
+
+def two_layers():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+    return Workload(model, {"input": torch.rand(4, 16)})
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Spares the rest before a comparison and most of the matrix products."""
+    monkeypatch.setattr(engine_rows, "cores_of_others", lambda: 0.0)
+    monkeypatch.setattr(engine_rows, "gemm_peak", lambda: machine.gemm_peak((64,), 1))
+
+
+def _compared(chosen, **options):
+    case = ("resnet", "float32", 1)
+    return compare(case, build("resnet", small=True), chosen, rounds=2, seconds=0.0, say=len, **options)
+
+
+def _rows(**changes):
+    numbers = {
+        "rounds": 10,
+        "median_ms": 10.0,
+        "speedup": 1.01,
+        "speedup_low": 0.99,
+        "speedup_high": 1.03,
+        "gflops": 5.0,
+        "gemm_gflops": 50.0,
+        "busy_before": 0.0,
+        "busy_during": 0.0,
+    }
+    case = {"model": "bert", "precision": "float32", "threads": 1}
+    return [Row(engine=name, **case | numbers | changes) for name in (EAGER, AGAIN)]
+
+
+def _table(rows):
+    shared = {
+        "machine": "a processor, 2 cores",
+        "instructions": "avx2",
+        "versions": "torch",
+        "settings": "none",
+    }
+    now = pd.Timestamp.now(tz="UTC")
+    return pd.DataFrame(map(vars, rows)).assign(system="", commit="", started=now, alone=False, **shared)

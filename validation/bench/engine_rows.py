@@ -1,0 +1,167 @@
+"""One workload on all engines at one precision and number of threads: one row an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from validation.bench.engines import EAGER, Prepare, Prepared
+from validation.bench.exactness import exactness, in_float64
+from validation.bench.isolated import FirstCall, reason
+from validation.bench.machine import BUSY, Others, cores_of_others, gemm_peak
+from validation.bench.nested import fresh, tensors
+from validation.bench.quiet import quiet
+from validation.bench.rounds import in_random_order, speedup
+from validation.bench.workloads import Workload
+
+WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One engine on one workload. Without a reason it ran; numbers that were not measured are NaN.
+
+    Attributes:
+        reason: Why the engine was left out; empty where it ran.
+        speedup: Median of the paired ratios of eager's time to its own, with the ends of the 95 % interval.
+        error_ratio: The error relative to float64, divided by that of eager float32.
+        busy_before: Cores that other processes used in a second of rest before, and (`busy_during`) in the rounds.
+    """
+
+    model: str
+    precision: str
+    threads: int
+    engine: str
+    reason: str = ""
+    rounds: int = 0
+    median_ms: float = math.nan
+    speedup: float = math.nan
+    speedup_low: float = math.nan
+    speedup_high: float = math.nan
+    gflops: float = math.nan
+    gemm_gflops: float = math.nan
+    first_call_s: float = math.nan
+    resident_mb: float = math.nan
+    peak_mb: float = math.nan
+    error: float = math.nan
+    error_ratio: float = math.nan
+    difference: float = math.nan
+    cosine: float = math.nan
+    idle: bool = True
+    busy_before: float = math.nan
+    busy_during: float = math.nan
+
+
+def compare(
+    case: tuple[str, str, int],
+    workload: Workload,
+    engines: Mapping[str, Prepare],
+    *,
+    rounds: int,
+    seconds: float,
+    alone: Callable[[str], FirstCall] | None = None,
+    say: Callable[[str], object] = print,
+) -> list[Row]:
+    """Makes every engine ready, then times all of them in rounds; `case` is the model's name, precision and threads.
+
+    `alone` measures the first call of the engine of this name in a process of its own; without it, the first call
+    here is timed, and the memory is not known. An engine that fails at anything is left out with its reason.
+    """
+    model, precision, threads = case
+    torch.set_num_threads(threads)
+    found: dict[str, dict[str, Any]] = {name: {} for name in engines}
+
+    def each(step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
+        for name in [name for name, values in found.items() if "reason" not in values]:
+            say(f"{model}, {precision}, {threads} threads, {doing}: {name}")
+            try:
+                with quiet():
+                    found[name] |= step(name)
+            except Exception as error:  # whatever an engine makes of a model
+                if name == EAGER:
+                    raise
+                found[name] = {"reason": reason(error)}
+
+    if alone:  # before engines hold memory here
+        each(lambda name: _of_first_call(alone(name)), "first call")
+    before = cores_of_others()
+    peak, flops, exact = gemm_peak(), workload.flops(), in_float64(workload)
+    with torch.no_grad():
+        eager = tensors(workload.model(**fresh(workload.inputs)))
+    turns: dict[str, Callable[[], float]] = {}
+
+    def ready(name: str) -> dict[str, float]:
+        start = time.perf_counter()
+        prepared = engines[name](workload.model, workload.inputs, threads)
+        outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+        call = FirstCall(time.perf_counter() - start, math.nan, math.nan)
+        agreement = dataclasses.asdict(exactness(outputs, eager, exact))
+        turn = _turn(prepared, workload)
+        for _ in range(WARM_UP):
+            turn()
+        turns[name] = turn
+        return agreement if alone else agreement | _of_first_call(call)
+
+    with torch.no_grad():
+        each(ready, "first runs")
+        say(f"{model}, {precision}, {threads} threads, rounds")
+        others = Others()
+        times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
+        during = others.cores()
+    torch._dynamo.reset()  # what it compiled holds the model
+    peak = max(peak, gemm_peak())
+    idle = max(before, during) < BUSY
+    for name, measured in times.items():
+        found[name] |= _of_times(measured, times[EAGER], flops, peak)
+        found[name]["error_ratio"] = _ratio(found[name]["error"], found[EAGER]["error"])
+    return [
+        Row(model, precision, threads, name, idle=idle, busy_before=before, busy_during=during, **values)
+        for name, values in found.items()
+    ]
+
+
+def _turn(prepared: Prepared, workload: Workload) -> Callable[[], float]:
+    """Runs twice and gives the seconds of the second run.
+
+    The first brings the weights back into the caches, and lets the threads of the engine before come to rest.
+    """
+
+    def turn() -> float:
+        seconds = math.nan
+        for _ in range(2):
+            feed = prepared.feed(workload.inputs)
+            start = time.perf_counter()
+            prepared.run(feed)
+            seconds = time.perf_counter() - start
+        return seconds
+
+    return turn
+
+
+def _of_first_call(call: FirstCall) -> dict[str, float]:
+    return {"first_call_s": call.seconds, "resident_mb": call.resident / 1e6, "peak_mb": call.peak / 1e6}
+
+
+def _of_times(times: list[float], eager: list[float], flops: int, peak: float) -> dict[str, float]:
+    """The columns of the times of an engine; `peak` is in operations per second."""
+    ratio, median = speedup(eager, times), statistics.median(times)
+    return {
+        "rounds": len(times),
+        "median_ms": 1e3 * median,
+        "speedup": ratio.median,
+        "speedup_low": ratio.low,
+        "speedup_high": ratio.high,
+        "gflops": flops / median / 1e9,
+        "gemm_gflops": peak / 1e9,
+    }
+
+
+def _ratio(value: float, other: float) -> float:
+    return value / other if other else math.nan

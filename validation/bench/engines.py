@@ -1,0 +1,204 @@
+"""The engines that run one model, each made ready by a function of its own: eager, fxopt, and their peers.
+
+Each is given the same number of threads. No thread of another engine may wait actively for work: while it spins, it
+takes a core from the one whose turn it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxopt
+from validation.bench.nested import Flat, cast, fresh, tensors
+
+
+class Unavailable(Exception):
+    """An engine cannot run a model here; the message is the reason that the report gives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """An engine that holds a model: `feed` makes its inputs for one run, untimed, and `run` takes these."""
+
+    feed: Callable[[Mapping[str, Any]], Any]
+    run: Callable[[Any], Any]
+
+
+Prepare = Callable[[nn.Module, Mapping[str, Any], int], Prepared]
+"""Makes a model ready for inputs like these and for so many threads; leaves the model as it is."""
+
+
+def engines(precision: str, threads: int) -> dict[str, Prepare]:
+    """The engines for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the measure of all others."""
+    chosen: dict[str, Prepare] = {
+        EAGER: eager,
+        AGAIN: eager,
+        f"fxopt{_suffix(precision)}": functools.partial(_fxopt, precision=precision),
+    }
+    if precision == "float32":
+        chosen |= {
+            "torch.compile": compiled,
+            "torch.jit": jit,
+            "torch.fx": fx,
+            "onnxruntime": onnxruntime,
+            "onnxruntime, spinning": functools.partial(onnxruntime, spinning=True),
+            "OpenVINO": openvino,
+        }
+        if threads == 1:
+            del chosen["onnxruntime, spinning"]  # one thread waits for nobody
+    elif precision == "bfloat16":
+        chosen |= {
+            "eager bfloat16": functools.partial(_in_bfloat16, eager),
+            "torch.compile bfloat16": functools.partial(_in_bfloat16, compiled),
+            "OpenVINO bfloat16": functools.partial(openvino, precision="bf16"),
+        }
+    else:
+        chosen |= {
+            "torch.ao int8": dynamically_quantized,
+            "onnxruntime int8": functools.partial(onnxruntime, int8=True),
+            "OpenVINO int8": _openvino_int8,
+        }
+    return chosen
+
+
+EAGER = "eager"
+AGAIN = "eager, again"
+"""The A/A arm: the same thing as `EAGER`, so that its ratio shows what the measurement itself is worth."""
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+
+
+def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """The model itself."""
+    return Prepared(fresh, lambda feed: model(**feed))
+
+
+def compiled(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """`torch.compile` by inductor with frozen weights, from empty caches."""
+    torch._dynamo.reset()
+    module = torch.compile(model)
+    with torch._inductor.config.patch(freezing=True, force_disable_caches=True):
+        module(**fresh(inputs))
+    return Prepared(fresh, lambda feed: module(**feed))
+
+
+def jit(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """`torch.jit.trace`, frozen and optimized for inference."""
+    leaves = tuple(tensors(inputs))
+    traced = torch.jit.trace(Flat(model, inputs), leaves, check_trace=False)
+    module = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
+    return Prepared(tensors, lambda feed: module(*feed))
+
+
+def fx(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """The `optimize_for_inference` of torch.fx, which traces the model symbolically."""
+    from torch.fx.experimental.optimization import optimize_for_inference
+
+    module = optimize_for_inference(model)
+    return Prepared(fresh, lambda feed: module(**feed))
+
+
+def onnxruntime(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    threads: int,
+    *,
+    spinning: bool = False,
+    int8: bool = False,
+) -> Prepared:
+    """ONNX Runtime on the model exported with `dynamo=True`.
+
+    `spinning` lets its threads wait actively within a run, as is its default, but no longer than the run takes. `int8`
+    quantizes matrix products dynamically.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.onnx"
+        leaves = tuple(tensors(inputs))
+        torch.onnx.export(Flat(model, inputs), leaves, file, dynamo=True, external_data=True, verbose=False)
+        if int8:
+            import onnx
+            from onnxruntime.quantization import quantize_dynamic
+
+            proto = onnx.load(file)
+            del proto.graph.value_info[:]  # shapes of weights that quantization transposes
+            file = file.with_name("int8.onnx")
+            # Not convolutions, for which it has no kernel when weights have signs.
+            products = ["MatMul", "Gemm"]
+            quantize_dynamic(proto, file, op_types_to_quantize=products, use_external_data_format=True)
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_inputs()]
+    return Prepared(
+        lambda inputs: dict(zip(names, _arrays(inputs), strict=True)), lambda feed: session.run(None, feed)
+    )
+
+
+def openvino(
+    model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str = "f32"
+) -> Prepared:
+    """OpenVINO on the model exported by `torch.export`; by itself it would compute in bfloat16 where the CPU can."""
+    import openvino
+
+    exported = torch.export.export(Flat(model, inputs), tuple(tensors(inputs)), strict=False)
+    module = openvino.Core().compile_model(
+        openvino.convert_model(exported),
+        "CPU",
+        {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": precision,
+            "ENABLE_CPU_PINNING": False,  # the threads of others shall not find one core taken
+        },
+    )
+    return Prepared(_arrays, lambda feed: list(module(feed).values()))
+
+
+def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """`torch.ao.quantization.quantize_dynamic` on every linear layer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    return Prepared(fresh, lambda feed: module(**feed))
+
+
+def _fxopt(model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str) -> Prepared:
+    """`fxopt.optimize`."""
+    optimize = getattr(fxopt, "optimize", None)
+    if optimize is None:
+        raise Unavailable("this version of fxopt has no `optimize`")
+    module = optimize(model, (), fresh(inputs), precision=precision)
+    return Prepared(fresh, lambda feed: module(**feed))
+
+
+def _in_bfloat16(prepare: Prepare, model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    """The engine on a copy of the model in bfloat16."""
+    prepared = prepare(copy.deepcopy(model).bfloat16(), cast(inputs, torch.bfloat16), threads)
+    return Prepared(lambda inputs: prepared.feed(cast(inputs, torch.bfloat16)), prepared.run)
+
+
+def _openvino_int8(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+    raise Unavailable("OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on")
+
+
+def _arrays(inputs: Mapping[str, Any]) -> list[Any]:
+    return [tensor.numpy() for tensor in tensors(inputs)]
+
+
+def _suffix(precision: str) -> str:
+    return "" if precision == "float32" else f" {precision}"
