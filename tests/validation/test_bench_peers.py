@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import fxopt
 from validation.bench import engine_rows, isolated, machine
 from validation.bench.__main__ import app
 from validation.bench.engine_rows import Row, compare
@@ -63,9 +62,7 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
     assert all(torch.equal(value, after[key]) for key, value in state.items())
 
 
-UNABLE = {"OpenVINO int8": "it needs data to calibrate on"}
-if not hasattr(fxopt, "optimize"):
-    UNABLE |= dict.fromkeys(("fxopt", "fxopt bfloat16", "fxopt int8"), "there is no `fxopt.optimize` yet")
+UNABLE = {"OpenVINO int8": "it needs data to calibrate on", "fxopt int8": "`fxopt.optimize` has no int8"}
 
 
 def test_torch_compile_does_not_change_the_settings_of_others():

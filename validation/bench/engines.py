@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.optimizing.prepare import PRECISIONS
 from validation.bench.nested import Flat, cast, fresh, tensors
 
 
@@ -179,10 +180,9 @@ def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: 
 
 def _fxopt(model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str) -> Prepared:
     """`fxopt.optimize`."""
-    optimize = getattr(fxopt, "optimize", None)
-    if optimize is None:
-        raise Unavailable("this version of fxopt has no `optimize`")
-    module = optimize(model, (), fresh(inputs), precision=precision)
+    if precision not in PRECISIONS:
+        raise Unavailable(f"`fxopt.optimize` knows {', '.join(PRECISIONS)} alone")
+    module = fxopt.optimize(model, (), fresh(inputs), precision=precision)
     return Prepared(fresh, lambda feed: module(**feed))
 
 
