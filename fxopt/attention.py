@@ -237,7 +237,8 @@ class AttentionReader:
                 if isinstance(tensor, Tensor) and not tensor.is_meta and bool(tensor.isneginf().any()):
                     return True
             if node.op != "call_module" and Fact.MIXES not in facts_of(node):
-                new = [value for value in node.all_input_nodes if value not in seen]
+                made_by = (*node.all_input_nodes, *self._index.memory.writers(node))
+                new = [value for value in made_by if value not in seen]
                 seen.update(new)
                 pending += new
         return False
@@ -263,12 +264,12 @@ class AttentionReader:
         if not all(_value(mask.node).shape for mask in masks):
             raise Obstacle("a mask is one number")
         grouped = [shape[:2] for shape in shapes if len(shape) == 4]
+        if not all(_alike(grouped[0], sizes) for sizes in grouped):
+            raise Obstacle("batch and heads are grouped in two ways")
         if not grouped or len(grouped) == len(shapes):
             return None
         heads = min(grouped, key=lambda sizes: not isinstance(sizes[1], int))
-        if not all(_alike(heads, sizes) for sizes in grouped) or not any(
-            isinstance(size, int) for size in heads
-        ):
+        if not any(isinstance(size, int) for size in heads):
             raise Obstacle("the number of heads is not known")
         return heads[0], heads[1]
 
@@ -285,7 +286,7 @@ class _Scores:
     def __post_init__(self) -> None:
         if name_of(self.product) == "baddbmm":
             alpha, beta = (self.product.kwargs.get(name, 1) for name in ("alpha", "beta"))
-            if not _is_number(alpha) or beta not in (0, 1):
+            if not _is_number(alpha) or beta not in (0, 1) or not self.product.args:
                 raise Obstacle(f"{self.product.name} scales what it adds")
             self.scale = float(alpha)
             self.masks = [Mask(self.product.all_input_nodes[0], self.product)] if beta else []
@@ -297,7 +298,7 @@ def _factors(product: Node) -> tuple[Node, Node, bool]:
     turned, name = True, name_of(product)
     if name == "einsum":
         turned = _is_turned("".join(str(args[0]).split()))
-        args = args[1] if isinstance(args[1], tuple | list) else args[1:]
+        args = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     elif name == "baddbmm":
         args = (*args[1:], *(product.kwargs[key] for key in ("batch1", "batch2") if key in product.kwargs))
     elif product.kwargs:

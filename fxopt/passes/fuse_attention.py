@@ -55,7 +55,7 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
         ...         return scores.softmax(dim=-1) @ value
         >>> traced = fxopt.trace(Attention(), (torch.ones(1, 2, 5, 4),) * 3)
         >>> FuseAttention()(traced).graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-        [matmul_1]
+        [scaled_dot_product_attention]
     """
 
     preserves_computation = True

@@ -48,6 +48,7 @@ class Attends(nn.Module):
         self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
         self.softmax, self.dropout = nn.Softmax(dim=-1), nn.Dropout(0.3)
         self.bias = nn.Parameter(torch.ones(2, 5, 5))
+        self.register_buffer("hidden", torch.full((5, 5), -math.inf).triu(1))
 
     def forward(self, x, *others):
         layers = (self.query, self.key, self.value)
@@ -76,6 +77,10 @@ SPELLINGS = {
     "modules": lambda m, q, k, v: m.dropout(m.softmax(scores(q, k) * 0.5)) @ v,
     "permuted keys": lambda m, q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v,
     "other permuted keys": lambda m, q, k, v: (q @ k.transpose(1, 2).permute(0, 2, 3, 1)).softmax(-1) @ v,
+    "other strides": lambda m, q, k, v: (
+        scores(q.mT.contiguous().mT, k[:, :, ::2].repeat_interleave(2, 2)[:, :, :5]).softmax(-1)
+        @ v[:, :1].mT.contiguous().mT.expand(2, 2, 5, 4)
+    ),
     "dropout without effect": lambda m, q, k, v: (
         F.dropout(F.dropout(scores(q, k).softmax(-1), 0.3, training=False), 0.0, True) @ v
     ),
@@ -258,6 +263,10 @@ REFUSED = {
         lambda m, q, k, v: scores(q, k).reshape(1, 2, 10, 5).softmax(-1).reshape(2, 2, 5, 5) @ v,
         "reshape changes the shape",
     ),
+    "heads that are regrouped": (
+        lambda m, q, k, v: scores(q, k).reshape(1, 4, 5, 5).softmax(-1).reshape(2, 2, 5, 5) @ v,
+        "grouped in two ways",
+    ),
     "in less precision": (
         lambda m, q, k, v: scores(q, k).to(torch.bfloat16).softmax(-1).to(q.dtype) @ v,
         "is in torch.bfloat16",
@@ -274,6 +283,14 @@ REFUSED = {
         lambda m, q, k, v: (
             (scores(q, k) + torch.zeros_like(m.bias).masked_fill(m.bias > 0, -math.inf)).softmax(-1) @ v
         ),
+        "may hold -inf",
+    ),
+    "-inf is written": (
+        lambda m, q, k, v: (scores(q, k) + with_hidden(m.bias)).softmax(-1) @ v,
+        "may hold -inf",
+    ),
+    "a buffer that holds -inf": (
+        lambda m, q, k, v: (scores(q, k) + m.hidden).softmax(-1) @ v,
         "may hold -inf",
     ),
     "a logarithm is added": (
@@ -318,6 +335,12 @@ REFUSED = {
     ),
     "without gradients": (lambda m, q, k, v: without_gradients(q, k) @ v, "side effect"),
 }
+
+
+def with_hidden(bias):
+    mask = torch.zeros_like(bias)
+    mask[:, :, 3:] = -math.inf
+    return mask
 
 
 def without_gradients(q, k):
