@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -81,6 +82,7 @@ class AttentionReader:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._read: set[Node] = set()
+        self._finite: set[Node] = set()
 
     def places(self) -> Iterator[tuple[Node, ...]]:
         """Nodes that lead from a product by way of a softmax to another product, in order."""
@@ -103,6 +105,9 @@ class AttentionReader:
         if weights is not steps[-1] or value is weights or not by_columns or name_of(last) == "baddbmm":
             raise Obstacle("the weights are not on the left of the product with the values")
         self._check_uses(place)
+        writer = self._index.memory.written(last)
+        if writer:
+            raise Obstacle(f"{writer.name} may write into its output, which the call keeps for gradients")
         for node in (*place, query, key, value):
             _value(node)
         scores = _Scores(steps[0])
@@ -214,7 +219,7 @@ class AttentionReader:
         number = fill
         if isinstance(fill, Node):
             value = _value(fill)
-            if fill not in constants_of(self._index) or value.shape or value.dtype != graph.dtype_of(source):
+            if fill not in self._constants or value.shape or value.dtype != graph.dtype_of(source):
                 raise Obstacle(f"{fill.name}, which masks, is not known to be one small number")
             number = computed_constant(self._index.graph_module, fill, {}).item()
         if number == -math.inf:
@@ -228,20 +233,25 @@ class AttentionReader:
         seen, pending = {mask}, [mask]
         while pending:
             node = pending.pop()
+            if node in self._finite:
+                continue
             found: list[Any] = []
             map_aggregate((node.args, node.kwargs), found.append)
-            if any(isinstance(leaf, float) and leaf == -math.inf for leaf in found) or "log" in name_of(node):
-                return True
             if node.op == "get_attr":
-                tensor = attribute(self._index.graph_module, str(node.target))
-                if isinstance(tensor, Tensor) and not tensor.is_meta and bool(tensor.isneginf().any()):
-                    return True
+                found.append(attribute(self._index.graph_module, str(node.target)))
+            if any(map(_holds_infinity, found)) or name_of(node) in _LOGARITHMS:
+                return True
             if node.op != "call_module" and Fact.MIXES not in facts_of(node):
                 made_by = (*node.all_input_nodes, *self._index.memory.writers(node))
                 new = [value for value in made_by if value not in seen]
                 seen.update(new)
                 pending += new
+        self._finite |= seen
         return False
+
+    @functools.cached_property
+    def _constants(self) -> Collection[Node]:
+        return constants_of(self._index)
 
     def _heads(
         self, place: Sequence[Node], inputs: Sequence[Node], turned: bool, masks: Sequence[Mask]
@@ -347,6 +357,12 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _holds_infinity(value: object) -> bool:
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta:
+        return bool(value.isneginf().any())
+    return isinstance(value, float) and value == -math.inf
+
+
 def _check_types(place: Sequence[Node], inputs: Sequence[Node], masks: Sequence[Mask]) -> None:
     """Refuse what would be computed in less precision, or with other values of masks."""
     dtype = graph.dtype_of(place[-1])
@@ -394,6 +410,7 @@ _NEAR = 64
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 _MODULES: dict[type[nn.Module], str] = {nn.Softmax: "softmax", nn.Dropout: "dropout", nn.Identity: "identity"}
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous")
+_LOGARITHMS = ("log", "log2", "log10", "log1p", "logit", "logsumexp", "log_softmax", "log_sigmoid")
 _CASTS = ("to", "type", "float", "double", "half", "bfloat16")
 
 _SMALLEST = torch.finfo(torch.bfloat16).min

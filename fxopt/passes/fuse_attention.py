@@ -184,7 +184,4 @@ def _swaps_last(node: Node) -> bool:
 
 def _needs_strides(index: GraphIndex, node: Node) -> bool:
     """Tell whether something may depend on the output being contiguous, as that of a product is."""
-    memory = index.memory
-    return (
-        bool(layout_obstacle(index, node, 0)) or memory.is_returned(node) or memory.written(node) is not None
-    )
+    return bool(layout_obstacle(index, node, 0)) or index.memory.is_returned(node)

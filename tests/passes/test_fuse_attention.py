@@ -100,7 +100,6 @@ SPELLINGS = {
     "views that are used as they are": lambda m, q, k, v: (
         (scores(q, k).softmax(-1) @ v).view(2, 2, 20).flatten(0, 1)
     ),
-    "its output written": lambda m, q, k, v: (scores(q, k).softmax(-1) @ v).add_(1).reshape(2, 40) * 2,
     "followed by another": lambda m, q, k, v: (
         ((scores((scores(q, k).softmax(-1) @ v) * 0.4, k) * 0.4).softmax(-1) @ v).transpose(1, 2) + 1
     ),
@@ -169,6 +168,13 @@ MASKS = {
     "chosen": (lambda m, q, k, v, p: torch.where(p, scores(q, k) / 3, MIN).softmax(-1) @ v, PADDING),
     "chosen the other way": (
         lambda m, q, k, v, p: torch.where(~p, MIN, scores(q, k) / 3).softmax(-1) @ v,
+        PADDING,
+    ),
+    "chosen by two": (
+        lambda m, q, k, v, p: (
+            (scores(q, k) + torch.where(torch.logical_and(p, m.bias > 0), 0.0, MIN).to(q.dtype)).softmax(-1)
+            @ v
+        ),
         PADDING,
     ),
     "chosen by a method": (lambda m, q, k, v, p: scores(q, k).where(p, MIN).softmax(-1) @ v, PADDING),
@@ -292,6 +298,10 @@ REFUSED = {
     "a buffer that holds -inf": (
         lambda m, q, k, v: (scores(q, k) + m.hidden).softmax(-1) @ v,
         "may hold -inf",
+    ),
+    "its output is written": (
+        lambda m, q, k, v: (scores(q, k).softmax(-1) @ v).flatten(1).add_(1),
+        "may write into its output",
     ),
     "a logarithm is added": (
         lambda m, q, k, v: (scores(q, k) + (m.bias > 0).float().log().to(q.dtype)).softmax(-1) @ v,
