@@ -77,10 +77,12 @@ class AttentionReader:
 
     Args:
         index: the graph.
+        each_row_has_a_key: whether no row of scores is masked entirely in any run.
     """
 
-    def __init__(self, index: GraphIndex) -> None:
+    def __init__(self, index: GraphIndex, each_row_has_a_key: bool) -> None:
         self._index = index
+        self._each_row_has_a_key = each_row_has_a_key
         self._read: set[Node] = set()
         self._finite: set[Node] = set()
 
@@ -105,9 +107,7 @@ class AttentionReader:
         if weights is not steps[-1] or value is weights or not by_columns or name_of(last) == "baddbmm":
             raise Obstacle("the weights are not on the left of the product with the values")
         self._check_uses(place)
-        writer = self._index.memory.written(last)
-        if writer:
-            raise Obstacle(f"{writer.name} may write into its output, which the call keeps for gradients")
+        self._check_kept(last, last)
         for node in (*place, query, key, value):
             _value(node)
         scores = _Scores(steps[0])
@@ -115,6 +115,8 @@ class AttentionReader:
             self._read_step(scores, source, step)
         heads = self._heads(place, (query, key, value), turned, scores.masks)
         _check_types(place, (query, key, value), scores.masks)
+        if scores.masks and graph.dtype_of(last) == torch.float16:
+            self._ask_for_keys("in float16, a row that is masked entirely would have other weights")
         reads = [(steps[0], query), (steps[0], key), *((mask.step, mask.node) for mask in scores.masks)]
         factor = _factor_of(query)
         if factor is not None and [*query.users] == steps[:1] and not self._index.memory.writes(query):
@@ -122,8 +124,9 @@ class AttentionReader:
             if graph.dtype_of(source) == graph.dtype_of(query):
                 reads.append((query, source))
                 steps, query, scores.scale = [query, *steps], source, scores.scale * factor
-        for reader, tensor in reads:
+        for reader, tensor in [*reads, (last, value)]:
             _stop(self._index.memory.write_between(reader, last, tensor))
+            self._check_kept(last, tensor)
         self._read.add(last)
         return Attention(
             last, tuple(steps), query, key, value, turned, scores.scale, tuple(scores.masks), heads
@@ -165,6 +168,13 @@ class AttentionReader:
         if self._index.memory.writes(place[0]) or self._index.memory.writes(place[-1]):
             raise Obstacle("a product writes into a tensor")
 
+    def _check_kept(self, last: Node, tensor: Node) -> None:
+        for writer in self._index.memory.writers(tensor):
+            if self._index.position[writer] > self._index.position[last]:
+                raise Obstacle(
+                    f"{writer.name} may write into {tensor.name}, which the call keeps for gradients"
+                )
+
     def _read_step(self, scores: _Scores, source: Node, step: Node) -> None:
         """Take note of the work of one step after the product of queries and keys."""
         name = self._name(step)
@@ -204,7 +214,7 @@ class AttentionReader:
             scores.scale *= factor
         elif name == "add" and len(args) == 2 and len(nodes) == 1 and not step.kwargs:
             if self._may_be_infinite(nodes[0]):
-                raise Obstacle(f"{nodes[0].name} may hold -inf: {_ENTIRELY}")
+                self._ask_for_keys(f"{nodes[0].name} may hold -inf: a row of it is NaN, and would be zeros")
             scores.masks.append(Mask(nodes[0], step))
         elif name == "masked_fill" and len(args) == 3 and args[0] is source and len(others) == 2 and nodes:
             scores.masks.append(Mask(nodes[0], step, self._checked_fill(source, others[1])))
@@ -223,10 +233,19 @@ class AttentionReader:
                 raise Obstacle(f"{fill.name}, which masks, is not known to be one small number")
             number = computed_constant(self._index.graph_module, fill, {}).item()
         if number == -math.inf:
-            raise Obstacle(f"masked scores are -inf: {_ENTIRELY}")
+            self._ask_for_keys(
+                "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
+            )
         if type(number) not in (int, float) or not number <= _SMALLEST:
             raise Obstacle(f"masked scores are {number}, beside which a score may count")
+        self._ask_for_keys(
+            "in a row that is masked entirely, scores would have gradients that they do not have"
+        )
         return fill
+
+    def _ask_for_keys(self, reason: str) -> None:
+        if not self._each_row_has_a_key:
+            raise Obstacle(f"{reason}. Where there is no such row, give each_row_has_a_key=True")
 
     def _may_be_infinite(self, mask: Node) -> bool:
         """Tell whether the graph writes -inf into a mask, or makes it by a logarithm."""
@@ -344,7 +363,7 @@ def _factor_of(step: Node) -> float | None:
     name, args = name_of(step), step.args
     if len(args) != 2 or step.kwargs:
         return None
-    if name in ("div", "divide", "true_divide", "truediv") and isinstance(args[0], Node):
+    if name in ("div", "divide", "true_divide", "truediv"):
         return 1 / args[1] if _is_number(args[1]) and args[1] else None
     if name in ("mul", "multiply"):
         left, right = args
@@ -377,8 +396,8 @@ def _check_types(place: Sequence[Node], inputs: Sequence[Node], masks: Sequence[
         own = graph.dtype_of(mask.node)
         if own != (dtype if mask.fill is None else torch.bool):
             raise Obstacle(f"the mask {mask.node.name} is in {own}")
-        if dtype == torch.float16 or (_is_number(mask.fill) and mask.fill < torch.finfo(dtype).min):
-            raise Obstacle(f"in {dtype}, rows that are masked entirely would have other weights")
+        if _is_number(mask.fill) and mask.fill < torch.finfo(dtype).min:
+            raise Obstacle(f"masked scores are {mask.fill}, which {dtype} cannot hold")
 
 
 def _value(node: Node) -> Tensor:
@@ -415,5 +434,3 @@ _CASTS = ("to", "type", "float", "double", "half", "bfloat16")
 
 _SMALLEST = torch.finfo(torch.bfloat16).min
 """The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""
-
-_ENTIRELY = "a row that is masked entirely is NaN, and would be zeros"

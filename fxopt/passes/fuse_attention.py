@@ -44,8 +44,14 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
     what they are, numbers that are added, also where they were booleans.
 
     The call is as exact in float32 and float64 as what it takes the place of, and in float16 and bfloat16 it is more exact,
-    because it rounds less on the way. Where all scores of a row are -inf the softmax gives NaN and the call zeros, so that a mask
-    into which the graph writes -inf is refused; one that comes in from outside is not looked at.
+    because it rounds less on the way.
+
+    A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
+    (`masked_fill`), where a mask holds -inf, and in float16. So these are refused, unless `each_row_has_a_key`. A mask that comes
+    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call.
+
+    Attributes:
+        each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
 
     Example:
         >>> import fxopt, torch
@@ -58,12 +64,14 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
         [scaled_dot_product_attention]
     """
 
+    each_row_has_a_key: bool = False
+
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[AttentionSite | Refusal]:
         """Yield what is attention, and refuse what looks like it."""
         index = GraphIndex(graph_module)
-        reader = AttentionReader(index)
+        reader = AttentionReader(index, self.each_row_has_a_key)
         for place in reader.places():
             try:
                 attention = reader.read(place)

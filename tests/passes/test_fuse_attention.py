@@ -170,7 +170,7 @@ MASKS = {
         lambda m, q, k, v, p: torch.where(~p, MIN, scores(q, k) / 3).softmax(-1) @ v,
         PADDING,
     ),
-    "chosen by two": (
+    "added, of two": (
         lambda m, q, k, v, p: (
             (scores(q, k) + torch.where(torch.logical_and(p, m.bias > 0), 0.0, MIN).to(q.dtype)).softmax(-1)
             @ v
@@ -195,7 +195,12 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     function, mask = MASKS[name]
-    after = rewritten(FuseAttention(), Attends(function), X, mask, sites=1, trace=fxopt_trace)
+    sets_values = mask is PADDING and not name.startswith("added")
+    pass_ = FuseAttention(each_row_has_a_key=sets_values)
+    after = rewritten(pass_, Attends(function), X, mask, sites=1, trace=fxopt_trace)
+    if sets_values:
+        reason = "would have gradients that they do not have. Where there is no such row, give each_row"
+        refused(FuseAttention(), Attends(function), X, mask, reason=reason, trace=fxopt_trace)
     entirely = torch.zeros_like(PADDING)
     if mask.dtype == torch.bool:  # a row that is masked entirely
         expected = fxopt.undo(copy.deepcopy(after))(X, entirely)
@@ -273,6 +278,10 @@ REFUSED = {
         lambda m, q, k, v: scores(q, k).reshape(1, 4, 5, 5).softmax(-1).reshape(2, 2, 5, 5) @ v,
         "grouped in two ways",
     ),
+    "a move": (
+        lambda m, q, k, v: scores(q, k).to(torch.device("cpu")).softmax(-1) @ v,
+        "may move the scores",
+    ),
     "in less precision": (
         lambda m, q, k, v: scores(q, k).to(torch.bfloat16).softmax(-1).to(q.dtype) @ v,
         "is in torch.bfloat16",
@@ -301,10 +310,14 @@ REFUSED = {
     ),
     "its output is written": (
         lambda m, q, k, v: (scores(q, k).softmax(-1) @ v).flatten(1).add_(1),
-        "may write into its output",
+        "which the call keeps for gradients",
+    ),
+    "its values are written": (
+        lambda m, q, k, v: ((r := scores(q, k).softmax(-1) @ v), v.relu_(), r + 1)[2],
+        "which the call keeps for gradients",
     ),
     "a logarithm is added": (
-        lambda m, q, k, v: (scores(q, k) + (m.bias > 0).float().log().to(q.dtype)).softmax(-1) @ v,
+        lambda m, q, k, v: (scores(q, k) + (m.bias > 0).to(q.dtype).log()).softmax(-1) @ v,
         "may hold -inf",
     ),
     "masked by little": (
@@ -389,7 +402,7 @@ def test_a_softmax_in_float32_stays_where_the_call_would_be_another(dtype):
 @pytest.mark.parametrize(
     ("dtype", "reason"),
     [
-        (torch.float16, "rows that are masked entirely"),
+        (torch.float16, "in float16, a row that is masked entirely"),
         (torch.bfloat16, None),
         (torch.float64, None),
     ],
@@ -409,12 +422,25 @@ def test_masks_in_other_dtypes(dtype, reason):
         torch.testing.assert_close(after(X.to(dtype), mask), traced(X.to(dtype), mask), rtol=0.1, atol=0.05)
 
 
+def test_infinite_masks_where_each_row_has_a_key():
+    pass_ = FuseAttention(each_row_has_a_key=True)
+    for name in ("masked by -inf", "-inf is added", "-inf is written", "a buffer that holds -inf"):
+        model = Attends(REFUSED[name][0])
+        model.bias.data = torch.randn(2, 5, 5)
+        model.bias.data[..., 0] = -1
+        traced = fxopt_trace(model.double().eval(), [X.double()])
+        after = pass_(copy.deepcopy(traced))
+        assert len(calls(after)) == 1
+        torch.testing.assert_close(after(X.double()), traced(X.double()), rtol=1e-12, atol=1e-12)
+        assert after(X.double()).isfinite().all()
+
+
 def test_a_mask_in_another_dtype_is_refused():
     model = Attends(lambda m, q, k, v, b: (scores(q, k) + b).softmax(-1) @ v)
     refused(FuseAttention(), model, X, BIAS.bfloat16(), reason="is in torch.bfloat16", trace=fxopt_trace)
     model = Attends(lambda m, q, k, v, b: scores(q, k).masked_fill(b, -1e39).softmax(-1) @ v)
-    explanation = FuseAttention().explain(fxopt_trace(model.double().eval(), [X.double(), PADDING]))
-    assert explanation.sites
+    pass_ = FuseAttention(each_row_has_a_key=True)
+    assert pass_.explain(fxopt_trace(model.double().eval(), [X.double(), PADDING])).sites
 
 
 def test_active_dropout_is_refused():
