@@ -28,6 +28,7 @@ from transformers import (
 
 import fxopt
 from fxopt import FuseAttention
+from fxopt.graph_index import GraphIndex
 from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 
@@ -111,6 +112,9 @@ def test_spellings(name):
     sites = 2 if name == "followed by another" else 1
     after = rewritten(FuseAttention(), Attends(SPELLINGS[name]), X, sites=sites, trace=fxopt_trace)
     assert not [node for node in after.graph.nodes if "softmax" in node.name or node.name == "matmul"]
+    assert all(GraphIndex(after).memory.is_pure(call) for call in calls(after))
+    kept = ("input_guard", "output", "x")
+    assert not [node for node in after.graph.nodes if not node.users and node.name not in kept]
 
 
 FLAT = {
