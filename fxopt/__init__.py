@@ -18,6 +18,7 @@ from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByI
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
@@ -41,6 +42,7 @@ __all__ = [
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
     "FoldConstants",
+    "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",

@@ -226,9 +226,23 @@ class _Builder:
                 f"{out.name}.view({batch}, {length}, 2, 2).transpose(1, 2)", (batch, 2, length, 2), False
             )
             names.append(heads.name)
-        q, k, v = names
-        scores = f"({q} @ {k}.transpose(-1, -2) / {self.draw.choice(('2', '2 ** 0.5', '1.7'))}).softmax(-1)"
-        self.add(f"({scores} @ {v}).transpose(1, 2).reshape({batch}, {length}, 4)", (batch, length, 4), False)
+        shapes = {"b": batch, "n": length, "q": names[0], "k": names[1], "v": names[2]}
+        scores, weighted = self.draw.choice(_ATTENTION)
+        scores = self.add(scores.format(**shapes), (batch, 2, length, length), False)
+        if self.chance(0.4):
+            mask = self.draw.choice(_MASKS).format(s=scores.name, x=value.name, **shapes)
+            scores = self.add(mask, scores.shape, False)
+        if self.chance(0.1):
+            self.write(self.draw.choice((None, scores)))
+        if self.chance(0.1):
+            scores = self.add(f"{scores.name} * 0.3", scores.shape, False)
+        softmax = self.draw.choice(("{s}.softmax(-1)", "F.softmax({s}, dim=3)", "{s}.softmax(-2)"))
+        weights = self.add(softmax.format(s=scores.name), scores.shape, False)
+        if self.chance(0.1):
+            self.write(None)
+        result = weighted.format(w=weights.name, **shapes)
+        self.values = [v for v in self.values if v not in (scores, weights) or self.chance(0.1)]
+        self.add(f"({result}).transpose(1, 2).reshape({batch}, {length}, 4)", (batch, length, 4), False)
 
     def weight_read(self) -> None:
         layers = [
@@ -286,12 +300,32 @@ _MOTIFS: Sequence[Callable[[_Builder], object]] = (
     *(_Builder.activation, _Builder.view, _Builder.write, _Builder.join, _Builder.attention),
     _Builder.weight_read,
 )
-_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 1, 1)
+_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1)
 
 _CONV_OPTIONS = (
     *(", 1", ", 1", ", 1, bias=False", ", 1, groups=2", ", 3, padding=1", ", 3, padding='same'"),
     *(", 3, padding=1, padding_mode='reflect'", ", 3, padding=2, dilation=2", ", 1, groups=4, bias=False"),
     ", 3, padding=1, padding_mode='circular', bias=False",
+)
+_ATTENTION = (
+    ("{q} @ {k}.transpose(-1, -2)", "{w} @ {v}"),
+    ("{q} @ {k}.transpose(-1, -2) / 2 ** 0.5", "{w} @ {v}"),
+    ("({q} * 0.7) @ {k}.mT * 3", "torch.matmul({w}, {v})"),
+    ("torch.einsum('bhid,bhjd->bhij', {q}, {k}).div(1.7)", "torch.einsum('bhij,bhjd->bhid', {w}, {v})"),
+    (
+        "torch.bmm({q}.flatten(0, 1), {k}.reshape(-1, {n}, 2).transpose(1, 2)).view({b}, 2, {n}, {n})",
+        "torch.bmm({w}.view({b} * 2, {n}, {n}), {v}.reshape(-1, {n}, 2)).view({b}, 2, {n}, 2)",
+    ),
+)
+"""Scores of queries and keys, and values with their weights."""
+
+_MASKS = (
+    "{s} + {s}.new_ones({n}, {n}).tril()",
+    "{s} + {x}[:, None, :, :1]",
+    "{s}.masked_fill({x}[:, None, None, :, 0] > 0, torch.finfo({s}.dtype).min)",
+    "torch.where({x}[:, None, :, 0, None] > 0, {s}, -1e39)",
+    "{s}.masked_fill_({x}[:, None, :, :1] > 0, -1e4)",
+    "{s}.add_({x}[0, 0, 0])",
 )
 _DIVISIONS = ("{v} / {c}", "torch.div({v}, {c})", "{v}.div({c})", "torch.true_divide({v}, other={c})")
 _STEPS = (

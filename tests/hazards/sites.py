@@ -120,6 +120,14 @@ SITES: dict[str, Site] = {
     "duplicate": Site(
         fxopt.EliminateCommonSubexpressions(), lambda m, x: torch.sin(x) * torch.sin(x), dict, ROWS, ()
     ),
+    "attention": Site(
+        fxopt.FuseAttention(),
+        lambda m, x: (x @ x.transpose(-1, -2) / 3).softmax(-1) @ x,
+        dict,
+        IMAGE,
+        (),
+        ("own",),
+    ),
     "precision": Site(
         fxopt.ChangePrecision(),
         lambda m, x: m.a(x) + 1,

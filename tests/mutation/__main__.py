@@ -38,6 +38,7 @@ _FIRST = {
         f"tests/passes/test_{name}.py"
         for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
     ],
+    "attention.py": ["tests/passes/test_fuse_attention.py"],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
     "slicing.py": ["tests/passes/test_merge_linears.py"],
     "constants.py": ["tests/passes/test_fold_constants.py"],

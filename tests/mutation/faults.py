@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tests.mutation.attention import ATTENTION
 from tests.mutation.capture import CAPTURE
 from tests.mutation.cleaning import CLEANING
 from tests.mutation.core import CORE
 from tests.mutation.passes import PASSES
 from tests.mutation.skeleton import SKELETON
 
-FAULTS = (*PASSES, *CLEANING, *SKELETON, *CORE, *CAPTURE)
+FAULTS = (*PASSES, *ATTENTION, *CLEANING, *SKELETON, *CORE, *CAPTURE)

@@ -68,6 +68,14 @@ def test_nodes_that_compute_sizes_stand_where_they_are_used():
         assert len(node.meta["nn_module_stack"]) > 1
 
 
+class Attends(nn.Module):
+    """Attention in three dimensions, with masks in two and four of them."""
+
+    def forward(self, x):
+        scores = x.bmm(x.transpose(1, 2)).view(2, 2, 3, 3) * 2 + x[0] + x[:1, :1]
+        return scores.view(4, 3, 3).softmax(-1).bmm(x).view(12, 3)
+
+
 class Normalised(nn.Module):
     """A place for each pass that has none in the small transformers models."""
 
@@ -83,6 +91,8 @@ def places(pass_):
     """A model in eval mode with places for a pass, and inputs."""
     if isinstance(pass_, (fxopt.FuseBatchNorm1dInLinear, fxopt.ChangeTrueDivToMulByInverse)):
         return Normalised().eval(), {"x": torch.randn(3, 4)}
+    if isinstance(pass_, fxopt.FuseAttention):
+        return Attends().eval(), {"x": torch.randn(4, 3, 3, dtype=torch.float64)}
     model, inputs = (
         small_models.resnet() if isinstance(pass_, fxopt.FuseBatchNorm2dInConv2d) else small_models.bert()
     )
@@ -92,6 +102,7 @@ def places(pass_):
 PASSES = [
     fxopt.ChangePrecision(),
     fxopt.ChangeTrueDivToMulByInverse(),
+    fxopt.FuseAttention(),
     fxopt.FuseBatchNorm1dInLinear(),
     fxopt.FuseBatchNorm2dInConv2d(),
     fxopt.FuseBiasInLinear(),

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.optimizing.prepare import PRECISIONS
+from fxopt.optimizing import prepare
 from validation.bench.nested import Flat, cast, fresh, tensors
 
 
@@ -180,8 +180,8 @@ def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: 
 
 def _fxopt(model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str) -> Prepared:
     """`fxopt.optimize`."""
-    if precision not in PRECISIONS:
-        raise Unavailable(f"`fxopt.optimize` knows {', '.join(PRECISIONS)} alone")
+    if precision not in prepare.PRECISIONS:
+        raise Unavailable(f"`fxopt.optimize` knows {', '.join(prepare.PRECISIONS)} alone")
     module = fxopt.optimize(model, (), fresh(inputs), precision=precision)
     return Prepared(fresh, lambda feed: module(**feed))
 

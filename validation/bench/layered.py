@@ -70,6 +70,15 @@ class Constant(nn.Module):
         return x + x.new_ones(WIDTH).cos()
 
 
+class Attention(nn.Module):
+    """Attention of one head to its own input, with a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[None]
+        weights = (rows @ rows.transpose(-2, -1) / 8 + rows[..., :1]).softmax(-1)
+        return (weights @ rows)[0]
+
+
 class Checks(nn.Module):
     """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
@@ -83,10 +92,13 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
     """The layer that has a place for the pass of this name."""
     if "Conv" in name:
         return Convolution
-    if name == "FuseEpilogues":
-        return Packed
-    if name == "FoldConstants":
-        return Constant
+    own: dict[str, Callable[[], nn.Module]] = {
+        "FoldConstants": Constant,
+        "FuseAttention": Attention,
+        "FuseEpilogues": Packed,
+    }
+    if name in own:
+        return own[name]
     return Cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else Dense
 
 

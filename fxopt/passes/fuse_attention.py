@@ -1,0 +1,195 @@
+"""Attention that is written out becomes one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from fxopt import graph
+from fxopt.attention import Attention, AttentionReader, Mask, Obstacle
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import name_of
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.slicing import layout_obstacle
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSite:
+    """An attention, and whether what uses its output depends on strides."""
+
+    attention: Attention
+    contiguous: bool
+
+    @property
+    def node(self) -> Node:
+        """The product with the values."""
+        return self.attention.node
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseAttention(ReversibleRewrite[AttentionSite]):
+    """Computes attention that is written out by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Written out is `softmax(query @ key.transpose(-2, -1) * scale + mask, dim=-1) @ value` in its usual spellings, with three
+    or four dimensions, and with views between two of them. The call takes the name of the product with the values. Masks stay
+    what they are, numbers that are added, also where they were booleans.
+
+    The call is as exact in float32 and float64 as what it takes the place of, and in float16 and bfloat16 it is more exact,
+    because it rounds less on the way.
+
+    A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
+    (`masked_fill`), where a mask holds -inf, and in float16. So these are refused, unless `each_row_has_a_key`. A mask that comes
+    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call.
+
+    Attributes:
+        each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
+
+    Example:
+        >>> import fxopt, torch
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, query, key, value):
+        ...         scores = query @ key.transpose(-2, -1) / 2
+        ...         return scores.softmax(dim=-1) @ value
+        >>> traced = fxopt.trace(Attention(), (torch.ones(1, 2, 5, 4),) * 3)
+        >>> FuseAttention()(traced).graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        [scaled_dot_product_attention]
+    """
+
+    each_row_has_a_key: bool = False
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[AttentionSite | Refusal]:
+        """Yield what is attention, and refuse what looks like it."""
+        index = GraphIndex(graph_module)
+        reader = AttentionReader(index, self.each_row_has_a_key)
+        for place in reader.places():
+            try:
+                attention = reader.read(place)
+            except Obstacle as obstacle:
+                yield Refusal(place[-1], str(obstacle))
+            else:
+                yield AttentionSite(attention, _needs_strides(index, attention.node))
+
+    def apply(self, rewriter: Rewriter, site: AttentionSite) -> Node:
+        """Put the call in the place of the product with the values, and erase the other nodes."""
+        attention, last = site.attention, site.node
+        builder = _Builder(rewriter, attention)
+        inputs = [builder.with_heads(node) for node in (attention.query, builder.key(), attention.value)]
+        mask = builder.mask(inputs[0])
+        options = {"attn_mask": mask} if mask else {}
+        call: Any = {
+            "op": "call_function",
+            "target": F.scaled_dot_product_attention,
+            "args": tuple(inputs),
+            "kwargs": {**options, "dropout_p": 0.0, "scale": attention.scale},
+        }
+        shape = (*graph.value_of(inputs[0]).shape[:-1], graph.value_of(inputs[2]).shape[-1])
+        following = ["flatten"] * (graph.rank_of(last) == 3) + ["contiguous"] * site.contiguous
+        for method in following:
+            node = rewriter.create(**call, before=last, val=graph.like(graph.value_of(last), shape))
+            shape = graph.value_of(last).shape
+            call = {"op": "call_method", "target": method, "args": (node,), "kwargs": {}}
+            call["args"] += (0, 1) if method == "flatten" else ()
+        rewriter.set(last, **call)
+        for step in reversed(attention.steps):
+            rewriter.erase(step)
+        if not attention.key.users:
+            rewriter.erase(attention.key)  # which was only turned
+        return last
+
+
+class _Builder:
+    """Makes what the call takes, in front of the product with the values."""
+
+    def __init__(self, rewriter: Rewriter, attention: Attention) -> None:
+        self._rewriter = rewriter
+        self._attention = attention
+
+    def key(self) -> Node:
+        """The keys as (..., S, E)."""
+        key = self._attention.key
+        if not self._attention.turned:
+            return key
+        if _swaps_last(key):
+            return key.all_input_nodes[0]
+        *front, inner, columns = graph.value_of(key).shape
+        return self._made("call_method", "transpose", (key, -2, -1), (*front, columns, inner))
+
+    def with_heads(self, node: Node, split: bool = True) -> Node:
+        """A value with four dimensions: those of three are split into batch and heads, or get one in front."""
+        *front, rows, columns = graph.value_of(node).shape
+        heads = self._attention.heads
+        if len(front) == 2:
+            return node
+        if not split or not heads or str(*front) == "1":
+            return self._made("call_method", "unsqueeze", (node, 0), (1, *front, rows, columns))
+        batch, count = heads
+        sizes = (-1, count) if isinstance(count, int) else (batch, -1)
+        return self._made("call_method", "unflatten", (node, 0, sizes), (batch, count, rows, columns))
+
+    def mask(self, query: Node) -> Node | None:
+        """The sum of all masks; None without one."""
+        total: Node | None = None
+        for mask in self._attention.masks:
+            node = self._with_rows(mask)
+            if mask.fill is None and total is None:
+                total = node
+            elif mask.fill is None:
+                total = self._joined(operator.add, (total, node))
+            else:
+                if total is None:
+                    total = self._made("call_method", "new_zeros", (query, ()), (), query)
+                chosen = (mask.fill, total) if mask.where else (total, mask.fill)
+                total = self._joined(torch.where, (node, *chosen))
+        return total
+
+    def _with_rows(self, mask: Mask) -> Node:
+        """A mask with two or four dimensions, as the kernels take it."""
+        rank = graph.rank_of(mask.node)
+        if rank == 1:
+            return self._made(
+                "call_method", "unsqueeze", (mask.node, 0), (1, *graph.value_of(mask.node).shape)
+            )
+        return self.with_heads(mask.node, graph.rank_of(mask.step) == 3) if rank == 3 else mask.node
+
+    def _joined(self, target: Any, args: tuple[Any, ...]) -> Node:
+        """A call of an elementwise operator, whose value has the type of the queries."""
+        shapes = [[*reversed(graph.value_of(arg).shape)] for arg in args if isinstance(arg, Node)]
+        sizes = itertools.zip_longest(*shapes, fillvalue=1)
+        shape = [next((size for size in each if str(size) != "1"), 1) for each in sizes]
+        return self._made("call_function", target, args, shape[::-1], self._attention.query)
+
+    def _made(
+        self, op: str, target: Any, args: tuple[Any, ...], shape: Any, like: Node | None = None
+    ) -> Node:
+        val = graph.like(graph.value_of(like or args[0]), shape)
+        return self._rewriter.create(op, target, args, before=self._attention.node, val=val)
+
+
+def _swaps_last(node: Node) -> bool:
+    """Tell whether a node only exchanges the last two dimensions of its input."""
+    name, rank = name_of(node), graph.rank_of(node)
+    if name == "mT" or node.kwargs or rank is None:
+        return name == "mT"
+    options = node.args[1] if len(node.args) == 2 else node.args[1:]
+    dims = (
+        [dim % rank for dim in options if isinstance(dim, int)] if isinstance(options, tuple | list) else []
+    )
+    if name in ("transpose", "swapaxes", "swapdims"):
+        return sorted(dims) == [rank - 2, rank - 1]
+    return name == "permute" and dims == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def _needs_strides(index: GraphIndex, node: Node) -> bool:
+    """Tell whether something may depend on the output being contiguous, as that of a product is."""
+    return bool(layout_obstacle(index, node, 0)) or index.memory.is_returned(node)
