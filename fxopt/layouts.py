@@ -96,6 +96,8 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
         return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)
     if name in ("identity", "dropout", "dropout2d", "batch_norm", "batchnorm2d"):
         return index.memory.is_pure(node)
+    if name == "pad":  # by views and copies in other modes
+        return graph.argument(node, "mode") in (None, "constant")
     if name in _POOLS:
         return True
     inputs = map(graph.value_of, node.all_input_nodes)

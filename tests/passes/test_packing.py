@@ -132,6 +132,8 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         (lambda m, x: torch.cat([m.a(x), m.a(x)], 0), 2),
         (lambda m, x: m.a(x).permute(0, 2, 3, 1).reshape(2, -1, 6), 1),
         (lambda m, x: m.b(m.a(x).transpose(2, 3)), 2),
+        (lambda m, x: m.b(F.pad(m.a(x), (1, 0, 1, 0))), 1),
+        (lambda m, x: m.b(F.pad(m.a(x), (1, 0, 1, 0), mode="reflect")), 2),
     ],
 )
 def test_regions_of_convolutions(function, borders):
