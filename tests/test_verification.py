@@ -15,6 +15,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import fxopt
 from fxopt import (
     ChangeTrueDivToMulByInverse,
+    EliminateCommonSubexpressions,
     FuseBatchNorm1dInLinear,
     FuseBatchNorm2dInConv2d,
     FuseBiasInLinear,
@@ -177,6 +178,41 @@ def test_a_hand_written_transformation_is_one_site(use):
         HardtanhToNothing()(graph_module, verify=True)
     assert graph_module.code == code
     assert history(graph_module) == ()
+
+
+class DropsHardtanh(fxopt.Rewrite):
+    """Wrong for large values alone."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=F.hardtanh)
+
+    def apply(self, rewriter, node):
+        rewriter.replace_uses(node, node.args[0])
+        rewriter.erase(node)
+
+
+@pytest.mark.parametrize(
+    ("use", "label"),
+    [
+        (lambda m, x: F.hardtanh(x) + 1, "x"),
+        (lambda m, x: F.hardtanh(m.layer(x), -6.0, 6.0), "layer"),  # a mixture, that gets no multiples of 6
+    ],
+)
+def test_what_takes_the_place_of_a_value_is_compared_on_large_numbers(use, label):
+    assert f": {label} differs" in verified(DropsHardtanh(), use, X, layer=nn.Linear(4, 4))
+
+
+def test_a_layer_that_takes_the_place_of_another_call_is_run():
+    said = verified(
+        EliminateCommonSubexpressions(),
+        lambda m, x: (m.layer(x).exp(), m.layer(x).tanh()),
+        X,
+        layer=nn.Linear(4, 4),
+    )
+    assert isinstance(said, torch.fx.GraphModule), said
+    assert len(said.graph.find_nodes(op="call_module", target="layer")) == 1
 
 
 class DividesAnything(ChangeTrueDivToMulByInverse):
