@@ -39,7 +39,7 @@ _FIRST = {
         for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
     ],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
-    "slicing.py": ["tests/passes/test_merge_linears.py"],
+    "slicing.py": ["tests/passes/test_merge_linears.py", "tests/hazards/test_numbers_and_writes.py"],
     "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],

@@ -116,6 +116,12 @@ def test_training_would_give_a_bias_to_a_layer_without_one():
     }
 
 
+def test_groups_by_training_flag():
+    traced = fx_trace(Heads().eval(), [X])
+    traced.v.train()
+    assert [row[0] for row in MergeLinears().explain(traced).refusals] == ["v"]
+
+
 def test_whisper_has_keys_without_a_bias():
     model = Heads()
     model.k = nn.Linear(8, 8, bias=False)
