@@ -34,9 +34,14 @@ _FIRST = {
         f"tests/capture/test_{name}.py"
         for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
     ],
+    "graph.py": ["tests/passes/test_replace_activation.py"],
+    "graph_index.py": [
+        "tests/passes/test_replace_activation.py",
+        *(f"tests/hazards/test_{name}.py" for name in ("shared_layers", "unusual_layers")),
+    ],
     "batch_norm.py": [
-        f"tests/passes/test_{name}.py"
-        for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
+        *(f"tests/passes/test_fuse_batch_norm{name}.py" for name in ("2d_in_conv2d", "1d_in_linear")),
+        *("tests/passes/test_undo_folds.py", "tests/hazards/test_gradients_and_buffers.py"),
     ],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
     "slicing.py": ["tests/passes/test_merge_linears.py", "tests/hazards/test_numbers_and_writes.py"],
