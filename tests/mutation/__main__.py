@@ -48,7 +48,10 @@ _FIRST = {
     "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
-    "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
+    "operators.py": [
+        *("tests/passes/test_merge_linears.py", "tests/test_memory.py"),
+        "tests/hazards/test_numbers_and_writes.py",
+    ],
     "effects.py": [
         "tests/test_memory.py",
         *(f"tests/passes/test_eliminate_{name}.py" for name in ("dead_code", "common_subexpressions")),
