@@ -355,6 +355,21 @@ def test_the_layout_that_what_follows_needs_is_seen():
     assert isinstance(said, torch.fx.GraphModule)
 
 
+class Narrows(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="long")
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target="int")
+
+
+def test_the_same_numbers_of_another_dtype_are_seen():
+    said = verified(Narrows(), lambda m, x: x.long(), X)
+    assert "long is torch.int32 [3, 4], it was torch.int64 [3, 4]" in str(said)
+
+
 class OnlyFloat32(nn.Module):
     def forward(self, x):
         assert x.dtype == torch.float32
