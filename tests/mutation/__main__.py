@@ -36,8 +36,11 @@ _FIRST = {
     ],
     "graph.py": ["tests/passes/test_replace_activation.py"],
     "graph_index.py": [
-        "tests/passes/test_replace_activation.py",
-        *(f"tests/hazards/test_{name}.py" for name in ("shared_layers", "unusual_layers")),
+        *("tests/passes/test_replace_activation.py", "tests/passes/test_merge_linears.py"),
+        *(
+            f"tests/hazards/test_{name}.py"
+            for name in ("shared_layers", "unusual_layers", "gradients_and_buffers")
+        ),
     ],
     "batch_norm.py": [
         *(f"tests/passes/test_fuse_batch_norm{name}.py" for name in ("2d_in_conv2d", "1d_in_linear")),
