@@ -45,9 +45,13 @@ def arguments(dtype: torch.dtype) -> list[tuple[Any, ...]]:
     m, i, rows, part = floats(3, 4) > 0, torch.tensor([[0, 1, 2, 0]] * 3), torch.tensor([0, 2]), floats(2, 4)
     mean, var, scalar, single, empty = floats(4), floats(4).exp(), floats(), floats(1, 1), floats(0, 4)
     z = torch.complex(y.double(), y.double())
+    uneven = torch.tensor([1e-3, 30, 30, 30], dtype=dtype)  # an error of the largest is one of the product
     heads = (floats(3, 1, 4), floats(3, 1, 4), floats(3, 1, 4), 4, 2, floats(12, 4), floats(12), None, None)
     return [
-        *((a,) for a in (x, p, scalar, single, empty, pair, z, m, i, [x, y], [x], [y, x, y], line, v)),
+        *(
+            (a,)
+            for a in (x, p, scalar, single, empty, pair, z, m, i, [x, y], [x], [y, x, y], line, v, uneven)
+        ),
         *(
             (x, a)
             for a in (y, 0, 1, 2, -1, 0.5, 1.0, m, i, v, (3, 4), (12,), (-1,), (0, 1), (1, 1), (0,), ())

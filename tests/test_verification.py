@@ -15,6 +15,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import fxopt
 from fxopt import (
     ChangeTrueDivToMulByInverse,
+    EliminateCommonSubexpressions,
     FuseBatchNorm1dInLinear,
     FuseBatchNorm2dInConv2d,
     FuseBiasInLinear,
@@ -179,6 +180,42 @@ def test_a_hand_written_transformation_is_one_site(use):
     assert history(graph_module) == ()
 
 
+class DropsHardtanh(fxopt.Rewrite):
+    """Wrong for large values alone."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=F.hardtanh)
+
+    def apply(self, rewriter, node):
+        rewriter.replace_uses(node, node.args[0])
+        rewriter.erase(node)
+
+
+@pytest.mark.parametrize(
+    ("use", "label"),
+    [
+        (lambda m, x: F.hardtanh(x) + 1, "x"),
+        (lambda m, x: F.hardtanh(m.layer(x), -6.0, 6.0), "layer"),  # a mixture, that gets no multiples of 6
+    ],
+)
+def test_what_takes_the_place_of_a_value_is_compared_on_large_numbers(use, label):
+    said = verified(DropsHardtanh(), use, torch.randn(40, 4), layer=nn.Linear(4, 4))
+    assert f": {label} differs" in str(said)
+
+
+def test_a_layer_that_takes_the_place_of_another_call_is_run():
+    said = verified(
+        EliminateCommonSubexpressions(),
+        lambda m, x: (m.layer(x).exp(), m.layer(x).tanh()),
+        X,
+        layer=nn.Linear(4, 4),
+    )
+    assert isinstance(said, torch.fx.GraphModule), said
+    assert len(said.graph.find_nodes(op="call_module", target="layer")) == 1
+
+
 class DividesAnything(ChangeTrueDivToMulByInverse):
     """Blind to what follows, and to what is divided."""
 
@@ -234,16 +271,14 @@ def test_what_follows_a_mixture_may_round():
     class Rounded(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+            self.conv, self.norm = nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3, eps=0.305)
 
         def forward(self, x):
-            return self.norm(self.conv(x)).floor(), self.norm.eps
+            return self.norm(self.conv(x)).floor()
 
     model = Rounded().eval()
-    nn.init.ones_(model.conv.weight)
-    with torch.no_grad():
-        model.conv.bias.fill_(1 - (1 + model.norm.eps) ** 0.5)
-    graph_module = fxopt.trace(model, (torch.ones(1, 2, 4, 4),))
+    nn.init.constant_(model.conv.bias, 1.305**0.5)  # where x is 0, the norm gives 1 or a little less
+    graph_module = fxopt.trace(model, (torch.ones(1, 1, 4, 4),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FuseBatchNorm2dInConv2d()(graph_module, verify=True)
@@ -318,6 +353,21 @@ def test_the_layout_that_what_follows_needs_is_seen():
     assert "view does not run any more" in said
     said = verified(DropsContiguous(), lambda m, x: x.t().contiguous() + 1, X)
     assert isinstance(said, torch.fx.GraphModule)
+
+
+class Narrows(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="long")
+
+    def apply(self, rewriter, node):
+        rewriter.set(node, target="int")
+
+
+def test_the_same_numbers_of_another_dtype_are_seen():
+    said = verified(Narrows(), lambda m, x: x.long(), X)
+    assert "long is torch.int32 [3, 4], it was torch.int64 [3, 4]" in str(said)
 
 
 class OnlyFloat32(nn.Module):

@@ -45,7 +45,7 @@ class FuseBatchNorm1dInLinear(FoldBatchNorm):
             value = graph.input_of(norm, index.module(norm))
             reasons: list[str] = []
             for linear in (each for each in (value, *norm.users) if each in linears and each not in taken):
-                reason = _obstacle(index, linear, norm)
+                reason = _obstacle(norm)
                 found = (
                     Refusal(norm, reason) if reason else fold(index, linear, norm, nn.Linear, nn.BatchNorm1d)
                 )
@@ -59,9 +59,7 @@ class FuseBatchNorm1dInLinear(FoldBatchNorm):
                     yield Refusal(norm, "; ".join(dict.fromkeys(reasons)))
 
 
-def _obstacle(index: GraphIndex, linear: Node, norm: Node) -> str | None:
-    if graph.input_of(linear, index.module(linear)) is None:
-        return f"the arguments of {linear.name} are not those of a Linear"
+def _obstacle(norm: Node) -> str | None:
     rank = graph.rank_of(norm)
     if rank is None:
         return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"

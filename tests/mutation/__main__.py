@@ -34,17 +34,28 @@ _FIRST = {
         f"tests/capture/test_{name}.py"
         for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
     ],
+    "graph.py": ["tests/passes/test_replace_activation.py"],
+    "graph_index.py": [
+        *("tests/passes/test_replace_activation.py", "tests/passes/test_merge_linears.py"),
+        *(
+            f"tests/hazards/test_{name}.py"
+            for name in ("shared_layers", "unusual_layers", "gradients_and_buffers")
+        ),
+    ],
     "batch_norm.py": [
-        f"tests/passes/test_{name}.py"
-        for name in ("fuse_batch_norm2d_in_conv2d", "fuse_batch_norm1d_in_linear", "undo_folds")
+        *(f"tests/passes/test_fuse_batch_norm{name}.py" for name in ("2d_in_conv2d", "1d_in_linear")),
+        *("tests/passes/test_undo_folds.py", "tests/hazards/test_gradients_and_buffers.py"),
     ],
     "attention.py": ["tests/passes/test_fuse_attention.py"],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
-    "slicing.py": ["tests/passes/test_merge_linears.py"],
+    "slicing.py": ["tests/passes/test_merge_linears.py", "tests/hazards/test_numbers_and_writes.py"],
     "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
     "precision_plan.py": ["tests/passes/test_change_precision.py"],
-    "operators.py": ["tests/passes/test_merge_linears.py", "tests/test_memory.py"],
+    "operators.py": [
+        *("tests/passes/test_merge_linears.py", "tests/test_memory.py"),
+        "tests/hazards/test_numbers_and_writes.py",
+    ],
     "effects.py": [
         "tests/test_memory.py",
         *(f"tests/passes/test_eliminate_{name}.py" for name in ("dead_code", "common_subexpressions")),

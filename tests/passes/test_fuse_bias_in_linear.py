@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxopt
 from fxopt import FuseBiasInLinear, UndoError
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 from tests.before_after import fxopt_trace, refused, rewritten
@@ -101,6 +102,11 @@ def test_undo_keeps_training():
     assert torch.equal(restored.get_parameter("0.bias"), before.get_parameter("0.bias") + 1)
     with pytest.raises(AssertionError, match=r"0\.bias differs"):
         assert_round_trip(before, restored)
+
+
+def test_undo_gives_a_single_row_its_own_strides():
+    restored = fxopt.undo(FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 1)))))
+    assert restored.get_parameter("0.weight").stride() == (4, 1)
 
 
 @pytest.mark.parametrize("damage", ["pad", "module", "user"])

@@ -116,6 +116,12 @@ def test_training_would_give_a_bias_to_a_layer_without_one():
     }
 
 
+def test_groups_by_training_flag():
+    traced = fx_trace(Heads().eval(), [X])
+    traced.v.train()
+    assert [row[0] for row in MergeLinears().explain(traced).refusals] == ["v"]
+
+
 def test_whisper_has_keys_without_a_bias():
     model = Heads()
     model.k = nn.Linear(8, 8, bias=False)
@@ -188,6 +194,7 @@ def test_a_write_elsewhere_does_not():
         (lambda m, x: (m.q(x).as_strided((2,), (1,)), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (m.q(x).is_contiguous(), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (torch.as_strided(m.q(x), (2,), (1,)), m.k(x)), "depends on the memory layout"),
+        (lambda m, x: (fill(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
         (lambda m, x: (m.q(x).resize_(3, 8), m.k(x)), "may write into its output"),
         (lambda m, x: (m.q(x).squeeze_(), m.k(x)), "may write into its output"),
         (lambda m, x: written_late(m.q(x), m.k(x)), "writes into its output after that of another layer"),
@@ -198,6 +205,37 @@ def test_outputs_that_must_be_contiguous_or_are_written(use, reason):
     explanation = MergeLinears().explain(torch.fx.symbolic_trace(Heads(use, width=(8, 8, 8))))
     assert not explanation.sites, explanation
     assert any(reason in text for _, _, text in explanation.refusals), explanation
+
+
+def fill(x):
+    """Needs contiguous memory, under the name of a function of torch that does not."""
+    return x.view(-1)
+
+
+torch.fx.wrap("fill")
+
+
+def test_a_module_that_may_need_contiguous_memory():
+    class Flat(nn.Module):
+        _is_impure = True
+
+        def forward(self, x):
+            return x.view(-1)
+
+    def use(m, x):
+        q, k = m.q(x), m.k(x)
+        return m.flat(q), k
+
+    model = Heads(use, width=(8, 8, 8))
+    model.flat = Flat()
+    reason = "a module whose use of the memory layout is unknown"
+    refused(
+        MergeLinears(),
+        model,
+        X,
+        reason=reason,
+        trace=lambda m, x: fxopt.trace(m, tuple(x), leaf_modules=["flat"]),
+    )
 
 
 def written_late(q, k):

@@ -136,6 +136,19 @@ def test_types_of_modules_as_options():
     assert torch.equal(after(X), X.relu())
 
 
+def test_every_call_by_keyword_is_one_by_position():
+    class Keywords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.GELU()
+
+        def forward(self, x):
+            return self.act(input=x) + self.act(input=x * 2)
+
+    after = rewritten(ReplaceActivation("gelu", Swish), Keywords(), X, sites=1)
+    assert torch.equal(after(X), Swish()(X) + Swish()(X * 2))
+
+
 def test_a_function_becomes_a_new_module_and_comes_back():
     after = ReplaceActivation("gelu", Swish)(torch.fx.symbolic_trace(Function(F.gelu)))
     assert torch.equal(after(X), Swish()(X) + 1)

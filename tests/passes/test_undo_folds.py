@@ -131,6 +131,21 @@ def loaded(graph_module):
     graph_module.load_state_dict(state)
 
 
+def test_a_normalization_that_is_called_elsewhere_and_changed_is_not_undone():
+    class Elsewhere(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)) + self.norm(x)
+
+    graph_module = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(randomise(Elsewhere()).eval()))
+    graph_module.norm.running_mean += 1
+    with pytest.raises(UndoError, match="norm, which was folded into conv, was changed since"):
+        undo(graph_module)
+
+
 @pytest.mark.parametrize("change", [trained, only_a_bias, rounded, loaded])
 def test_weights_that_changed_are_never_dropped(change):
     graph_module = BOTH(traced())
