@@ -26,6 +26,7 @@ from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_epilogues import FuseEpilogues
@@ -136,6 +137,7 @@ def _pipeline(options: Options) -> list[Rewrite[Any]]:
         FuseBatchNorm2dInConv2d(reversible=False),
         FuseBatchNorm1dInLinear(reversible=False),
         *([ChangePrecision(dtype)] if dtype else []),
+        FuseAttention(),
         EliminateDeadCode(),
         PackConvs(options.tune),
         PackLinears(options.tune),

@@ -1,0 +1,64 @@
+"""Faults in packed layers, in the passes that make them, and in what `optimize` decides."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+_KERNELS = "kernels.py"
+_LAYOUTS = "layouts.py"
+_PACKING = "packing.py"
+_CONVS = "passes/pack_convs.py"
+_EPILOGUES = "passes/fuse_epilogues.py"
+_TUNING = "tuning.py"
+_GRAPHS = "optimizing/graphs.py"
+_PREPARE = "optimizing/prepare.py"
+_EXACT = "optimizing/exactness.py"
+
+PACKING = (
+    # --- kernels
+    Fault("kernels: gradients are lost", _KERNELS, "    if torch.is_grad_enabled() and (", "    if False and ("),
+    Fault("kernels: a changed weight is not packed anew", _KERNELS, "        or held[1] != version\n", ""),
+    Fault("kernels: another memory is not packed anew", _KERNELS, "        or held[0].data_ptr() != weight.data_ptr()\n", ""),
+    Fault("kernels: copies share what is packed", _KERNELS, 'if name != "_packed"}', "}"),
+    Fault("kernels: autocast is ignored", _KERNELS, '        and not torch.is_autocast_enabled("cpu")\n', ""),
+    Fault("kernels: transforms are ignored", _KERNELS, "        and torch._C._functorch.peek_interpreter_stack() is None\n", ""),
+    Fault("kernels: nothing is computed of nothing", _KERNELS, "        and input.numel() > 0\n", ""),
+    Fault("kernels: activations before additions", _KERNELS, "    if other is not None:\n        value = value + other\n    if activation is not None:\n        chosen = ACTIVATIONS[activation]\n        assert chosen.function is not None\n        value = chosen.function(value, **chosen.options)\n", "    if activation is not None:\n        chosen = ACTIVATIONS[activation]\n        assert chosen.function is not None\n        value = chosen.function(value, **chosen.options)\n    if other is not None:\n        value = value + other\n"),
+    Fault("kernels: tanh for erf", _KERNELS, '"gelu": ("gelu", "none")', '"gelu": ("gelu", "tanh")'),
+    Fault("kernels: uneven padding is even", _KERNELS, "        return None if any(each % 2 for each in total) else [each // 2 for each in total]", "        return [each // 2 for each in total]"),
+    Fault("kernels: any padding mode is zeros", _KERNELS, 'layer.padding_mode == "zeros" and ', ""),
+    # --- layouts
+    Fault("layouts: every operator keeps the layout", _LAYOUTS, "    return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in inputs)", "    return True"),
+    Fault("layouts: joins along any dimension keep it", _LAYOUTS, '        return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)', "        return True"),
+    Fault("layouts: inputs in channels_last lose it", _LAYOUTS, "        if not graph.value_of(node).is_contiguous():", "        if False:"),
+    Fault("layouts: views are cut off from writes", _LAYOUTS, "        if writers and outside:", "        if False:"),
+    Fault("layouts: borders are read too early", _LAYOUTS, "        if late:", "        if False:"),
+    # --- the passes
+    Fault("pack: hooks are ignored", _PACKING, "index.inexact(node, kind) or index.obstacle_in_place(layer)", "index.inexact(node, kind)"),
+    Fault("pack: undo gives back a packed layer", _PACKING, "    layer, (packed, *_) = submodules.without_tensors(shell), now.values()", "    layer, (packed, *_) = next(iter(now.values())), now.values()"),
+    Fault("pack: any kernel is faster", _PACKING, "    if name == PLAIN:", "    if False:"),
+    Fault("pack convs: borders stay in channels_last", _CONVS, "                rewriter.replace_input(user, value, made[-1])", "                pass"),
+    Fault("pack convs: the copies cost nothing", _CONVS, '    packed += sum(copying(graph.shape_of(value) or ()) for value, _ in region.borders)\n', ""),
+    Fault("pack convs: a layer with two calls is packed", _CONVS, "if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:", "if False:"),
+    Fault("epilogues: other users are ignored", _EPILOGUES, "reason = index.joining_obstacle(call, user, value if isinstance(value, Node) else None)", "reason = None"),
+    Fault("epilogues: writes into the input are ignored", _EPILOGUES, "index.joining_obstacle(call, user, value if isinstance(value, Node) else None)", "index.joining_obstacle(call, user)"),
+    Fault("epilogues: writes into the residual are additions", _EPILOGUES, " or index.memory.written_by(user) not in ((), (call,))", ""),
+    Fault("epilogues: alpha is ignored", _EPILOGUES, "or user.kwargs or len(user.args) != 2", "or len(user.args) != 2"),
+    Fault("epilogues: after an addition any activation", _EPILOGUES, 'not (convolves and activation == "relu")', "False"),
+    # --- tuning
+    Fault("tuning: a little faster is enough", _TUNING, "seconds[name] <= MARGIN * seconds[PLAIN]", "seconds[name] <= seconds[PLAIN]"),
+    Fault("tuning: threads do not matter", _TUNING, ", {torch.get_num_threads()} threads", ""),
+    Fault("tuning: dtypes do not matter", _TUNING, "{layer!r} {weight.dtype} ", "{layer!r} "),
+    # --- optimize
+    Fault("optimize: new weights are not seen", _GRAPHS, "        if self._version != self._weights_version():\n            self.forget()", "        pass"),
+    Fault("optimize: gradients are lost", _GRAPHS, "        if torch.is_grad_enabled() and (", "        if False and ("),
+    Fault("optimize: as many graphs as one likes", _GRAPHS, ">= MOST_GRAPHS:", ">= 10**9:"),
+    Fault("optimize: sizes stay fixed", _GRAPHS, "                calls.free |= differing(shapes, others)", "                pass"),
+    Fault("optimize: a failure is tried again and again", _GRAPHS, "if calls.failures >= _MOST_FAILURES:", "if False:"),
+    Fault("optimize: an error of ours is the user's", _GRAPHS, "            except Exception as error:", "            except ZeroDivisionError as error:"),
+    Fault("optimize: slower graphs are used", _PREPARE, "        if speedup < LEAST_SPEEDUP:\n            return", "        if False:\n            return"),
+    Fault("optimize: wrong graphs are used", _PREPARE, "if not mine <= MOST_ERROR * max(theirs, ROUNDING)", "if False"),
+    Fault("optimize: counters count the checks", _PREPARE, "    if writer is not None:", "    if False:"),
+    Fault("optimize: checks write into caches", _PREPARE, "        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))\n        return Inputs(args, kwargs)", "        return self"),
+    Fault("optimize: float64 is float32", _EXACT, "            module = copy.deepcopy(module).double()", "            module = copy.deepcopy(module)"),
+)
