@@ -26,6 +26,7 @@ from fxopt.passes.fuse_epilogues import FuseEpilogues
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
+from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
@@ -55,6 +56,7 @@ __all__ = [
     "PackConvs",
     "PackLinears",
     "PassError",
+    "QuantizeLinears",
     "Refusal",
     "RemoveIdentity",
     "ReplaceActivation",

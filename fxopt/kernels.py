@@ -39,12 +39,16 @@ class _Kernel:
         pack: makes the packed weight of a layer and the shape of its input.
         run: computes the layer, given its input, the packed weight, something to add, and an activation.
         fuses: whether it adds and activates itself.
+        rounds: whether it rounds the weight to int8.
+        multiple: what the number of features in a row has to be a multiple of.
     """
 
     dtypes: tuple[torch.dtype, ...]
-    pack: Callable[[Any, Sequence[int]], Tensor]
-    run: Callable[[Any, Tensor, Tensor, Tensor | None, str | None], Tensor]
+    pack: Callable[[Any, Sequence[int]], Any]
+    run: Callable[[Any, Any, Tensor, Tensor | None, str | None], Tensor]
     fuses: bool
+    rounds: bool = False
+    multiple: int = 1
 
 
 class PackedLinear(nn.Linear):
@@ -54,7 +58,7 @@ class PackedLinear(nn.Linear):
     is written through `weight.data` or numpy goes unnoticed.
 
     Attributes:
-        kernel: `onednn` or `mkl`.
+        kernel: `onednn`, `mkl`, or `int8`, which rounds.
         packed_for: the shape of the inputs that it is packed for; it takes others as well.
 
     Example:
@@ -116,13 +120,23 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     return packed
 
 
-def kernels_for(layer: nn.Module) -> list[str]:
-    """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such."""
+def kernels_for(layer: nn.Module, *, rounding: bool = False) -> list[str]:
+    """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such.
+
+    Args:
+        layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
+        rounding: name those, too, that round the weight.
+    """
     weight = layer._parameters.get("weight")
     if weight is None or weight.device.type != "cpu" or not weight.numel() or not _has_padding(layer):
         return []
     kernels = _available()[PACKED[type(layer)]]
-    return [name for name, kernel in kernels.items() if weight.dtype in kernel.dtypes]
+    fitting = {
+        name: kernel
+        for name, kernel in kernels.items()
+        if weight.dtype in kernel.dtypes and weight.shape[1] % kernel.multiple == 0
+    }
+    return [name for name, kernel in fitting.items() if rounding or not kernel.rounds]
 
 
 def fuses_epilogues(packed: nn.Module) -> bool:
@@ -140,7 +154,7 @@ def _forward(
 ) -> Tensor:
     if _can_run(layer, input):
         kernel = _available()[type(layer)].get(layer.kernel)
-        if kernel is not None and input.dtype in kernel.dtypes:
+        if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
             return kernel.run(layer, _packed_weight(layer, kernel), input, other, activation)
     return _finished(plain(input), other, activation)
 
@@ -177,7 +191,7 @@ def _can_run(layer: nn.Module, input: Tensor) -> bool:
     )
 
 
-def _packed_weight(layer: Any, kernel: _Kernel) -> Tensor:
+def _packed_weight(layer: Any, kernel: _Kernel) -> Any:
     """The packed weight, made anew where the weight is another one, or was written into."""
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else weight._version
@@ -192,8 +206,7 @@ def _packed_weight(layer: Any, kernel: _Kernel) -> Tensor:
         with torch.no_grad():
             held = (weight.detach(), version, kernel.pack(layer, layer.packed_for))
         layer.__dict__["_packed"] = held
-    packed: Tensor = held[2]
-    return packed
+    return held[2]
 
 
 def _without_packed(layer: nn.Module) -> dict[str, Any]:
@@ -251,6 +264,28 @@ def _run_mkl_linear(
     return _finished(value, other, activation)
 
 
+def _pack_int8_linear(layer: nn.Linear, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The weight in int8, and what to multiply each of its rows with: the largest number becomes 127."""
+    weight = layer.weight.detach().float()
+    scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scale.unsqueeze(1)).round().to(torch.int8), scale.to(torch.bfloat16)
+
+
+def _run_int8_linear(
+    layer: nn.Linear,
+    packed: tuple[Tensor, Tensor],
+    input: Tensor,
+    other: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    weight, scale = packed
+    rows = input.reshape(-1, layer.in_features).to(torch.bfloat16).contiguous()  # in float32 it is slow
+    value = torch._weight_int8pack_mm(rows, weight, scale).to(input.dtype)
+    if layer.bias is not None:
+        value = value + layer.bias
+    return _finished(value.reshape(*input.shape[:-1], layer.out_features), other, activation)
+
+
 def _pack_onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Tensor:
     weight = layer.weight.detach().contiguous()
     options = (_padding(layer), layer.stride, layer.dilation, layer.groups)
@@ -293,6 +328,8 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, _Kernel]] = {
     PackedLinear: {
         "onednn": _Kernel(_DTYPES, _pack_onednn_linear, _run_onednn_linear, True),
         "mkl": _Kernel((torch.float32,), _pack_mkl_linear, _run_mkl_linear, False),
+        # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
+        "int8": _Kernel(_DTYPES[:2], _pack_int8_linear, _run_int8_linear, False, rounds=True, multiple=64),
     },
     PackedConv2d: {"onednn": _Kernel(_DTYPES, _pack_onednn_conv, _run_onednn_conv, True)},
 }
@@ -302,7 +339,7 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, _Kernel]] = {
 def _available() -> Mapping[type[nn.Module], Mapping[str, _Kernel]]:
     """The kernels that work in this build of torch on this machine, by the type of the layer, each with its dtypes."""
     samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
-        nn.Linear: (nn.Linear(16, 16), (4, 16)),
+        nn.Linear: (nn.Linear(64, 16), (4, 64)),
         nn.Conv2d: (nn.Conv2d(4, 4, 3, padding=1), (1, 4, 6, 6)),
     }
     found: dict[type[nn.Module], dict[str, _Kernel]] = {kind: {} for kind in _KERNELS}
@@ -329,6 +366,6 @@ def _works(layer: nn.Module, name: str, kernel: _Kernel, shape: tuple[int, ...],
             found = kernel.run(packed, kernel.pack(packed, shape), value, None, "relu")
         except (RuntimeError, AttributeError, NotImplementedError):
             return False  # the operator does not exist, or not for this processor
-        return torch.allclose(
-            found, plain(value).relu(), rtol=16 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps
-        )
+        wanted = plain(value).relu()
+        unit = 2.0**-7 if kernel.rounds else torch.finfo(dtype).eps
+        return torch.allclose(found, wanted, rtol=16 * unit, atol=64 * unit)

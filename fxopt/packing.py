@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from fxopt import submodules
+from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import kernels_for, packed_layer
+from fxopt.kernels import PackedLinear, kernels_for, packed_layer
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.tuning import PLAIN, fastest
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearKernel:
+    """A linear layer, all its names and calls, and the kernel for it; `node` is its first call."""
+
+    node: Node
+    paths: tuple[str, ...]
+    kernel: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingLinears(ReversibleRewrite[LinearKernel]):
+    """A pass that packs linear layers."""
+
+    tune: bool = False
+
+    def match(self, graph_module: GraphModule) -> Iterator[LinearKernel | Refusal]:
+        """Yield the layers for which there is a kernel."""
+        index = GraphIndex(graph_module)
+        for node in index.calls_like(nn.Linear):
+            layer = index.module(node)
+            if index.call_sites(layer)[0] is not node or isinstance(layer, PackedLinear):
+                continue
+            value = graph.input_of(node, layer)
+            shape = None if value is None else graph.shape_of(value)
+            rounding = not self.preserves_computation
+            found = kernel_for(index, node, nn.Linear, shape, tune=self.tune, rounding=rounding)
+            if found.kernel and shape:
+                yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
+            else:
+                yield Refusal(node, found.reason)
+
+    def apply(self, rewriter: Rewriter, site: LinearKernel) -> list[Node]:
+        """Put the packed layer in the place of the old one, under all its names."""
+        put_packed(rewriter, site.paths, site.kernel, site.shape)
+        return [n for n in rewriter.graph.find_nodes(op="call_module") if n.target in site.paths]
 
 
 class Found(NamedTuple):
@@ -25,7 +66,13 @@ class Found(NamedTuple):
 
 
 def kernel_for(
-    index: GraphIndex, node: Node, kind: type[nn.Module], shape: Sequence[int] | None, tune: bool
+    index: GraphIndex,
+    node: Node,
+    kind: type[nn.Module],
+    shape: Sequence[int] | None,
+    *,
+    tune: bool,
+    rounding: bool = False,
 ) -> Found:
     """Find the kernel for the layer that `node` calls, which is the first one to call it.
 
@@ -35,6 +82,7 @@ def kernel_for(
         kind: the type that the layer has to be of.
         shape: of its input, None where it is not known.
         tune: whether to measure, or to take the first kernel that there is.
+        rounding: whether it has to be one that rounds the weight.
     """
     layer = index.module(node)
     reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
@@ -43,7 +91,8 @@ def kernel_for(
     writer = index.memory.writer_of(layer)
     if writer:
         return Found(None, f"{writer.name} may write into its weight in each run")
-    kernels = kernels_for(layer)
+    exact = kernels_for(layer)
+    kernels = [name for name in kernels_for(layer, rounding=rounding) if not rounding or name not in exact]
     if not kernels:
         weight = layer.get_parameter("weight")
         where = f"{weight.dtype} on {weight.device.type}"
@@ -56,12 +105,11 @@ def kernel_for(
         )
     if not tune:
         return Found(kernels[0])
-    name, seconds = fastest(layer, shape)
-    if name == PLAIN:
+    name, seconds = fastest(layer, shape, rounding=rounding)
+    if name not in kernels:
         times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
-        return Found(
-            None, f"torch's own kernel is the fastest for an input of {_text(shape)}: {times}", seconds
-        )
+        which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"
+        return Found(None, f"{which} is the fastest for an input of {_text(shape)}: {times}", seconds)
     return Found(name, seconds=seconds)
 
 

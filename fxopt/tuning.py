@@ -33,12 +33,15 @@ _SECONDS = 0.02  # how long to run each kernel of a layer
 _known: dict[str, dict[str, float]] = {}
 
 
-def fastest(layer: nn.Module, shape: Sequence[int]) -> tuple[str, Mapping[str, float]]:
+def fastest(
+    layer: nn.Module, shape: Sequence[int], *, rounding: bool = False
+) -> tuple[str, Mapping[str, float]]:
     """Find the fastest kernel for a layer and the shape of its input.
 
     Args:
         layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
         shape: of its input.
+        rounding: try those kernels, too, that round the weight.
 
     Returns:
         Its name, `plain` for the layer as it is, and the seconds that each takes.
@@ -49,20 +52,20 @@ def fastest(layer: nn.Module, shape: Sequence[int]) -> tuple[str, Mapping[str, f
         >>> name in seconds
         True
     """
-    seconds = measured(layer, shape)
+    seconds = measured(layer, shape, kernels_for(layer, rounding=rounding))
     name = min(seconds, key=seconds.__getitem__)
     return (name if seconds[name] <= MARGIN * seconds[PLAIN] else PLAIN), seconds
 
 
-def measured(layer: nn.Module, shape: Sequence[int]) -> Mapping[str, float]:
-    """The seconds that each kernel takes for a layer and the shape of its input, from the cache where it has them."""
+def measured(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> Mapping[str, float]:
+    """The seconds that torch's kernel and others take for a layer and the shape of its input, from the cache where they are."""
     key = _key(layer, shape)
     if not _known:
         _known.update(_read())
-    if key not in _known:
-        _known[key] = _measure(layer, shape)
+    if not {PLAIN, *kernels} <= {*_known.get(key, ())}:
+        _known[key] = _measure(layer, shape, kernels)
         _write(_known)
-    return _known[key]
+    return {name: _known[key][name] for name in (PLAIN, *kernels)}
 
 
 def copying(shape: Sequence[int]) -> float:
@@ -94,14 +97,12 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _measure(layer: nn.Module, shape: Sequence[int]) -> dict[str, float]:
+def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     copies = [_random_layer(layer) for _ in range(max(1, min(4, _WORKING_SET // max(1, size))))]
     value = torch.randn(tuple(shape)).to(dtype)
-    runs = {PLAIN: copies} | {
-        name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels_for(layer)
-    }
+    runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
     with torch.no_grad():
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
         layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format

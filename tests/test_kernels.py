@@ -166,6 +166,25 @@ def test_copies_and_pickles_pack_anew(layer, kernel):
     assert list(packed.state_dict()) == list(layer.state_dict())
 
 
+def test_int8_rounds_the_weight_and_nothing_more():
+    layer = random_layer(nn.Linear(128, 13))
+    assert "int8" not in kernels_for(layer)
+    assert "int8" not in kernels_for(random_layer(nn.Linear(96, 16)), rounding=True)
+    if "int8" not in kernels_for(layer, rounding=True):
+        pytest.skip("this build of torch has no kernel for int8")
+    packed = packed_layer(layer, "int8", (5, 128))
+    for rows in (1, 2, 3, 5, 8, 33):
+        for x in (torch.randn(rows, 128), torch.randn(2, rows, 128), torch.randn(128, rows).T):
+            wanted = layer(x)
+            assert (packed(x) - wanted).norm() < 0.02 * wanted.norm()
+            assert packed(x).shape == wanted.shape
+    assert packed(torch.randn(128)).shape == (13,)
+    layer.weight[0] = 0
+    assert torch.allclose(packed(x)[:, 0], layer.bias[0])
+    narrow = packed_layer(random_layer(nn.Linear(24, 16)), "int8", (5, 24))
+    assert torch.equal(narrow(torch.ones(5, 24)), F.linear(torch.ones(5, 24), narrow.weight, narrow.bias))
+
+
 def test_under_torch_compile_it_is_the_plain_layer():
     layer = random_layer(LINEAR)
     packed, x = packed_layer(layer, kernels_for(layer)[0], (5, 24)), torch.randn(5, 24)

@@ -44,7 +44,7 @@ def optimize(
             for each structure of inputs; where later calls have other sizes, the next graph leaves those free.
         kwargs: example inputs by keyword.
         precision: `float32` keeps the dtypes of the model and differs by rounding alone; `bfloat16` runs its layers in
-            that.
+            that; `int8` gives linear layers weights in int8 where that is faster, as in decoding.
         tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
 

@@ -32,15 +32,13 @@ from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_epilogues import FuseEpilogues
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
+from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
-PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""The dtype of the layers for each precision; None keeps the model's."""
-
-LEAST_COSINE = 0.999
-"""The similarity to float64 that outputs in a lower precision must have."""
+PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
+"""For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
 
 MOST_ERROR = 2.0
 """How far from float64 outputs may be, by how far the model's own are."""
@@ -114,7 +112,7 @@ def prepare(
     traced.recompile()
     made = dataclasses.replace(made, kernels=_kernels(traced))
     own, found = inputs.call(model), inputs.call(traced)
-    distance, wrong = _judged(exact, own, found, PRECISIONS[options.precision] is not None)
+    distance, wrong = _judged(exact, own, found, PRECISIONS[options.precision])
     made = dataclasses.replace(made, error=distance)
     if wrong:
         return None, report(wrong)
@@ -129,16 +127,16 @@ def prepare(
 
 
 def _pipeline(options: Options) -> list[Rewrite[Any]]:
-    dtype = PRECISIONS[options.precision]
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
         FuseBatchNorm2dInConv2d(reversible=False),
         FuseBatchNorm1dInLinear(reversible=False),
-        *([ChangePrecision(dtype)] if dtype else []),
+        *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
         EliminateDeadCode(),
+        *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),
         PackLinears(options.tune),
         FuseEpilogues(),
@@ -172,15 +170,15 @@ def _effect(traced: GraphModule) -> str | None:
     return None
 
 
-def _judged(exact: Any, own: Any, found: Any, lower: bool) -> tuple[float, str | None]:
+def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[float, str | None]:
     """How far `found` is from `exact`, by how far the model's `own` outputs are; and why that is too far."""
     theirs, mine = relative_error(exact, own), relative_error(exact, found)
     error = mine / max(theirs, torch.finfo(torch.float32).eps)
-    if lower:
+    if least is not None:
         cosine = cosine_similarity(exact, found)
         return error, (
-            f"its outputs have a cosine of {cosine:.4f} with those in float64, less than {LEAST_COSINE}"
-            if not cosine >= LEAST_COSINE
+            f"its outputs have a cosine of {cosine:.4f} with those in float64, less than {least}"
+            if not cosine >= least
             else None
         )
     return error, (

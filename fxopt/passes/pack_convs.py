@@ -66,7 +66,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
                 continue
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
-            found = kernel_for(index, node, nn.Conv2d, shape, self.tune)
+            found = kernel_for(index, node, nn.Conv2d, shape, tune=self.tune)
             if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:
                 reasons[node] = "the module is called more than once, or has several names"
             elif shape and len(shape) != 4:

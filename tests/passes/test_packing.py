@@ -105,7 +105,7 @@ def test_hooks_and_other_devices_are_refused(pass_):
 
 def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
     times = {nn.Linear: {"plain": 1.0, "onednn": 0.99}, nn.Conv2d: {"plain": 1.0, "onednn": 0.5}}
-    monkeypatch.setattr(tuning, "measured", lambda layer, shape: times[type(layer)])
+    monkeypatch.setattr(tuning, "measured", lambda layer, *_: times[type(layer)])
     monkeypatch.setattr(tuning, "copying", lambda shape: 0.1)
     model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
     refused(
