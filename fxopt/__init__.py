@@ -6,7 +6,9 @@ from fxopt.drawing import draw
 from fxopt.errors import (
     FxoptError,
     GuardError,
+    LoadError,
     PassError,
+    SaveError,
     TraceError,
     UndoError,
     UnverifiedWarning,
@@ -29,6 +31,7 @@ from fxopt.rewriting.history import applied, history, undo
 from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
+from fxopt.saving import load, save
 
 __all__ = [
     "ChangePrecision",
@@ -44,6 +47,7 @@ __all__ = [
     "Guard",
     "GuardError",
     "LintAndRecompile",
+    "LoadError",
     "MergeLinears",
     "PassError",
     "Refusal",
@@ -53,6 +57,7 @@ __all__ = [
     "ReversibleTransformation",
     "Rewrite",
     "Rewriter",
+    "SaveError",
     "TraceError",
     "TracedModule",
     "Transformation",
@@ -64,6 +69,8 @@ __all__ = [
     "draw",
     "guards",
     "history",
+    "load",
+    "save",
     "symbolic_trace",
     "trace",
     "undo",
