@@ -67,7 +67,7 @@ def _check_argument(value: Any) -> None:
     if isinstance(value, list | tuple | set | frozenset):
         for item in value:
             _check_argument(item)
-    elif not isinstance(value, _PLAIN) and not callable(value) or isinstance(value, torch.nn.Module):
+    elif isinstance(value, torch.nn.Module) or not (isinstance(value, _PLAIN) or callable(value)):
         raise NameRefused(f"a {type(value).__name__} as an argument")
 
 

@@ -28,10 +28,14 @@ FORMAT = 1
 def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tensor]) -> None:
     """Write both files, all or nothing; SaveError where that fails."""
     folder = Path(os.path.realpath(folder))
-    with contextlib.suppress(NotADirectoryError, FileNotFoundError):
+    if folder.exists() and not folder.is_dir():
+        raise SaveError(f"{folder} is a file: give a folder.")
+    if folder.exists():
         others = sorted({entry.name for entry in os.scandir(folder)} - {GRAPH, WEIGHTS})
         if others:
-            raise SaveError(f"{folder} holds other files ({', '.join(others[:3])}): give a folder for this module alone.")
+            raise SaveError(
+                f"{folder} holds other files ({', '.join(others[:3])}): give a folder for this module alone."
+            )
     new, old = (folder.with_name(f".{folder.name}.{kind}-{uuid.uuid4().hex[:8]}") for kind in ("new", "old"))
     try:
         new.mkdir(parents=True)
@@ -40,6 +44,7 @@ def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tenso
         facts = {"bytes": (new / WEIGHTS).stat().st_size, "sha256": _digest(new / WEIGHTS)}
         (new / GRAPH).write_text(_sealed(document, facts), encoding="utf-8")
         _flush(new / GRAPH)
+        shutil.copymode(new / GRAPH, new / WEIGHTS)  # safetensors lets the user alone read
         _swap(new, folder, old)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{folder} could not be written, and is as it was: {error}") from error
@@ -51,11 +56,12 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors; LoadError where a file is missing, damaged or of a newer format."""
     document = _checked(folder / GRAPH)
     weights = folder / WEIGHTS
-    facts = document["weights"]
     with _explained(weights):
-        size = weights.stat().st_size
+        facts, size = document["weights"], weights.stat().st_size
         if size != facts["bytes"]:
-            raise LoadError(f"{weights} has {size} bytes, not {facts['bytes']}: it is cut off, or of another save. {_AGAIN}")
+            raise LoadError(
+                f"{weights} has {size} bytes, not {facts['bytes']}: it is cut off, or of another save. {_AGAIN}"
+            )
         if _digest(weights) != facts["sha256"]:
             raise LoadError(f"{weights} was changed since it was saved: its digest is another. {_AGAIN}")
         with safe_open(weights, "pt") as file:
@@ -74,7 +80,18 @@ _AGAIN = "Copy the folder again, or save again."
 def _sealed(document: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     versions = {"fxopt": importlib.metadata.version("fxopt"), "torch": torch.__version__}
     content = {"format": FORMAT, "versions": versions, "weights": weights, **document}
-    return json.dumps({**content, "sha256": _seal(content)}, indent=1, allow_nan=False) + "\n"
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
+    return "{\n" + ",\n".join([*lines, f'"sha256": "{_seal(content)}"']) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    """JSON with each node, module and tensor on a line of its own."""
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+    if isinstance(value, dict):
+        items = (f"{json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items())
+        return "{\n" + ",\n".join(items) + "\n}"
+    return json.dumps(value)
 
 
 def _seal(content: Mapping[str, Any]) -> str:
@@ -110,7 +127,9 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise LoadError(f"{path} is missing: give a folder that fxopt.save wrote, with {GRAPH} and {WEIGHTS}.") from error
+        raise LoadError(
+            f"{path} is missing: give a folder that fxopt.save wrote, with {GRAPH} and {WEIGHTS}."
+        ) from error
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise LoadError(f"{path} cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from error
 

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 from fxopt.errors import FxoptError, LoadError, SaveError
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
-from fxopt.saving.graphs import read_nodes, write_nodes
-from fxopt.saving.modules import ModuleReader, ModuleWriter, kind_of
+from fxopt.saving.graphs import read_graph, write_graph
+from fxopt.saving.modules import ModuleReader, ModuleWriter
 from fxopt.saving.names import NameRefused, Names, is_identifier
 from fxopt.saving.tensors import TensorTable, restored
 from fxopt.saving.values import NotData
@@ -55,8 +55,8 @@ def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterab
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = TensorTable({id(tensor): name for name, tensor in named})
     writer = ModuleWriter(names, tensors)
-    document: dict[str, Any] = {"class_name": module.__class__.__name__, "kind": kind_of(module)}
-    document["nodes"] = write_nodes(module.graph, names)
+    document: dict[str, Any] = {"class_name": module.__class__.__name__}
+    document |= write_graph(module.graph, names)
     writer.write_root(module)
     document["modules"] = writer.written
     try:
@@ -109,7 +109,9 @@ def load(
             "only holds values. If it is a class or function of yours, give it in `trusted`."
         ) from None
     except NotData as error:
-        raise LoadError(f"{place / files.GRAPH} holds {error}: it was changed, or another program wrote it.") from None
+        raise LoadError(
+            f"{place / files.GRAPH} holds {error}: it was changed, or another program wrote it."
+        ) from None
     except FxoptError:
         raise
     except Exception as error:  # whatever a file can be made to hold
@@ -123,7 +125,7 @@ def _rebuilt(document: Mapping[str, Any], names: Names, tensors: Mapping[str, to
         raise NotData(f"the class name {document['class_name']!r}")
     reader = ModuleReader(names, document["modules"], tensors)
     reader.fill()
-    made = reader.graph_module(read_nodes(document["nodes"], names), document["class_name"])
+    made = reader.graph_module(read_graph(document, names), document["class_name"])
     for node in made.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             _check_target(made, node)
@@ -148,7 +150,9 @@ def _prove(
     try:
         made = _rebuilt(files.as_read(document), names, tensors)
     except Exception as error:
-        raise SaveError(f"what would be saved could not be loaded ({type(error).__name__}: {error}).") from error
+        raise SaveError(
+            f"what would be saved could not be loaded ({type(error).__name__}: {error})."
+        ) from error
     before, after = ([n.format_node() for n in m.graph.nodes] for m in (module, made))
     if [n.name for n in module.graph.nodes] != [n.name for n in made.graph.nodes] or before != after:
         wrong = next((one for one, other in zip(before, after, strict=False) if one != other), "its end")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,50 +13,58 @@ from torch.fx.node import has_side_effect
 from fxopt.capture.canonical import is_write
 from fxopt.errors import SaveError
 from fxopt.graph import place
+from fxopt.rewriting.record import MARKS
 from fxopt.saving.calls import check_name, check_node
 from fxopt.saving.names import NameRefused, Names, qualified_name
-from fxopt.saving.values import META, NotData, Values
+from fxopt.saving.values import ORIGIN, NotData, Values
 
 
-def write_nodes(graph: Graph, names: Names) -> list[dict[str, Any]]:
-    """The nodes of a graph as JSON; SaveError where one cannot be written."""
+def write_graph(graph: Graph, names: Names) -> dict[str, list[Any]]:
+    """A graph as JSON: its nodes, and the places in the model that they come from, each once; SaveError where it cannot be."""
     if type(graph._codegen) is not torch.fx.graph.CodeGen:
         raise SaveError(
             f"the graph takes its inputs by a {type(graph._codegen).__name__}, as torch.export makes one: fxopt saves graphs "
             "whose forward takes its placeholders as they are."
         )
     values = Values(names, _refuse, _refuse)
-    written = []
+    nodes: list[Any] = []
+    origins: dict[str, int] = {}
     for node in graph.nodes:
         try:
             check_node(names, node.op, node.target, node.args, node.kwargs)
-            written.append(_written(node, values))
+            origin = {key: values.write(_plain(node.meta[key])) for key in ORIGIN if key in node.meta}
+            number = origins.setdefault(json.dumps(origin), len(origins))
+            nodes.append(_written(node, values) | {"origin": number})
         except (NameRefused, NotData) as error:
             raise SaveError(
                 f"{place(node)} calls or holds {error}, which a saved graph cannot have. Give a class or function of yours in "
                 "`trusted`, for save and for load."
             ) from None
-    return written
+    return {"origins": [json.loads(origin) for origin in origins], "nodes": nodes}
 
 
-def read_nodes(nodes: Iterable[Mapping[str, Any]], names: Names) -> Graph:
-    """The graph that `write_nodes` wrote; NameRefused or NotData where it holds what it may not."""
+def read_graph(written: Mapping[str, Any], names: Names) -> Graph:
+    """The graph that `write_graph` wrote; NameRefused or NotData where it holds what it may not."""
     graph, made = Graph(), dict[str, Node]()
     values = Values(names, _refuse, _refuse, made.__getitem__)
-    for data in nodes:
+    for data in written["nodes"]:
         name, op, target = data["name"], data["op"], data["target"]
         check_name(name)
         if op == "call_function":
             target = names.target(target)
             if is_write(target):
                 has_side_effect(target)
-        args, kwargs = values.read(data["args"]), {key: values.read(value) for key, value in data["kwargs"].items()}
+        args = values.read(data["args"])
+        kwargs = {key: values.read(value) for key, value in data["kwargs"].items()}
         check_node(names, op, target, args, kwargs)
         kind = values.read(data["type"]) if "type" in data else None
         node = graph.create_node(op, target, tuple(args), kwargs, name, kind)
         if node.name != name:
             raise NotData(f"a second node {name!r}")
-        node.meta = {key: values.read(value) for key, value in data["meta"].items() if key in META}
+        origin = written["origins"][data["origin"]]
+        node.meta = {key: values.read(value) for key, value in origin.items() if key in ORIGIN}
+        if "marks" in data:
+            node.meta[MARKS] = values.read(data["marks"])
         made[name] = node
     return graph
 
@@ -67,8 +76,9 @@ def _written(node: Node, values: Values) -> dict[str, Any]:
         "target": node.target if isinstance(node.target, str) else values.names.of(node.target),
         "args": [values.write(value) for value in node.args],
         "kwargs": {name: values.write(value) for name, value in node.kwargs.items()},
-        "meta": {key: values.write(_plain(node.meta[key])) for key in META if key in node.meta},
     }
+    if MARKS in node.meta:
+        data["marks"] = values.write(node.meta[MARKS])
     if node.type in _ANNOTATIONS:  # any other is left out: it changes nothing
         data["type"] = values.write(node.type)
     return data

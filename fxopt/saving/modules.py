@@ -19,9 +19,16 @@ from fxopt.saving.tensors import TensorTable
 from fxopt.saving.values import NotData, Values
 
 # Classes that their constructor makes again of these attributes; the others are made of all their attributes.
-_CONSTRUCTED = {InputGuard: ("inputs", "alternatives", "decisions")}
+_CONSTRUCTED: dict[type, tuple[str, ...]] = {InputGuard: ("inputs", "alternatives", "decisions")}
 _RECORD = ("steps", "orders")
-_CAPTURED = ("config", "dtypes_read_at", "read_parameter", "gradients_read", "modes_read", "captured_training")
+_CAPTURED = (
+    "config",
+    "dtypes_read_at",
+    "read_parameter",
+    "gradients_read",
+    "modes_read",
+    "captured_training",
+)
 # What a module has when it is made, and nothing more: hooks, above all.
 _BARE = frozenset(vars(torch.nn.Module()))
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -85,10 +92,12 @@ class ModuleWriter:
             ) from None
 
     def _attributes(self, module: torch.nn.Module, where: str) -> dict[str, Any]:
-        state = module.__getstate__()  # type: ignore[no-untyped-call]
+        state = module.__getstate__()
         for name in _BARE:
             if name.endswith("_hooks") and state.get(name):
-                raise SaveError(f"{where or 'the graph module'} has hooks ({name}), which are no data: remove them.")
+                raise SaveError(
+                    f"{where or 'the graph module'} has hooks ({name}), which are no data: remove them."
+                )
         if isinstance(module, PassRecord):
             return {
                 "steps": [self._step(step) for step in module.steps],
@@ -102,7 +111,9 @@ class ModuleWriter:
             if name in skipped:
                 continue
             try:
-                written[name] = self._config(state[name]) if name == "config" else self.values.write(state[name])
+                written[name] = (
+                    self._config(state[name]) if name == "config" else self.values.write(state[name])
+                )
             except (NameRefused, NotData) as error:
                 raise SaveError(
                     f"{where or 'the graph module'}.{name} is or holds {error}. Delete the attribute, or save before it is "
@@ -146,7 +157,9 @@ def kind_of(module: GraphModule) -> str:
     """`TracedModule` or `GraphModule`; SaveError for a class of somebody else's."""
     kind = next(c for c in type(module).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
     if kind not in (TracedModule, GraphModule):
-        raise SaveError(f"{qualified_name(kind)} is a class of its own, of which only the graph could be saved.")
+        raise SaveError(
+            f"{qualified_name(kind)} is a class of its own, of which only the graph could be saved."
+        )
     return kind.__name__
 
 
@@ -174,13 +187,15 @@ class ModuleReader:
                 module.__dict__.update(registries)
                 module.training = attributes["training"]
             elif isinstance(module, PassRecord):
-                module.__dict__.update({name: self.values.read(attributes[name]) for name in _RECORD})
-                module.training = attributes["training"]
+                PassRecord.__init__(module, attributes["training"])
+                vars(module).update({name: self.values.read(attributes[name]) for name in _RECORD})
             elif type(module) in _CONSTRUCTED:
                 arguments = [self.values.read(attributes[name]) for name in _CONSTRUCTED[type(module)]]
                 type(module).__init__(module, *arguments)
                 module.training = attributes["training"]
             else:
+                if not _BARE.isdisjoint(attributes.keys() - {"training"}):
+                    raise NotData("hooks of a layer among its attributes")
                 read = {name: self.values.read(value) for name, value in attributes.items()}
                 module.__setstate__(vars(module) | registries | read)
 
@@ -221,7 +236,9 @@ class ModuleReader:
         for name in (*data["parameters"], *data["buffers"], *data["children"]):
             check_path(name)
         return {
-            "_parameters": {n: None if k is None else self._tensors[k] for n, k in data["parameters"].items()},
+            "_parameters": {
+                n: None if k is None else self._tensors[k] for n, k in data["parameters"].items()
+            },
             "_buffers": {n: None if k is None else self._tensors[k] for n, k in data["buffers"].items()},
             "_modules": {n: None if k is None else self.modules[k] for n, k in data["children"].items()},
             "_non_persistent_buffers_set": set(data["not_persistent"]),

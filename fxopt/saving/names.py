@@ -8,6 +8,7 @@ or a walk through dunder attributes has no name here; neither have operators tha
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import importlib
@@ -27,21 +28,45 @@ from fxopt.capture import checks, modes
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
-_DENIED_METHODS = frozenset(
-    "apply_ as_subclass const_data_ptr data_ptr map2_ map_ module_load new numpy record_stream register_hook "
-    "register_post_accumulate_grad_hook reinforce set_ share_memory_ storage storage_type untyped_storage".split()
-)
-_DENIED_FUNCTIONS = frozenset(
-    "from_file from_numpy frombuffer handle_torch_function lobpcg triplet_margin_with_distance_loss".split()
-)
+_DENIED_METHODS = {
+    *("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "reinforce"),
+    *("const_data_ptr", "data_ptr", "numpy", "record_stream", "set_", "share_memory_", "storage"),
+    *("as_subclass", "module_load", "new", "storage_type", "untyped_storage"),
+}
+# Functions that call others, open files or read memory.
+_DENIED_FUNCTIONS = {
+    *("autocast", "from_file", "from_numpy", "frombuffer", "lobpcg", "triplet_margin_with_distance_loss"),
+}
 _PRIVATE_METHODS = ("_is_all_true", "_is_any_true", "_nnz", "_indices", "_values")
-_OPERATORS = (
-    "abs add and_ contains eq floordiv ge getitem gt iadd iand ifloordiv ilshift imatmul imod imul index inv invert ior "
-    "ipow irshift is_ is_not isub itruediv ixor le lshift lt matmul mod mul ne neg not_ or_ pos pow rshift setitem sub "
-    "truediv truth xor"
-).split()
+_PRIVATE_FUNCTIONS = (
+    *("_fused_rms_norm", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true", "_log_softmax"),
+    *("_scaled_grouped_mm", "_scaled_mm", "_shape_as_tensor", "_softmax", "_standard_gamma", "_weight_norm"),
+)
+# The functions of `operator` for which Python has signs, and no other: `operator.call` calls what it is given.
+_OPERATORS = {
+    *("is_", "is_not", "truth"),
+    *(name for name in operator.__all__ if f"__{name.strip('_')}__" in vars(operator) and name != "call"),
+}
 BUILTINS = (
-    *(abs, all, any, bool, complex, dict, divmod, float, getattr, int, len, list, max, min, pow, range, round),
+    *(
+        abs,
+        all,
+        any,
+        bool,
+        complex,
+        dict,
+        divmod,
+        float,
+        getattr,
+        int,
+        len,
+        list,
+        max,
+        min,
+        pow,
+        range,
+        round,
+    ),
     *(slice, str, sum, tuple),
 )
 _OWN = (
@@ -50,6 +75,7 @@ _OWN = (
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,
 )
+_OWN_PLACES = ("fxopt.passes.", "fxopt.kernels.")
 # Types of values; a graph may call them, too.
 _TYPES = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
@@ -97,6 +123,8 @@ class Names:
             return modes.ApplyFunction(self._class(name.removeprefix("apply:"), torch.autograd.Function))
         if name.startswith("torch.ops."):
             return _operator(name)
+        if not name.rpartition(".")[2].startswith("_") and _own_function(name):
+            return _own_function(name)
         return self._class(name, object)
 
     def target(self, name: str) -> Any:
@@ -114,11 +142,8 @@ class Names:
 
     def restoring(self, name: str) -> Any:
         """A function by which one of fxopt's passes is undone; NameRefused for any other name."""
-        module, _, own = name.rpartition(".")
-        if not module.startswith("fxopt.passes.") or not is_identifier(own):
-            raise NameRefused(name)
-        found = getattr(importlib.import_module(module), own, None)
-        if not isinstance(found, types.FunctionType) or qualified_name(found) != name:
+        found = _own_function(name)
+        if found is None:
             raise NameRefused(name)
         return found
 
@@ -176,15 +201,19 @@ def _functions() -> dict[str, Callable[..., Any]]:
 def _torch_names() -> Iterator[tuple[Any, Iterable[str]]]:
     with warnings.catch_warnings():  # it looks at names that are on their way out
         warnings.simplefilter("ignore")
-        overridable = {key: set(values) for key, values in torch.overrides.get_overridable_functions().items()}
+        overridable = {
+            key: set(values) for key, values in torch.overrides.get_overridable_functions().items()
+        }
     for module in (torch, functional, torch.functional, torch.linalg, torch.fft, torch.special):
         known = overridable.get(module, set()) | overridable[torch]
         functions = (name for name in dir(module) if _hashable(getattr(module, name)) in known)
-        yield module, [name for name in functions if name != "autocast"]
+        yield module, list(functions)
     yield torch, [name for name in dir(torch._C._VariableFunctions) if not name.startswith("_")]
+    yield torch, _PRIVATE_FUNCTIONS
     yield functional, [name for name in _public(functional, Callable) if name.endswith("_")]
     yield functional, ("hardsigmoid", "hardswish", "sigmoid", "tanh", "grouped_mm", "scaled_mm", "upsample")
-    for bindings in (torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special):
+    for name in ("_nn", "_linalg", "_fft", "_special"):
+        bindings = getattr(torch._C, name)
         yield bindings, _public(bindings, types.BuiltinFunctionType)
 
 
@@ -209,21 +238,39 @@ def _names() -> dict[Any, str]:
 def _methods() -> frozenset[str]:
     """The methods of tensors that a graph may call."""
     public = {n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n))}
-    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS} | {"__len__", "__bool__", "__int__", "__float__"}
+    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS} | {
+        "__len__",
+        "__bool__",
+        "__int__",
+        "__float__",
+    }
     reflected = {f"__r{name.strip('_')}__" for name in _OPERATORS}
     dunder = {name for name in spelled | reflected if hasattr(torch.Tensor, name)}
     return frozenset((public | dunder | {*_PRIVATE_METHODS}) - _DENIED_METHODS)
 
 
+def _own_function(name: str) -> Any:
+    """A function that a pass or kernel of fxopt defines; None for any other name."""
+    module, _, own = name.rpartition(".")
+    if not f"{module}.".startswith(_OWN_PLACES) or not all(map(is_identifier, name.split("."))):
+        return None
+    try:
+        found = getattr(importlib.import_module(module), own, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, types.FunctionType) and qualified_name(found) == name else None
+
+
 def _operator(name: str) -> Any:
     """An operator of `torch.ops`, if it is one of torch's dispatcher, which opens no file."""
-    _, _, namespace, operation, *overload = name.split(".")
-    if namespace not in _NAMESPACES or len(overload) > 1:
+    namespace, *path = name.removeprefix("torch.ops.").split(".")
+    if namespace not in _NAMESPACES or len(path) not in (1, 2):
         raise NameRefused(name)
-    found = _overload(namespace, operation, *overload)
+    found = _overload(namespace, *path)
     if found is None and _NAMESPACES[namespace]:
-        importlib.import_module(_NAMESPACES[namespace])
-        found = _overload(namespace, operation, *overload)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(_NAMESPACES[namespace])
+        found = _overload(namespace, *path)
     overloads = (
         [getattr(found, each) for each in found.overloads()]
         if isinstance(found, torch._ops.OpOverloadPacket)

@@ -55,8 +55,9 @@ class TensorTable:
             entries[keys[0]] = torch.view_as_real(entry) if entry.is_complex() else entry
             for key, tensor in zip(keys, tensors, strict=True):
                 described[key] = _described(self.tensors[key]) | {"entry": keys[0]}
-                if len(keys) > 1 or not tensor.is_contiguous():
-                    offset = tensor.storage_offset() - first
+                # The strides of dimensions of size 1 say nothing of the memory, and are kept all the same.
+                if len(keys) > 1 or tensor.stride() != tensor.new_empty(tensor.shape, device="meta").stride():
+                    offset = int(tensor.storage_offset()) - first
                     described[key] |= {"stride": list(tensor.stride()), "offset": offset}
         return {key: entries[key].cpu() for key in sorted(entries)}, described
 
@@ -118,11 +119,11 @@ def _check(tensor: Tensor) -> None:
 def _memory(tensors: list[Tensor]) -> tuple[Tensor, int]:
     """The memory that tensors of one storage take, and where in the storage it begins."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        return tensors[0], 0
+        return tensors[0], int(tensors[0].storage_offset())
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise NotData("tensors of several dtypes that share memory")
-    first = min(tensor.storage_offset() for tensor in tensors)
-    last = max(tensor.storage_offset() + _extent(tensor) for tensor in tensors)
+    first = min(int(tensor.storage_offset()) for tensor in tensors)
+    last = max(int(tensor.storage_offset()) + _extent(tensor) for tensor in tensors)
     # A copy: the memory of others may follow.
     return tensors[0].as_strided((last - first,), (1,), first).clone(), first
 

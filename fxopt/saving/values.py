@@ -21,15 +21,15 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from fxopt.capture.expected import ConstantInput, NumberInput, StructureInput, TensorInput
 from fxopt.capture.size_guards import SizeGuard
 from fxopt.rewriting.edits import NodeEdit, NodeState, Redirect, Reference, Swapped
-from fxopt.rewriting.record import MARKS, Step
+from fxopt.rewriting.record import Step
 from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep, Left
 from fxopt.saving.calls import check_name, check_node, check_path
 from fxopt.saving.expressions import is_arithmetic
 from fxopt.saving.names import NameRefused, Names, qualified_name
 
-# What is kept of the metadata of a node.
-META = ("nn_module_stack", "stack_trace", MARKS)
+# The metadata that says where in the model a node comes from.
+ORIGIN = ("nn_module_stack", "stack_trace")
 
 # Classes of fxopt that are their fields.
 _DATA = {
@@ -160,7 +160,7 @@ class Values:
         if isinstance(value, Step) and not self._is_data(value.transformation):
             fields["transformation"] = None  # as in a pickle: its changes are known all the same
         if isinstance(value, NodeEdit):
-            fields["meta"] = {key: meta for key, meta in value.meta.items() if key in META}
+            fields["meta"] = {key: meta for key, meta in value.meta.items() if key in ORIGIN}
         return {name: self.write(field) for name, field in fields.items()}
 
     def _is_data(self, value: Any) -> bool:
@@ -242,5 +242,3 @@ def _items(value: Any) -> list[Any]:
 
 def _described(value: Any) -> str:
     return f"a {qualified_name(type(value))}"
-
-
