@@ -395,3 +395,34 @@ def test_the_weights_go_to_a_device(tmp_path):
     assert fxopt.load(tmp_path / "saved", device="meta").weight.is_meta
     facts = json.loads((tmp_path / "saved" / "graph.json").read_text())["tensors"]
     assert {entry["device"] for entry in facts.values()} == {"cpu"}
+
+
+class WithoutData(fxopt.ReversibleRewrite):
+    """Replaces an activation and remembers by a function of its own what stood there."""
+
+    def match(self, graph_module):
+        yield from (n for n in graph_module.graph.nodes if n.op == "call_module" and n.target == "1")
+
+    def apply(self, rewriter, node):
+        rewriter.swap({"1": nn.SiLU()}, restore=lambda now, left: {"1": nn.ReLU()})
+
+
+def test_a_log_that_is_no_data_is_left_out_and_undo_says_so(tmp_path):
+    gm = fxopt.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), (X,))
+    before = copy.deepcopy(gm)
+    gm = WithoutData()(gm)
+    made = reloaded(gm, tmp_path)
+    assert fxopt.history(made) == fxopt.history(gm)
+    for undo in (fxopt.undo, lambda made: WithoutData()(made, reverse=True)):
+        with pytest.raises(fxopt.UndoError, match="could not be pickled, or saved, together with"):
+            undo(made)
+    assert_round_trip(before, fxopt.undo(gm))
+
+
+def test_what_was_loaded_is_copied_pickled_and_trained(tmp_path):
+    gm = fxopt.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train(), (X,))
+    made = reloaded(gm, tmp_path)
+    assert_round_trip(gm, pickle.loads(pickle.dumps(copy.deepcopy(made))))
+    made(X).sum().backward()
+    gm(X).sum().backward()
+    assert torch.equal(made.get_parameter("0.weight").grad, gm.get_parameter("0.weight").grad)

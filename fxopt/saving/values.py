@@ -11,6 +11,7 @@ import enum
 import functools
 import json
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -156,6 +157,8 @@ class Values:
 
     def _fields(self, value: Any) -> dict[str, Any]:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        if isinstance(value, Swapped) and isinstance(value.restore, types.FunctionType):
+            fields["restore"] = functools.partial(value.restore)
         self._check(type(value), fields)
         if isinstance(value, Step) and not self._is_data(value.transformation):
             fields["transformation"] = None  # as in a pickle: its changes are known all the same
