@@ -111,26 +111,15 @@ class ModuleWriter:
             if name in skipped:
                 continue
             try:
-                written[name] = (
-                    self._config(state[name]) if name == "config" else self.values.write(state[name])
-                )
+                written[name] = self.values.write(state[name])
             except (NameRefused, NotData) as error:
+                if name == "config" and isinstance(module, TracedModule):
+                    continue  # the graph runs without it
                 raise SaveError(
                     f"{where or 'the graph module'}.{name} is or holds {error}. Delete the attribute, or save before it is "
                     "set."
                 ) from None
         return written
-
-    def _config(self, config: Any) -> Any:
-        """A configuration of transformers, by its class and content; None for what does not come back as it is."""
-        try:
-            content = self.values.write(config.to_dict())
-            name = self._names.config(type(config))
-            if type(config).from_dict(self.values.read(content)).to_dict() == config.to_dict():
-                return {"config": [name, content]}
-        except Exception:  # a class of a user may raise anything
-            pass
-        return None
 
     def _step(self, step: Step) -> Any:
         modules, tensors = len(self.written), len(self._tensors.tensors)
@@ -213,14 +202,8 @@ class ModuleReader:
             if name in _DERIVED and name != "training":
                 raise NotData(f"the attribute {name!r} of the graph module")
             if name != "training":
-                vars(made)[name] = self._read_config(value) if name == "config" else self.values.read(value)
+                vars(made)[name] = self.values.read(value)
         return made
-
-    def _read_config(self, value: Any) -> Any:
-        if not isinstance(value, dict) or "config" not in value:
-            return None
-        name, content = value["config"]
-        return self._names.find_config(name).from_dict(self.values.read(content))
 
     def _empty(self, name: str) -> torch.nn.Module:
         if name in ("TracedModule", "GraphModule"):

@@ -103,6 +103,8 @@ class Values:
             return {"enum": [self.names.of(kind), value.name]}
         if _DATA.get(kind.__name__) is kind or isinstance(value, Transformation):
             return {"data": [self._data_name(kind), self._fields(value)]}
+        if any(cls.__name__ == "PreTrainedConfig" for cls in kind.__mro__):
+            return {"config": self._config(value)}
         if callable(value):
             return {"name": self._name(value)}
         raise NotData(f"{_described(value)}, which is no data that fxopt can write")
@@ -144,7 +146,20 @@ class Values:
             return cls[content[1]]
         if kind == "data":
             return self._made(*content)
+        if kind == "config":
+            return self.names.find_config(content[0]).from_dict(self.read(content[1]))
         raise NotData(f"a value of the kind {kind!r}, which is not known")
+
+    def _config(self, value: Any) -> list[Any]:
+        """A configuration of transformers by its class and content, if it comes back as it is."""
+        name, content = self.names.config(type(value)), self.write(value.to_dict())
+        try:
+            same = type(value).from_dict(self.read(content)).to_dict() == value.to_dict()
+        except Exception:  # it runs the code of each class
+            same = False
+        if not same:
+            raise NotData(f"{_described(value)}, which its `from_dict` does not make again of its `to_dict`")
+        return [name, content]
 
     def _name(self, value: Any) -> str:
         try:
