@@ -426,3 +426,43 @@ def test_what_was_loaded_is_copied_pickled_and_trained(tmp_path):
     made(X).sum().backward()
     gm(X).sum().backward()
     assert torch.equal(made.get_parameter("0.weight").grad, gm.get_parameter("0.weight").grad)
+
+
+class Packed(nn.Linear):
+    """A layer that keeps its weight in another form as well, which it makes again."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.pack()
+
+    def pack(self):
+        self.form = object(), self.weight.detach().t().contiguous()
+
+    def forward(self, x):
+        return x @ self.form[1] + self.bias
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "form"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.pack()
+
+
+def test_a_layer_says_itself_what_is_stored(tmp_path):
+    gm = fxopt.trace(nn.Sequential(Packed(4, 2)), (X,), leaf_modules=[Packed])
+    made = reloaded(gm, tmp_path, trusted=[Packed])
+    assert same_bits(gm(X), made(X))
+    assert list(load_file(tmp_path / "saved" / "model.safetensors")) == ["0.bias", "0.weight"]
+
+
+def test_tensors_without_a_name_get_one_that_is_free(tmp_path):
+    held = nn.Module()
+    held.register_parameter("0", nn.Parameter(torch.zeros(2)))
+    gm = fxopt.trace(nn.ReLU(), (X,))
+    gm.add_module("fxopt", held)
+    gm.table = {"a": torch.ones(3), "b": [torch.full((2,), 2.0)]}
+    made = reloaded(gm, tmp_path)
+    assert torch.equal(made.table["a"], torch.ones(3))
+    assert torch.equal(made.table["b"][0], torch.full((2,), 2.0))
+    assert torch.equal(made.get_parameter("fxopt.0"), torch.zeros(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ class TensorTable:
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
+        self._names, self._taken = names, {*names.values()}
         self._keys: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
 
@@ -33,7 +34,9 @@ class TensorTable:
         """The key of a tensor, the same whenever it is the same tensor; NotData where it cannot be stored."""
         if id(tensor) not in self._keys:
             _check(tensor)
-            self._keys[id(tensor)] = key = self._names.get(id(tensor), f"fxopt.{len(self.tensors)}")
+            unnamed = (f"fxopt.{number}" for number in itertools.count(len(self.tensors)))
+            free = (key for key in unnamed if key not in self.tensors and key not in self._taken)
+            self._keys[id(tensor)] = key = self._names.get(id(tensor)) or next(free)
             self.tensors[key] = tensor
         return self._keys[id(tensor)]
 
