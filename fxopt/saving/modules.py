@@ -83,6 +83,11 @@ class ModuleWriter:
     def _class(self, module: torch.nn.Module, where: str) -> str:
         if isinstance(module, GraphModule) and where == "" and self.written == [None]:
             return kind_of(module)
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            raise SaveError(
+                f"{where} is parametrized, which makes it a class of its own: call "
+                "torch.nn.utils.parametrize.remove_parametrizations before the capture."
+            )
         try:
             return self._names.of(type(module))
         except NameRefused as error:
