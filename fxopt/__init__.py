@@ -6,7 +6,9 @@ from fxopt.drawing import draw
 from fxopt.errors import (
     FxoptError,
     GuardError,
+    LoadError,
     PassError,
+    SaveError,
     TraceError,
     UndoError,
     UnverifiedWarning,
@@ -35,6 +37,7 @@ from fxopt.rewriting.history import applied, history, undo
 from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
+from fxopt.saving import load, save
 
 __all__ = [
     "ChangePrecision",
@@ -52,6 +55,7 @@ __all__ = [
     "Guard",
     "GuardError",
     "LintAndRecompile",
+    "LoadError",
     "MergeLinears",
     "PackConvs",
     "PackLinears",
@@ -64,6 +68,7 @@ __all__ = [
     "ReversibleTransformation",
     "Rewrite",
     "Rewriter",
+    "SaveError",
     "TraceError",
     "TracedModule",
     "Transformation",
@@ -75,7 +80,9 @@ __all__ = [
     "draw",
     "guards",
     "history",
+    "load",
     "optimize",
+    "save",
     "symbolic_trace",
     "trace",
     "undo",

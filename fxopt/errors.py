@@ -29,3 +29,11 @@ class VerificationWarning(UserWarning):
 
 class UnverifiedWarning(UserWarning):
     """A site could not be run by itself, so that nothing is known of it but what its pass proved."""
+
+
+class SaveError(FxoptError):
+    """A graph module cannot be saved; what was in the folder is there as before."""
+
+
+class LoadError(FxoptError):
+    """A folder holds no graph module that can be loaded: a file is missing, damaged, newer, or names what is refused."""

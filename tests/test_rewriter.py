@@ -381,7 +381,7 @@ def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
     before.act = Local()
     changed = WithoutLog()(Changes(replace_second)(copy.deepcopy(before)))
     loaded = pickle.loads(pickle.dumps(changed))
-    with pytest.raises(UndoError, match="could not be pickled together with the graph module"):
+    with pytest.raises(UndoError, match="could not be pickled, or saved, together with the graph module"):
         undo(loaded)
     with pytest.raises(UndoError, match=r"same place was rewritten since. Undo WithoutLog\(\) first"):
         Changes(replace_second)(loaded, reverse=True)

@@ -81,7 +81,7 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
 
     try:
         if step.edits is None:
-            raise UndoError("what it did could not be pickled together with the graph module")
+            raise UndoError("what it did could not be pickled, or saved, together with the graph module")
         _play_back(rewriter, step.edits, orders)
         if fingerprint(graph_module) != step.before:
             rewriter.roll_back()

@@ -1,0 +1,159 @@
+"""`save` and `load`: a folder with `graph.json` and `model.safetensors`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxopt.errors import FxoptError, LoadError, SaveError
+from fxopt.rewriting.record import find_record
+from fxopt.saving import files
+from fxopt.saving.graphs import read_graph, write_graph
+from fxopt.saving.modules import ModuleReader, ModuleWriter
+from fxopt.saving.names import NameRefused, Names, is_identifier
+from fxopt.saving.tensors import TensorTable, restored
+from fxopt.saving.values import NotData
+
+
+def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
+    """Save a graph module as data: its graph in `graph.json`, its tensors in `model.safetensors`.
+
+    Everything goes to the file that the graph runs with: layers, parameters and buffers (those that are not persistent,
+    too), ties, training flags, guards, the places in the model that nodes come from, `.config` of a transformers model,
+    and the record of passes, so that `fxopt.undo` works on what `load` gives. Not kept are gradients, the description of
+    values in `node.meta["val"]`, without which passes may refuse more (apply them first), `gm.meta`, and a `.config` that
+    is not rebuilt from its `to_dict()`. A pass whose changes are no data stays in `fxopt.history` and cannot be undone.
+
+    Args:
+        module: a captured module, or any `torch.fx.GraphModule`.
+        folder: where it goes: a new folder, an empty one, or one that `save` wrote, which is replaced as a whole.
+        trusted: classes and functions of yours that the graph calls or has as layers; `load` needs the same.
+
+    Raises:
+        SaveError: it holds what is no data, or calls what `load` would refuse; or the folder cannot be written. What was
+            in the folder is there as before.
+
+    Example:
+        >>> import fxopt, tempfile, torch
+        >>> traced = fxopt.trace(torch.nn.Linear(2, 3), (torch.zeros(1, 2),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fxopt.save(traced, folder)
+        ...     fxopt.load(folder).code == traced.code
+        True
+    """
+    if not isinstance(module, GraphModule):
+        raise SaveError(
+            f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
+        )
+    names = Names(trusted)
+    find_record(module)  # puts marks back that a pickle has dropped
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = TensorTable({id(tensor): name for name, tensor in named})
+    writer = ModuleWriter(names, tensors)
+    document: dict[str, Any] = {"class_name": module.__class__.__name__}
+    document |= write_graph(module.graph, names)
+    writer.write_root(module)
+    document["modules"] = writer.written
+    try:
+        entries, document["tensors"] = tensors.stored()
+    except NotData as error:
+        raise SaveError(f"the graph module holds {error}, which cannot be saved.") from None
+    _prove(module, document, names, tensors.tensors)
+    files.write(Path(folder), document, entries)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    trusted: Iterable[Any] = (),
+) -> GraphModule:
+    """Load what `save` wrote: the same graph, code, names, weights, guards and outputs.
+
+    Nothing is unpickled and no code out of the folder runs: operators and classes are looked up by name among those that
+    a graph may use, and anything else is refused. So a folder from anywhere can be loaded; what its graph computes, only
+    whoever made it knows. The digests in the folder find damage, they do not say who wrote it.
+
+    Args:
+        folder: of `save`.
+        device: where the tensors go; by default where they were.
+        trusted: the same classes and functions as for `save`.
+
+    Returns:
+        A `TracedModule`, or a `torch.fx.GraphModule` where one was saved.
+
+    Raises:
+        LoadError: a file is missing, cut off, changed, or of a newer format; the graph names what is refused, or what is
+            not installed here.
+
+    Example:
+        >>> import fxopt, tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fxopt.save(fxopt.trace(torch.nn.ReLU(), (torch.zeros(2),)), folder)
+        ...     fxopt.load(folder)(torch.tensor([-1.0, 1.0]))
+        tensor([0., 1.])
+    """
+    place = Path(folder)
+    document, entries = files.read(place)
+    try:
+        tensors = restored(entries, document["tensors"], None if device is None else torch.device(device))
+        return _rebuilt(document, Names(trusted), tensors)
+    except NameRefused as error:
+        raise LoadError(
+            f"{place / files.GRAPH} names {error}, which fxopt does not load: neither an operator of torch nor a class that "
+            "only holds values. If it is a class or function of yours, give it in `trusted`."
+        ) from None
+    except NotData as error:
+        raise LoadError(
+            f"{place / files.GRAPH} holds {error}: it was changed, or another program wrote it."
+        ) from None
+    except FxoptError:
+        raise
+    except Exception as error:  # whatever a file can be made to hold
+        raise LoadError(
+            f"{place / files.GRAPH} describes no graph module ({type(error).__name__}: {error}): save it again."
+        ) from error
+
+
+def _rebuilt(document: Mapping[str, Any], names: Names, tensors: Mapping[str, torch.Tensor]) -> GraphModule:
+    if not is_identifier(document["class_name"]):
+        raise NotData(f"the class name {document['class_name']!r}")
+    reader = ModuleReader(names, document["modules"], tensors)
+    reader.fill()
+    made = reader.graph_module(read_graph(document, names), document["class_name"])
+    for node in made.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            _check_target(made, node)
+    return made
+
+
+def _check_target(module: GraphModule, node: torch.fx.Node) -> None:
+    """Raise NotData unless a node reads or calls what the modules hold; no attribute of a class is reached."""
+    *path, last = str(node.target).split(".")
+    owner: Any = module
+    for name in path:
+        owner = owner._modules.get(name)
+    held = {} if owner is None else vars(owner) | owner._parameters | owner._buffers | owner._modules
+    if last not in held or (node.op == "call_module" and not isinstance(held[last], torch.nn.Module)):
+        raise NotData(f"the node {node.name!r} of {node.target!r}, which is not there")
+
+
+def _prove(
+    module: GraphModule, document: dict[str, Any], names: Names, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Rebuild the module from what would be written, so that what is saved can be loaded."""
+    try:
+        made = _rebuilt(files.as_read(document), names, tensors)
+    except Exception as error:
+        raise SaveError(
+            f"what would be saved could not be loaded ({type(error).__name__}: {error})."
+        ) from error
+    before, after = ([n.format_node() for n in m.graph.nodes] for m in (module, made))
+    if [n.name for n in module.graph.nodes] != [n.name for n in made.graph.nodes] or before != after:
+        wrong = next((one for one, other in zip(before, after, strict=False) if one != other), "its end")
+        raise SaveError(f"what would be saved is not the same graph: {wrong} is lost.")

@@ -1,0 +1,510 @@
+"""What cannot be saved or loaded is one clear error, and nothing of the old folder is lost."""
+
+import copy
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.saving import expressions, files
+from fxopt.saving.names import Names
+from tests import small_models
+from tests.capture.test_modes import Custom
+
+X = torch.randn(3, 4)
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.dense(x)
+        return torch.softmax(y.view(x.shape[0], 4), -1) * 2 + y.shape[0]
+
+
+def small():
+    rows = torch.export.Dim("rows", max=64)
+    return fxopt.trace(Small().eval(), (X,), dynamic_shapes=({0: rows},))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fxopt.save(small(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def change(folder, edit):
+    """Edit the graph as somebody would who can also compute digests."""
+    document = json.loads((folder / "graph.json").read_text())
+    document.pop("sha256")
+    edit(document)
+    (folder / "graph.json").write_text(json.dumps(document | {"sha256": files._seal(document)}))
+
+
+def node(document, op):
+    return next(node for node in document["nodes"] if node["op"] == op)
+
+
+@pytest.mark.parametrize("name", ["graph.json", "model.safetensors"])
+def test_a_missing_file(name, folder):
+    (folder / name).unlink()
+    with pytest.raises(fxopt.LoadError, match=rf"{name} is missing: give a folder that fxopt.save wrote"):
+        fxopt.load(folder)
+    with pytest.raises(fxopt.LoadError, match=r"graph.json is missing"):
+        fxopt.load(folder / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["graph.json", "model.safetensors"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_a_truncated_file(name, part, folder):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(fxopt.LoadError, match=rf"{name} (is|has \d+ bytes, not \d+: it is) cut off"):
+        fxopt.load(folder)
+
+
+def test_a_changed_file(folder):
+    text = (folder / "graph.json").read_text()
+    (folder / "graph.json").write_text(text.replace("softmax", "sigmoid"))
+    with pytest.raises(fxopt.LoadError, match=r"graph.json was changed since it was saved"):
+        fxopt.load(folder)
+    (folder / "graph.json").write_text(text)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(fxopt.LoadError, match=r"model.safetensors was changed since it was saved"):
+        fxopt.load(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "null", '{"format": "1"}', '{"format": 0}', "[" * 100_000, "\ufeff{}"]
+)
+def test_a_file_of_somebody_else(text, folder):
+    (folder / "graph.json").write_text(text)
+    with pytest.raises(fxopt.LoadError, match=r"graph.json"):
+        fxopt.load(folder)
+    (folder / "graph.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(fxopt.LoadError, match=r"graph.json is cut off, or no graph that fxopt saved"):
+        fxopt.load(folder)
+
+
+def test_a_newer_format(folder):
+    def newer(document):
+        document["format"] = files.FORMAT + 1
+        document["versions"]["fxopt"] = "9.1"
+
+    change(folder, newer)
+    with pytest.raises(
+        fxopt.LoadError, match=r"format 2, written by fxopt 9.1; this fxopt reads up to 1. Update fxopt"
+    ):
+        fxopt.load(folder)
+
+
+FORBIDDEN = [
+    "os.system",
+    "posix.system",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.__import__",
+    "builtins.open",
+    "subprocess.Popen",
+    "torch.load",
+    "torch.save",
+    "torch.hub.load",
+    "torch.from_file",
+    "torch.ops.load_library",
+    "torch.ops.aten.from_file",
+    "torch.ops.aten.save",
+    "torch.ops.__class__.__init__",
+    "torch.ops.aten.__class__",
+    "torch.ops.mylib.write",
+    "torch.utils._os.system",
+    "torch.serialization.os.system",
+    "torch.Tensor.apply_",
+    "torch.Tensor.__reduce_ex__",
+    "torch.Tensor.__class__.__subclasses__",
+    "torch.nn.functional.triplet_margin_with_distance_loss",
+    "torch.nn.functional.torch.load",
+    "torch.nn.modules.module.torch.load",
+    "torch.nn.modules.linear.Linear",
+    "torch.autocast",
+    "operator.attrgetter",
+    "operator.call",
+    "operator.methodcaller",
+    "functools.partial",
+    "fxopt.capture.size_guards.Formula",
+    "fxopt.capture.size_guards.SizeGuard",
+    "fxopt.passes.merge_linears._split",
+    "fxopt.passes.merge_linears.functools.partial",
+    "transformers.AutoModel.from_pretrained",
+    "transformers.training_args.TrainingArguments",
+    "transformers.utils.generic.os.system",
+    "transformers.__class__",
+    "apply:torch.nn.modules.linear.Linear",
+    "apply:os.system",
+    "",
+    ".",
+    "torch.",
+    "torch.ops.",
+    None,
+    7,
+    ["os.system"],
+]
+
+
+@pytest.mark.parametrize("name", FORBIDDEN, ids=str)
+def test_a_forbidden_name(name, folder, monkeypatch):
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran a command"))
+    change(
+        folder, lambda document: node(document, "call_function").update(target=name, args=["true"], kwargs={})
+    )
+    with pytest.raises(fxopt.LoadError) as caught:
+        fxopt.load(folder)
+    if isinstance(name, str):
+        assert name.removeprefix("apply:") in str(caught.value)
+        assert "graph.json names" in str(caught.value)
+
+
+def test_a_name_is_refused_by_name(folder):
+    change(folder, lambda document: node(document, "call_function").update(target="os.system"))
+    message = r"names os.system, which fxopt does not load: neither an operator of torch nor a class that only holds values"
+    with pytest.raises(fxopt.LoadError, match=message):
+        fxopt.load(folder)
+
+
+def text_in(document, key):
+    """The guard's condition on `rows`, or the shape of the input."""
+    guard = next(m for m in document["modules"] if m["class"].endswith("InputGuard"))["attributes"]
+    if key == "condition":
+        return guard["alternatives"]["tuple"][0]["tuple"][0]["data"][1]
+    return guard["inputs"]["tuple"][0]["data"][1]
+
+
+CODE = "__import__('os').system('true')"
+
+
+def layer(document):
+    return next(m for m in document["modules"] if m["class"].endswith("Linear"))
+
+
+EDITS = {
+    "condition": lambda d: text_in(d, "condition").update(condition=CODE),
+    "shape": lambda d: text_in(d, "shape").update(shape={"tuple": [f"{CODE} or 3", 4]}),
+    "lambda": lambda d: text_in(d, "condition").update(condition=f"(lambda: {CODE})()"),
+    "comprehension": lambda d: text_in(d, "condition").update(condition=f"[{CODE} for s in (1,)]"),
+    "keyword": lambda d: text_in(d, "condition").update(condition="max(s0, key=print)"),
+    "torch in a condition": lambda d: text_in(d, "condition").update(condition="torch.load('x')"),
+    "method": lambda d: node(d, "call_method").update(target="apply_"),
+    "method in code": lambda d: node(d, "call_method").update(target=f'view"), {CODE}, ("'),
+    "dunder method": lambda d: node(d, "call_method").update(target="__reduce_ex__"),
+    "name of a node": lambda d: node(d, "call_method").update(name=f"x\n    {CODE}"),
+    "name of an input": lambda d: node(d, "placeholder").update(target=f"x={CODE}"),
+    "keyword in code": lambda d: node(d, "call_method").update(kwargs={f"x={CODE}, y": 1}),
+    "path": lambda d: node(d, "call_module").update(target=f'dense"); {CODE}; ("'),
+    "path through a class": lambda d: node(d, "call_module").update(target="dense.__class__"),
+    "get_attr": lambda d: node(d, "call_module").update(
+        op="get_attr", target="dense.forward.__globals__", args=[]
+    ),
+    "get_attr of a method": lambda d: node(d, "call_module").update(
+        op="get_attr", target="dense.forward", args=[]
+    ),
+    "getattr": lambda d: node(d, "call_function").update(
+        target="builtins.getattr", args=[{"node": "x"}, "__class__"]
+    ),
+    "getattr of a value": lambda d: node(d, "call_function").update(
+        target="builtins.getattr", args=[{"node": "x"}, {"node": "x"}]
+    ),
+    "find": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.find", args=["os.system"], kwargs={}
+    ),
+    "build": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object", args=["subprocess.Popen", {"dict": []}], kwargs={}
+    ),
+    "build by a value": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object", args=[{"node": "x"}, {"dict": []}], kwargs={}
+    ),
+    "key": lambda d: node(d, "call_function").update(
+        target="builtins.max", args=[[1, 2]], kwargs={"key": {"name": "torch.add"}}
+    ),
+    "module as argument": lambda d: node(d, "call_method").update(args=[{"node": "dense"}, {"module": 0}]),
+    "guard as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"data": ["SizeGuard", {"condition": CODE, "source": ""}]}]
+    ),
+    "partial as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"partial": ["os.system", ["true"], {"dict": []}]}]
+    ),
+    "kind": lambda d: node(d, "call_method").update(args=[{"pickle": "gASVAAAA"}]),
+    "two kinds": lambda d: node(d, "call_method").update(args=[{"node": "x", "float": "nan"}]),
+    "operation": lambda d: node(d, "call_method").update(op="root"),
+    "a later node": lambda d: node(d, "call_method").update(args=[{"node": "output"}]),
+    "twice": lambda d: d["nodes"].append(dict(d["nodes"][0])),
+    "layer": lambda d: layer(d).update({"class": "torch.nn.modules.module.torch.load"}),
+    "class of a layer": lambda d: layer(d).update({"class": "torch.jit._script.ScriptModule"}),
+    "function as a layer": lambda d: layer(d).update({"class": "torch.add"}),
+    "attribute": lambda d: layer(d)["attributes"].update(forward={"name": "os.system"}),
+    "hook": lambda d: layer(d)["attributes"].update(_forward_hooks={"dict": [[0, {"name": "torch.add"}]]}),
+    "guard without its checks": lambda d: next(
+        m for m in d["modules"] if m["class"].endswith("InputGuard")
+    ).update(attributes={"_formulas": {"dict": []}, "training": False}),
+    "child": lambda d: d["modules"][0]["children"].update({"__class__": 1}),
+    "child that is not there": lambda d: d["modules"][0]["children"].update(dense=99),
+    "parameter that is not there": lambda d: layer(d)["parameters"].update(weight="gone"),
+    "derived": lambda d: d["modules"][0]["attributes"].update(_code="x"),
+    "step": lambda d: d["modules"][0]["attributes"].update(
+        step={"data": ["Step", {"name": "", "signature": "", "transformation": {"bytes": "80"}}]}
+    ),
+    "configuration": lambda d: d["modules"][0]["attributes"].update(
+        config={"config": ["os.system", {"dict": []}]}
+    ),
+    "strides": lambda d: d["tensors"]["dense.weight"].update(stride=[400, 1], offset=0),
+    "size": lambda d: d["tensors"]["dense.weight"].update(shape=[4, 5]),
+    "dtype": lambda d: d["tensors"]["dense.weight"].update(dtype="torch.float64"),
+    "entry": lambda d: d["tensors"]["dense.weight"].update(entry="gone"),
+    "device": lambda d: d["tensors"]["dense.weight"].update(device="nowhere:0"),
+    "class name": lambda d: d.update(class_name=CODE),
+    "no nodes": lambda d: d.pop("nodes"),
+    "no weights": lambda d: d.pop("weights"),
+    "no modules": lambda d: d.update(modules=[]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_forged_graph(edit, folder, monkeypatch):
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran a command"))
+    change(folder, edit)
+    with pytest.raises(fxopt.LoadError, match=r"saved.*(graph.json|model.safetensors)"):
+        fxopt.load(folder)
+
+
+def test_a_forged_record(tmp_path, monkeypatch):
+    """What undo would do is held against the same rules as what the graph does."""
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran a command"))
+    model, inputs = small_models.bert()
+    fxopt.save(fxopt.MergeLinears()(fxopt.symbolic_trace(model.eval(), list(inputs))), tmp_path / "saved")
+    text = (tmp_path / "saved" / "graph.json").read_text()
+
+    def edits(document):
+        record = next(m for m in document["modules"] if m["class"].endswith("PassRecord"))
+        return [edit["data"] for edit in record["attributes"]["steps"][0]["data"][1]["edits"]["tuple"]]
+
+    def swap(document):
+        return next(fields for kind, fields in edits(document) if kind == "Swapped")
+
+    def before(document):
+        states = [fields["before"] for kind, fields in edits(document) if kind == "NodeEdit"]
+        return next(state["data"][1] for state in states if state)
+
+    forged = {
+        "restore": lambda d: swap(d).update(
+            restore={"partial": ["os.system", {"tuple": ["true"]}, {"dict": []}]}
+        ),
+        "bare": lambda d: swap(d).update(restore={"name": "torch.Tensor.backward"}),
+        "target": lambda d: before(d).update(op="call_function", target={"name": "os.system"}),
+        "method": lambda d: before(d).update(op="call_method", target=CODE),
+        "argument": lambda d: before(d).update(args={"tuple": [{"module": 0}]}),
+        "path": lambda d: swap(d).update(left={"dict": [["__class__", None]]}),
+    }
+    for edit in forged.values():
+        (tmp_path / "saved" / "graph.json").write_text(text)
+        change(tmp_path / "saved", edit)
+        with pytest.raises(fxopt.LoadError, match=r"graph.json"):
+            fxopt.load(tmp_path / "saved")
+
+
+def test_random_changes_are_a_load_error_or_a_graph(folder):
+    document = json.loads((folder / "graph.json").read_text())
+    document.pop("sha256")
+    chance = random.Random(0)
+    values = [
+        None,
+        True,
+        -1,
+        10**30,
+        1.5,
+        "",
+        "x",
+        "__class__",
+        [],
+        {},
+        {"tuple": 3},
+        {"node": "x"},
+        {"module": 0},
+    ]
+    refused = 0
+    for _ in range(400):
+        changed = copy.deepcopy(document)
+        place = changed
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = chance.choice(keys)
+            if not isinstance(place[key], dict | list) or not place[key] or chance.random() < 0.1:
+                if chance.random() < 0.2:
+                    del place[key]
+                else:
+                    place[key] = chance.choice(values)
+                break
+            place = place[key]
+        (folder / "graph.json").write_text(json.dumps(changed | {"sha256": files._seal(changed)}))
+        try:
+            fxopt.load(folder)
+        except fxopt.LoadError:
+            refused += 1
+    assert refused > 100
+
+
+def test_conditions_are_arithmetic():
+    for text in ("s0 <= 64", "(s0*s1) % 8 == 0", "max(s0, 2) // 3 < 5 and not s0 == 1"):
+        assert expressions.is_arithmetic(text)
+    for text in (
+        None,
+        3,
+        "",
+        "x = 1",
+        "f'{s0}'",
+        "s0.real",
+        "s0[0]",
+        "'a' * s0",
+        "(s0 := 3)",
+        "math.__dict__",
+        "print(s0)",
+    ):
+        assert not expressions.is_arithmetic(text), text
+
+
+def test_every_name_finds_what_it_names():
+    names = Names()
+    for function in (
+        torch.add,
+        torch.nn.functional.gelu,
+        torch.Tensor.add_,
+        torch.ops.aten.add.Tensor,
+        getattr,
+    ):
+        assert names.find(names.of(function)) is function
+
+
+def refused_modules():
+    hooked, held, meta, sparse, parametrized = small(), small(), small(), small(), small()
+    hooked.dense.register_forward_hook(lambda *args: None)
+    held.dense.settings = object()
+    meta.dense.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    sparse.register_buffer("mask", torch.eye(3).to_sparse())
+    nn.utils.parametrizations.weight_norm(parametrized.dense)
+    function = small()
+    next(n for n in function.graph.nodes if n.op == "call_function").target = Small
+    method = small()
+    next(n for n in method.graph.nodes if n.op == "call_method").target = "register_hook"
+    return {
+        "hook": (hooked, r"dense has hooks \(_forward_hooks\)"),
+        "object": (held, r"dense.settings is or holds a builtins.object"),
+        "meta": (meta, r"dense.weight is a tensor that has no data"),
+        "sparse": (sparse, r"mask is a tensor that is laid out as torch.sparse_coo"),
+        "parametrized": (parametrized, r"dense is parametrized, which makes it a class of its own"),
+        "function": (function, r"calls or holds tests.test_saving_errors.Small"),
+        "method": (method, r"calls or holds the method 'register_hook'"),
+        "autograd": (fxopt.trace(Custom(), (X,)), r"calls or holds tests.capture.test_modes.Cube"),
+        "no graph": (Small(), r"a Small is no graph module: capture it first"),
+        "exported": (torch.export.export(Small(), (X,)).module(), r"takes its inputs by a \w+CodeGen"),
+    }
+
+
+def test_what_cannot_be_saved_leaves_the_folder_as_it_was(folder):
+    before = contents(folder)
+    for gm, message in refused_modules().values():
+        with pytest.raises(fxopt.SaveError, match=message):
+            fxopt.save(gm, folder)
+        assert contents(folder) == before
+        assert os.listdir(folder.parent) == ["saved"]
+    assert torch.isfinite(fxopt.load(folder)(X)).all()
+
+
+@pytest.mark.parametrize("place", ["save_file", "write_text", "fsync", "first replace", "second replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_the_folder_as_it_was(place, error, folder, monkeypatch):
+    before, replace, calls = contents(folder), os.replace, []
+
+    def fails(*args, **kwargs):
+        calls.append(args)
+        if place == "second replace" and len(calls) != 2:
+            return replace(*args)
+        raise error
+
+    target = {"save_file": (files, "save_file"), "write_text": (Path, "write_text"), "fsync": (os, "fsync")}
+    monkeypatch.setattr(*target.get(place, (os, "replace")), fails)
+    expected = fxopt.SaveError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected) as caught:
+        fxopt.save(fxopt.trace(nn.ReLU(), (X,)), folder)
+    if expected is fxopt.SaveError:
+        assert "saved could not be written, and is as it was: [Errno 28] No space left" in str(caught.value)
+    assert calls
+    monkeypatch.undo()
+    assert contents(folder) == before
+    assert os.listdir(folder.parent) == ["saved"]
+    assert fxopt.load(folder)(X).shape == (3, 4)
+
+
+def test_a_folder_with_other_files_is_left_alone(folder):
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    with pytest.raises(
+        fxopt.SaveError, match=r"saved holds other files \(notes.txt\): give a folder for this module alone"
+    ):
+        fxopt.save(small(), folder)
+    assert contents(folder) == before
+    (folder.parent / "file").write_text("mine")
+    with pytest.raises(fxopt.SaveError, match=r"file is a file"):
+        fxopt.save(small(), folder.parent / "file")
+    assert (folder.parent / "file").read_text() == "mine"
+
+
+def test_a_link_to_a_folder_stays_a_link(folder):
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    fxopt.save(fxopt.trace(nn.ReLU(), (X,)), link)
+    assert link.is_symlink()
+    assert fxopt.load(folder).code == fxopt.load(link).code
+
+
+def test_the_weights_of_another_save_are_noticed(folder):
+    fxopt.save(small(), folder.parent / "other")
+    shutil.copy(folder.parent / "other" / "model.safetensors", folder)
+    with pytest.raises(fxopt.LoadError, match=r"model.safetensors was changed"):
+        fxopt.load(folder)
+
+
+def test_weights_that_are_no_safetensors(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+    def forge(document):
+        document["weights"] = {"bytes": 64, "sha256": files._digest(folder / "model.safetensors")}
+
+    change(folder, forge)
+    with pytest.raises(fxopt.LoadError, match=r"model.safetensors cannot be read"):
+        fxopt.load(folder)
+    safetensors.torch.save_file({}, folder / "model.safetensors")
+    change(
+        folder,
+        lambda d: d.update(
+            weights={
+                "bytes": (folder / "model.safetensors").stat().st_size,
+                "sha256": files._digest(folder / "model.safetensors"),
+            }
+        ),
+    )
+    with pytest.raises(fxopt.LoadError, match=r"KeyError"):
+        fxopt.load(folder)
