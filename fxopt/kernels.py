@@ -184,7 +184,6 @@ def _can_run(layer: nn.Module, input: Tensor) -> bool:
         and input.dtype is weight.dtype
         and (bias is None or bias.dtype is weight.dtype)
         and input.device.type == weight.device.type == "cpu"
-        and input.numel() > 0
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None

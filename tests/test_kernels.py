@@ -113,6 +113,7 @@ def test_convolutions_of_all_kinds(options):
         assert_close(packed(x[0]), layer, x[0])
         other = torch.randn(layer(x).shape)
         assert_close(packed(x, other, "relu"), layer, x, other, "relu")
+        assert packed(x[:0]).shape == layer(x[:0]).shape
 
 
 @pytest.mark.parametrize(("layer", "kernel"), CASES)

@@ -466,3 +466,22 @@ def test_tensors_without_a_name_get_one_that_is_free(tmp_path):
     assert torch.equal(made.table["a"], torch.ones(3))
     assert torch.equal(made.table["b"][0], torch.full((2,), 2.0))
     assert torch.equal(made.get_parameter("fxopt.0"), torch.zeros(2))
+
+
+def test_packed_layers_are_packed_anew(tmp_path):
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 4)
+    )
+    x = torch.randn(2, 3, 8, 8)
+    pack = fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), fxopt.FuseEpilogues())
+    traced = fxopt.trace(layers.eval(), (x,))
+    code, packed = traced.code, pack(traced)
+    fxopt.save(packed, tmp_path / "packed")
+    loaded = fxopt.load(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(loaded(x), packed(x))
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in packed.modules()]
+    assert fxopt.undo(loaded, len(fxopt.history(loaded))).code == code
+    with pytest.raises(fxopt.SaveError, match="optimize it where it is loaded"):
+        fxopt.save(fxopt.optimize(layers), tmp_path / "fast")
+    assert not (tmp_path / "fast").exists()

@@ -46,6 +46,12 @@ def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterab
         ...     fxopt.load(folder).code == traced.code
         True
     """
+    if STANDS_FOR in vars(module):
+        raise SaveError(
+            "a module of fxopt.optimize holds graphs and kernels that were chosen for this machine: save the model "
+            "(save_pretrained, or its state_dict) and optimize it where it is loaded, or save a graph of it to which "
+            "PackConvs, PackLinears and FuseEpilogues were applied."
+        )
     if not isinstance(module, GraphModule):
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."

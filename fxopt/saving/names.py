@@ -75,7 +75,7 @@ _OWN = (
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,
 )
-_OWN_PLACES = ("fxopt.passes.", "fxopt.kernels.")
+_OWN_PLACES = ("fxopt.passes.", "fxopt.kernels.", "fxopt.packing.")
 # Types of values; a graph may call them, too.
 _TYPES = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),

@@ -34,7 +34,6 @@ PACKING = (
         "        and torch._C._functorch.peek_interpreter_stack() is None\n",
         "",
     ),
-    Fault("kernels: nothing is computed of nothing", _KERNELS, "        and input.numel() > 0\n", ""),
     Fault(
         "kernels: activations before additions",
         _KERNELS,
