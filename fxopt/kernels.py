@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.activations import ACTIVATIONS
 from fxopt.submodules import without_tensors
@@ -20,14 +22,19 @@ from fxopt.submodules import without_tensors
 EPILOGUES: Mapping[str, tuple[str, str]] = {
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
-    "hardsigmoid": ("hardsigmoid", ""),
     "hardswish": ("hardswish", ""),
-    "relu": ("relu", ""),
     "sigmoid": ("sigmoid", ""),
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
 }
-"""The activations, by their names in `ACTIVATIONS`, that oneDNN computes before it writes a product to memory."""
+"""The activations, by their names in `ACTIVATIONS`, that oneDNN computes before it writes a product to memory.
+
+Its ReLU and hard sigmoid make 0 of NaN, which would hide a fault: ReLU is computed in place instead.
+"""
+
+
+ACTIVATED = (*EPILOGUES, "relu")
+"""The activations that a packed layer applies without new memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +61,9 @@ class _Kernel:
 class PackedLinear(nn.Linear):
     """A `torch.nn.Linear` with a packed weight; it may add a tensor, and apply an activation, in the same step.
 
-    Its parameters are those of the layer that it was made of. After a change of the weight it packs again; only what
-    is written through `weight.data` or numpy goes unnoticed.
+    Its parameters are those of the layer that it was made of. After a change of the weight it packs again. Unnoticed is
+    what does not raise the version of the weight: writes through `weight.data` or numpy, into weights that were made
+    under `torch.inference_mode`, and steps of fused optimizers, unless the layer was called with gradients since.
 
     Attributes:
         kernel: `onednn`, `mkl`, or `int8`, which rounds.
@@ -152,10 +160,12 @@ def _forward(
     other: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    if _can_run(layer, input):
+    if type(input) is Tensor and _can_run(layer, input, other):
         kernel = _available()[type(layer)].get(layer.kernel)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
             return kernel.run(layer, _packed_weight(layer, kernel), input, other, activation)
+    # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
+    layer.__dict__.pop("_packed", None)
     return _finished(plain(input), other, activation)
 
 
@@ -163,6 +173,8 @@ def _finished(value: Tensor, other: Tensor | None, activation: str | None) -> Te
     """The value with the epilogue that a kernel has not done."""
     if other is not None:
         value = value + other
+    if activation == "relu" and not torch.is_grad_enabled():
+        return value.relu_()
     if activation is not None:
         chosen = ACTIVATIONS[activation]
         assert chosen.function is not None
@@ -170,23 +182,32 @@ def _finished(value: Tensor, other: Tensor | None, activation: str | None) -> Te
     return value
 
 
-def _can_run(layer: nn.Module, input: Tensor) -> bool:
+def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     """Whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    assert weight is not None
-    if torch.is_grad_enabled() and (
-        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(weight) is not nn.Parameter or type(layer) not in _available():
+        return False
+    inputs = [each for each in (input, other, bias) if each is not None]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (weight, *inputs)):
         return False
     return (
-        type(input) is Tensor
-        and type(weight) is nn.Parameter
-        and input.dtype is weight.dtype
-        and (bias is None or bias.dtype is weight.dtype)
-        and input.device.type == weight.device.type == "cpu"
+        weight.device.type == "cpu"
+        and weight.layout is torch.strided
+        and all(
+            each.dtype is weight.dtype
+            and each.device.type == "cpu"
+            and each.layout is torch.strided
+            and not each.is_nested
+            for each in inputs
+        )
+        and (bias is None or bias.shape == weight.shape[:1])
+        and (not isinstance(layer, nn.Linear) or input.shape[-1:] == weight.shape[1:])
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and forward_ad._current_level < 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and _get_current_dispatch_mode() is None
     )
 
 
@@ -195,15 +216,11 @@ def _packed_weight(layer: Any, kernel: _Kernel) -> Any:
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else weight._version
     held = layer.__dict__.get("_packed")
-    # The old weight is held, too, so that no other one can have its address.
-    if (
-        held is None
-        or held[1] != version
-        or held[0].data_ptr() != weight.data_ptr()
-        or held[0].stride() != weight.stride()
-    ):
+    seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    if held is None or held[1] != seen:
         with torch.no_grad():
-            held = (weight.detach(), version, kernel.pack(layer, layer.packed_for))
+            # The old weight is held, too, so that no other one can have its address.
+            held = (weight.detach(), seen, kernel.pack(layer, layer.packed_for))
         layer.__dict__["_packed"] = held
     return held[2]
 
@@ -306,9 +323,8 @@ def _run_onednn_conv(
         value: Tensor = run(input, packed, layer.bias, *options, attribute, [], algorithm)
         return value if attribute != "none" else _finished(value, None, activation)
     if other.dtype is input.dtype and other.dim() == 4 and other.shape == _output_shape(layer, input):
-        unary = "relu" if activation == "relu" else None
-        value = run.binary(input, other, packed, layer.bias, *options, "add", 1.0, unary, [], None)
-        return value if unary else _finished(value, None, activation)
+        value = run.binary(input, other, packed, layer.bias, *options, "add", 1.0, None, [], None)
+        return _finished(value, None, activation)
     return _finished(run(input, packed, layer.bias, *options, "none", [], ""), other, activation)
 
 

@@ -66,7 +66,8 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         if not isinstance(value, Tensor) or value.dim() != 4:
             return (
                 f"the shape of {node.name} is not known: capture the model with fxopt.trace, or run "
-                "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module"
+                "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
+                "FakeTensorMode(allow_non_fake_inputs=True)"
             )
     for node, users in region.borders:
         if not graph.value_of(node).is_contiguous():

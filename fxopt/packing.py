@@ -101,7 +101,8 @@ def kernel_for(
         return Found(
             None,
             "the size of its input is not known, so that its kernels cannot be measured: capture the model with "
-            "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module",
+            "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
+            "FakeTensorMode(allow_non_fake_inputs=True)",
         )
     if not tune:
         return Found(kernels[0])

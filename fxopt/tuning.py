@@ -6,6 +6,7 @@ variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -71,7 +72,7 @@ def measured(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
 def copying(shape: Sequence[int]) -> float:
     """The seconds that it takes to copy a float32 tensor of a shape from channels_last to torch's default layout."""
     key = f"copy {'x'.join(map(str, shape))}; {_machine()}"
-    if key not in _known:
+    if PLAIN not in _known.get(key, ()):
         value = torch.empty(tuple(shape), memory_format=torch.channels_last)
         _known[key] = _times({PLAIN: [value.contiguous]})
         _write(_known)
@@ -100,8 +101,9 @@ def _processor() -> str:
 def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
-    copies = [_random_layer(layer) for _ in range(max(1, min(4, _WORKING_SET // max(1, size))))]
-    value = torch.randn(tuple(shape)).to(dtype)
+    with torch.random.fork_rng(devices=[]):  # whoever draws numbers gets the same, measured or not
+        copies = [_random_layer(layer) for _ in range(max(1, min(4, _WORKING_SET // max(1, size))))]
+        value = torch.randn(tuple(shape)).to(dtype)
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
     with torch.no_grad():
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
@@ -141,8 +143,8 @@ def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
 
 
 def _file() -> Path:
-    folder = os.environ.get("FXOPT_CACHE") or Path.home() / ".cache" / "fxopt"
-    return Path(folder) / "kernels.json"
+    folder = os.environ.get("FXOPT_CACHE") or "~/.cache/fxopt"
+    return Path(os.path.expanduser(folder)) / "kernels.json"
 
 
 def _read() -> dict[str, dict[str, float]]:
@@ -151,16 +153,19 @@ def _read() -> dict[str, dict[str, float]]:
     except (OSError, ValueError):
         return {}  # there is none yet, or a process that was killed left half of one: measure again
     rows = found.items() if isinstance(found, dict) else ()
-    return {str(k): v for k, v in rows if isinstance(v, dict) and isinstance(v.get(PLAIN), float)}
+    return {
+        str(key): row
+        for key, row in rows
+        if isinstance(row, dict) and all(isinstance(took, float) and took > 0 for took in row.values())
+    }
 
 
 def _write(times: Mapping[str, Mapping[str, float]]) -> None:
     """Write the cache as a whole; where that cannot be, on a read-only system, each process measures anew."""
     file = _file()
-    try:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False) as part:
-            json.dump(_read() | dict(times), part, indent=1)
-        os.replace(part.name, file)
-    except OSError:
-        return
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder) / file.name
+            part.write_text(json.dumps(_read() | dict(times), indent=1))
+            os.replace(part, file)

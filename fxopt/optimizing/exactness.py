@@ -32,6 +32,22 @@ def relative_error(exact: Any, found: Any) -> float:
     return max((_distance(left, right) for left, right in _pairs(exact, found)), default=0.0)
 
 
+def unlike(own: Any, found: Any) -> str | None:
+    """Where two outputs differ in structure, shapes, dtypes, or in what is no floating tensor; None where they are alike."""
+    left, right = dict(leaves(own)), dict(leaves(found))
+    if [*left] != [*right]:
+        return "their structure"
+    for path, value in left.items():
+        other = right[path]
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            alike = value.shape == other.shape and value.dtype == other.dtype
+            if not alike or (not value.is_floating_point() and not torch.equal(value, other)):
+                return path
+        elif type(value) is not type(other):
+            return path
+    return None
+
+
 def cosine_similarity(exact: Any, found: Any) -> float:
     """The least cosine between a floating tensor and the exact one."""
     cosines = [

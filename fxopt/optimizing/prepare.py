@@ -17,10 +17,11 @@ from torch.fx import GraphModule
 
 from fxopt import graph
 from fxopt.capture import TracedModule, trace
+from fxopt.capture.writer import tensors_in
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
-from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error
+from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.report import GraphReport
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -72,7 +73,9 @@ class Inputs:
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
-        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+        given = (self.args, dict(self.kwargs))
+        tensors: dict[int, Any] = {id(t): t.detach().clone() for t in tensors_in(given)}
+        args, kwargs = copy.deepcopy(given, tensors)
         return Inputs(args, kwargs)
 
     def call(self, function: Callable[..., Any]) -> Any:
@@ -83,8 +86,11 @@ class Inputs:
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""
         arguments = inspect.signature(traced.forward).bind(*self.args, **self.kwargs).arguments
-        names = [str(node.target).lstrip("*") for node in traced.graph.find_nodes(op="placeholder")]
-        return [arguments[name] for name in names]
+        found: list[Any] = []
+        for node in traced.graph.find_nodes(op="placeholder"):
+            value = arguments[str(node.target).lstrip("*")]
+            found += value if str(node.target).startswith("*") else [value]
+        return found
 
 
 def prepare(
@@ -172,6 +178,9 @@ def _effect(traced: GraphModule) -> str | None:
 
 def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[float, str | None]:
     """How far `found` is from `exact`, by how far the model's `own` outputs are; and why that is too far."""
+    where = unlike(own, found)
+    if where:
+        return float("inf"), f"its outputs differ from the model's in {where}"
     theirs, mine = relative_error(exact, own), relative_error(exact, found)
     error = mine / max(theirs, torch.finfo(torch.float32).eps)
     if least is not None:
@@ -183,7 +192,7 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
         )
     return error, (
         f"its outputs are {error:.1f} times as far from those in float64 as the model's"
-        if not mine <= MOST_ERROR * max(theirs, ROUNDING)
+        if not mine <= MOST_ERROR * max(min(theirs, 1.0), ROUNDING)
         else None
     )
 

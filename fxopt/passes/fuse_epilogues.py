@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.activations import ACTIVATIONS, as_module, same_activation
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import EPILOGUES, PackedConv2d, PackedLinear, fuses_epilogues
+from fxopt.kernels import ACTIVATED, PackedConv2d, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -53,11 +53,14 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
         for call in sorted(calls, key=index.position.__getitem__, reverse=True):
             for user in call.users:
                 keywords = _keywords(index, call, user)
-                if not keywords or user in taken or index.memory.written_by(user) not in ((), (call,)):
+                written = index.memory.written_by(user)
+                if not keywords or user in taken or written not in ((), (call,)):
                     continue
+                if written and "other" in keywords and index.guard is None:
+                    continue  # a sum that is written in place keeps its shape and dtype, whatever is added
                 taken.add(user)
-                value, *_ = call.args
-                reason = index.joining_obstacle(call, user, value if isinstance(value, Node) else None)
+                reasons = (index.joining_obstacle(call, user, value) for value in call.all_input_nodes)
+                reason = next(filter(None, reasons), None)
                 yield Refusal(user, reason) if reason else Epilogue(user, call, {**call.kwargs, **keywords})
 
     def apply(self, rewriter: Rewriter, site: Epilogue) -> Node:
@@ -93,7 +96,7 @@ def _activation(index: GraphIndex, user: Node) -> str | None:
         return None
     if user.op == "call_module" and (graph.input_of(user, module) is None or index.obstacle_in_place(module)):
         return None
-    return next((name for name in EPILOGUES if same_activation(module, ACTIVATIONS[name].make())), None)
+    return next((name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make())), None)
 
 
 def _added(call: Node, user: Node) -> Node | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
@@ -97,12 +97,35 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             first = min(users)
             made.append(
                 rewriter.create(
-                    "call_method", "contiguous", (value,), before=first, val=graph.like(graph.value_of(value))
+                    "call_function",
+                    contiguous,
+                    (value,),
+                    before=first,
+                    val=graph.like(graph.value_of(value)),
                 )
             )
             for user in users:
                 rewriter.replace_input(user, value, made[-1])
         return [*site.region.convs, *made]
+
+
+def contiguous(value: Tensor) -> Tensor:
+    """A tensor in torch's default layout, with the strides of that, which a dimension of size 1 leaves open.
+
+    Example:
+        >>> import torch
+        >>> value = torch.zeros(2, 1, 3, 3).to(memory_format=torch.channels_last)
+        >>> value.contiguous().stride(), contiguous(value).stride()
+        ((9, 1, 3, 1), (9, 9, 3, 1))
+    """
+    value = value.contiguous()
+    strides = (
+        value.shape[1] * value.shape[2] * value.shape[3],
+        value.shape[2] * value.shape[3],
+        value.shape[3],
+        1,
+    )
+    return value if value.stride() == strides else value.as_strided(value.shape, strides)
 
 
 def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:
