@@ -160,6 +160,8 @@ def _forward(
     other: Tensor | None,
     activation: str | None,
 ) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _finished(plain(input), other, activation)
     if type(input) is Tensor and _can_run(layer, input, other):
         kernel = _available()[type(layer)].get(layer.kernel)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
@@ -203,8 +205,7 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
         and (bias is None or bias.shape == weight.shape[:1])
         and (not isinstance(layer, nn.Linear) or input.shape[-1:] == weight.shape[1:])
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and _get_current_dispatch_mode() is None

@@ -156,7 +156,9 @@ def _read() -> dict[str, dict[str, float]]:
     return {
         str(key): row
         for key, row in rows
-        if isinstance(row, dict) and all(isinstance(took, float) and took > 0 for took in row.values())
+        if isinstance(row, dict)
+        and PLAIN in row
+        and all(isinstance(took, float) and took > 0 for took in row.values())
     }
 
 

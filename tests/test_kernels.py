@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxopt.activations import ACTIVATIONS
-from fxopt.kernels import EPILOGUES, fuses_epilogues, kernels_for, packed_layer
+from fxopt.kernels import ACTIVATED, fuses_epilogues, kernels_for, packed_layer
 
 LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
 SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}
@@ -63,7 +64,7 @@ def test_each_kernel_computes_the_layer(layer, kernel, bias, dtype):
     x = torch.randn(shape).to(dtype)
     other = torch.randn(layer(x).shape).to(dtype)
     kept = other.clone()
-    for activation in (None, *EPILOGUES):
+    for activation in (None, *ACTIVATED):
         assert_close(packed(x, activation=activation), layer, x, None, activation)
         assert_close(packed(x, other, activation), layer, x, other, activation)
         assert torch.equal(other, kept)
@@ -184,6 +185,48 @@ def test_int8_rounds_the_weight_and_nothing_more():
     assert torch.allclose(packed(x)[:, 0], layer.bias[0])
     narrow = packed_layer(random_layer(nn.Linear(24, 16)), "int8", (5, 24))
     assert torch.equal(narrow(torch.ones(5, 24)), F.linear(torch.ones(5, 24), narrow.weight, narrow.bias))
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_what_the_layer_refuses_is_refused(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed = packed_layer(layer, kernel, shape)
+    wrong = torch.randn(shape)[:, :3]
+    for each in (layer, packed):
+        with pytest.raises(RuntimeError):
+            each(wrong)
+    packed(torch.randn(shape))
+    packed.weight.data = packed.weight.data[:4]
+    packed.bias.data = packed.bias.data[:4]
+    assert packed(torch.randn(shape)).shape[1] == 4
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_not_a_number_stays_so(layer, kernel):
+    layer = random_layer(layer)
+    packed, x = (
+        packed_layer(layer, kernel, SHAPES[type(layer)]),
+        torch.full(SHAPES[type(layer)], float("nan")),
+    )
+    for activation in (None, *ACTIVATED):
+        assert packed(x, activation=activation).isnan().all()
+        assert packed(x, torch.ones_like(layer(x)), activation).isnan().all()
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_other_tools_see_the_plain_layer(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    traced = torch.jit.trace(packed, x)
+    assert torch.equal(traced(x), layer(x))
+    with FlopCounterMode(display=False) as counter:
+        packed(x)
+    assert counter.get_total_flops() > 0
+    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(packed))(x), layer(x))
+    parametrized = torch.nn.utils.parametrizations.weight_norm(packed)
+    assert torch.allclose(parametrized(x), layer(x), atol=1e-5)
 
 
 def test_under_torch_compile_it_is_the_plain_layer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.capture import TracedModule
 from fxopt.errors import GuardError
@@ -24,11 +27,14 @@ from fxopt.optimizing.structures import (
     structure_of,
     text_of,
 )
+from fxopt.optimizing.watching import Watched, swapped
 
 MOST_GRAPHS = 8
 """How many graphs a model may have; what fits none of them, the model itself computes."""
 
 _MOST_FAILURES = 2  # how often to try for one structure
+_MOST_STRUCTURES = 64  # how many to keep in mind
+_MOST_FORGOTTEN = 8  # how often weights or modules may change
 
 
 @dataclasses.dataclass
@@ -36,12 +42,12 @@ class _Calls:
     """The calls of one structure for which a graph was asked.
 
     Attributes:
-        shapes: of the inputs of each.
+        graphs: the graph for the shapes of each, None where there is none.
         free: the dimensions that were not the same in all of them.
         failures: how often there was none.
     """
 
-    shapes: set[Shapes] = dataclasses.field(default_factory=set)
+    graphs: dict[Shapes, TracedModule | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     failures: int = 0
 
@@ -53,25 +59,36 @@ class Graphs:
     Where a later call has other sizes, those that differ are free in the next graph.
 
     Args:
-        twin: makes a copy of the model as it is now, which shares its weights.
+        module: the module that stands for the model.
+        twin: makes a copy of it as it is now, of the model's class, which shares its weights.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
     """
 
-    def __init__(self, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None) -> None:
-        self._twin, self._options, self._dynamic = twin, options, dynamic
-        self._parameters = list(twin().parameters())
+    def __init__(
+        self, module: nn.Module, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None
+    ) -> None:
+        self._module, self._twin = module, twin
+        self._options, self._dynamic = options, dynamic
         self._lock = threading.RLock()
-        self.forget()
+        self._warned: set[str] = set()
+        self._forgotten = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._graphs: dict[Any, tuple[TracedModule, ...]] = {}
+        self._calls: dict[Any, _Calls] = {}
+        self._failures = 0
+        self._reports: list[GraphReport] = []
+        self._parameters = list(self._module.parameters())
+        self._watched: Watched | None = None  # made with the first graph
+        self._trains = False  # whether gradients were recorded meanwhile
 
     def forget(self) -> None:
-        """Drop all graphs: the weights are others."""
+        """Drop all graphs: the weights or the modules are others."""
         with self._lock:
-            self._graphs: dict[Any, tuple[TracedModule, ...]] = {}
-            self._calls: dict[Any, _Calls] = {}
-            self._warned: set[str] = set()
-            self._reports: list[GraphReport] = []
-            self._version = self._weights_version()
+            self._forgotten += bool(self._graphs)
+            self._start()
 
     @property
     def report(self) -> Report:
@@ -84,55 +101,69 @@ class Graphs:
         if reason is not None:
             self._warn(reason)
             return eager(*inputs.args, **inputs.kwargs)
-        if self._version != self._weights_version():
-            self.forget()
         key = (len(inputs.args), *sorted(inputs.kwargs))
-        for attempt in ("one that is there", "a new one"):
-            if attempt == "a new one" and not self.make(inputs):
-                break
-            for traced in self._graphs.get(key, ()):
-                try:
-                    value = traced(*inputs.args, **inputs.kwargs)
-                except GuardError:
-                    continue
-                self._put_first(key, traced)
+        known = self._graphs.get(key, ())
+        for traced in known:
+            with contextlib.suppress(GuardError):
+                value = traced(*inputs.args, **inputs.kwargs)
+                if traced is not known[0]:
+                    with self._lock:
+                        self._filed(key, traced)
                 return value
+        made = self.make(inputs)
+        if made is not None:
+            with contextlib.suppress(GuardError):
+                return made(*inputs.args, **inputs.kwargs)
         return eager(*inputs.args, **inputs.kwargs)
 
-    def make(self, inputs: Inputs) -> bool:
-        """Make a graph for some inputs, which no graph fits; returns False where the model itself is to run."""
-        named = {str(number): value for number, value in enumerate(inputs.args)} | dict(inputs.kwargs)
-        structure, shapes = structure_of(named), shapes_of(named)
+    def make(self, inputs: Inputs) -> TracedModule | None:
+        """Make a graph for some inputs, which no graph fits; None where the model itself is to run."""
+        try:
+            named = inputs.named(self._module)
+            structure, shapes = structure_of(named), shapes_of(named)
+        except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
+            self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            return None
         with self._lock:
-            calls = self._calls.setdefault(structure, _Calls())
-            if shapes in calls.shapes:
-                return calls.failures == 0  # another thread has made it, or it was in vain
+            calls = self._calls.get(structure)
+            if calls is None:
+                if self._failures >= MOST_GRAPHS or len(self._calls) >= _MOST_STRUCTURES:
+                    return None
+                calls = self._calls[structure] = _Calls()
+            key = (len(inputs.args), *sorted(inputs.kwargs))
+            if shapes in calls.graphs:  # for keywords instead of positions, by another thread, or in vain
+                return self._filed(key, calls.graphs[shapes])
             if calls.failures >= _MOST_FAILURES:
-                return False
+                return None
             if sum(map(len, self._graphs.values())) >= MOST_GRAPHS:
                 self._warn(f"its inputs fit none of {MOST_GRAPHS} graphs, and there are no more than that")
-                return False
-            for others in calls.shapes:
+                return None
+            for others in calls.graphs:
                 calls.free |= differing(shapes, others)
-            calls.shapes.add(shapes)
-            traced = self._prepared(inputs, named, calls.free)
+            traced = calls.graphs[shapes] = self._prepared(inputs, named, calls.free)
             if traced is None:
                 calls.failures += 1
+                self._failures += 1
                 self._warn(str(self._reports[-1].reason))
-                return False
-            key = (len(inputs.args), *sorted(inputs.kwargs))
-            self._graphs[key] = (traced, *self._graphs.get(key, ()))
-            return True
+                return None
+            return self._filed(key, traced)
+
+    def _filed(self, key: Any, traced: TracedModule | None) -> TracedModule | None:
+        """Put a graph before the others that are tried for such calls."""
+        if traced is not None:
+            others = (each for each in self._graphs.get(key, ()) if each is not traced)
+            self._graphs[key] = (traced, *others)
+        return traced
 
     def _prepared(
         self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
     ) -> TracedModule | None:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
+        self._watched = self._watched or Watched(self._module)
         choices: list[Any] = [self._dynamic]
         if free and self._dynamic is None:
             specs = dynamic_shapes(named, free)
-            positional = {str(number) for number in range(len(inputs.args))}
-            choices = [[*specs.values()] if positional else specs, None]
+            choices = [specs, None]
         for dynamic in choices:
             title = text_of(named, free if dynamic is not None else set())
             try:
@@ -146,34 +177,41 @@ class Graphs:
                 return traced
         return None
 
-    def _put_first(self, key: Any, traced: TracedModule) -> None:
-        known = self._graphs.get(key, ())
-        if known and known[0] is not traced:
-            with self._lock:
-                others = [each for each in self._graphs.get(key, ()) if each is not traced]
-                self._graphs[key] = (traced, *others)
-
     def _reason_for_eager(self, inputs: Inputs, training: bool) -> str | None:
         """Why the model itself is to run, whatever graphs there are; empty where that is as it should be."""
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+            or _get_current_dispatch_mode() is not None
+            or forward_ad._current_level >= 0
+        ):
             return ""
         if training:
+            self._trains = True
             return "it is in training mode; call .eval()"
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._parameters)
             or requires_grad((inputs.args, dict(inputs.kwargs)))
         ):
+            self._trains = True
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = self._parameters[0].device.type if self._parameters else "cpu"
+        if device not in ("cpu", "cuda"):
+            return ""
         if torch.is_autocast_enabled(device):
             return "autocast is on; choose the precision when you optimize"
+        if self._forgotten >= _MOST_FORGOTTEN:
+            return (
+                f"its weights, modules or options have changed {_MOST_FORGOTTEN} times since it was optimized"
+            )
+        if self._watched is not None:
+            if self._watched.changed() or (self._trains and self._watched.trained()):
+                if swapped(self._module):
+                    return ""
+                self.forget()
+            self._trains = False
         return None
-
-    def _weights_version(self) -> Any:
-        """Something that changes when weights are written into, moved or cast."""
-        first = self._parameters[0] if self._parameters else None
-        where = None if first is None else (first.dtype, first.device)
-        return where, sum(0 if p.is_inference() else p._version for p in self._parameters)
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:

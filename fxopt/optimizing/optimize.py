@@ -51,10 +51,12 @@ def optimize(
     Returns:
         The module. Its `report` says what was done: `print(fast.report)`. `fxopt.undo(fast)` gives the model back.
         Call it under `torch.no_grad()` or `torch.inference_mode()`: where gradients are recorded, the model's own
-        forward runs. Several threads may call it at once.
+        forward runs. Several threads may call it at once. When weights, modules, hooks, flags, or options in numbers
+        and strings have changed, it makes new graphs; unnoticed are other attributes, writes through `.data` or
+        numpy, and what fused optimizers do to the weights while the module itself is not called.
 
     Raises:
-        PassError: the model is in training mode, or is a graph module.
+        PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`.
         ValueError: an unknown precision.
         TypeError: the example inputs do not fit the model's forward.
 
@@ -85,6 +87,15 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
             "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PassError(
+            "this is a torch.jit module, which has no forward in Python: give optimize the model itself"
+        )
+    if type(model).__call__ is not nn.Module.__call__:
+        raise PassError(
+            f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
+            "it does into forward"
+        )
     if STANDS_FOR in model.__dict__:
         raise PassError(
             "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
@@ -109,7 +120,7 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, which computes its forward by graphs."""
     kind: Any = type(model)
-    fast = _shared(model, _optimized_class(kind))
+    fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
     fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward
     fast.__dict__[STANDS_FOR] = model
 
@@ -121,13 +132,13 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
         return made
 
-    fast.__dict__[_GRAPHS] = Graphs(twin, options, dynamic_shapes)
+    fast.__dict__[_GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
     return fast
 
 
 def _shared(model: M, cls: Any) -> M:
     """A module of class `cls` with the attributes, weights and children of the model."""
-    made: M = cls.__new__(cls)
+    made: M = object.__new__(cls)
     made.__dict__.update({name: _copied(value) for name, value in vars(model).items()})
     return made
 
@@ -138,28 +149,45 @@ def _copied(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _optimized_class(cls: Any) -> Any:
+def _optimized_class(cls: Any, reports: bool) -> Any:
+    """A subclass with the name of `cls`: libraries look models up by the names of their classes.
+
+    What is made of the class itself, and not by `optimize`, is as one of `cls`.
+    """
+
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        if graphs is None:
+            return cls.forward(self, *args, **kwargs)
         model = self.__dict__[STANDS_FOR]
         eager = model.forward if "forward" in vars(model) else functools.partial(cls.forward, self)
-        graphs: Graphs = self.__dict__[_GRAPHS]
         return graphs.run(eager, Inputs(args, kwargs), self.training)
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = cls._apply(self, *args, **kwargs)
-        self.__dict__[_GRAPHS].forget()
+        if _GRAPHS in vars(self):
+            vars(self)[_GRAPHS].forget()
         return found
 
     def reduce(self: Any, protocol: Any) -> Any:
-        graphs: Graphs = self.__dict__[_GRAPHS]
+        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        if graphs is None:
+            return cls.__reduce_ex__(self, protocol)
         return _standing_for, (self.__dict__[STANDS_FOR], graphs._options, graphs._dynamic)
 
     def report(self: Any) -> Report:
-        graphs: Graphs = self.__dict__[_GRAPHS]
-        return graphs.report
+        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        return Report() if graphs is None else graphs.report
 
-    members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce, "report": property(report)}
-    # The same name: libraries look models up by the names of their classes.
+    members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce}
+    members |= {"report": property(report)} if reports else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), members | names)
+    return type(cls.__name__, (_Subclass, cls), members | names)
+
+
+class _Subclass:
+    """Keeps `__init_subclass__` of a model's class, which may ask for more or register what it is called with, from running."""
+
+    def __init_subclass__(cls) -> None:
+        return None

@@ -83,6 +83,14 @@ class Inputs:
         copied = self.copied()
         return function(*copied.args, **copied.kwargs)
 
+    def named(self, model: nn.Module) -> dict[str, Any]:
+        """The arguments by the names of the forward's parameters; those of `**kwargs` by their own."""
+        signature = inspect.signature(model.forward)
+        bound = signature.bind(*self.args, **self.kwargs).arguments
+        rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+        found = {name: value for name, value in bound.items() if name not in rest}
+        return {name: value for each in rest for name, value in bound.get(each, {}).items()} | found
+
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""
         arguments = inspect.signature(traced.forward).bind(*self.args, **self.kwargs).arguments

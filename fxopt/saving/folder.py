@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError, LoadError, SaveError
+from fxopt.rewriting.history import STANDS_FOR
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
 from fxopt.saving.graphs import read_graph, write_graph

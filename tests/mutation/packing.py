@@ -19,7 +19,7 @@ PACKING = (
     Fault(
         "kernels: gradients are lost", _KERNELS, "    if torch.is_grad_enabled() and (", "    if False and ("
     ),
-    Fault("kernels: a changed weight is not packed anew", _KERNELS, "        or held[1] != version\n", ""),
+    Fault("kernels: a changed weight is not packed anew", _KERNELS, "seen = (version, ", "seen = ("),
     Fault(
         "kernels: another memory is not packed anew",
         _KERNELS,

@@ -10,6 +10,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import fxopt
 from fxopt import FuseEpilogues, PackConvs, PackLinears, tuning
 from fxopt.kernels import PackedConv2d, PackedLinear, kernels_for
+from fxopt.passes.pack_convs import contiguous
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 
@@ -141,7 +142,7 @@ def test_regions_of_convolutions(function, borders):
     traced = fxopt.trace(randomise(convs(function).eval()), (IMAGE,))
     before, code = traced(IMAGE), traced.code
     PackConvs()(traced, verify=True)
-    added = traced.graph.find_nodes(op="call_method", target="contiguous")
+    added = traced.graph.find_nodes(op="call_function", target=contiguous)
     assert len({*added} & {*PackConvs().get_transformed_nodes(traced)}) == borders
     with torch.no_grad():
         after = traced(IMAGE)
@@ -171,6 +172,47 @@ def test_a_layer_called_twice_is_refused():
 )
 def test_writes_across_a_border_are_refused(function, reason):
     refused(PackConvs(), convs(function), IMAGE, reason=reason, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: F.interpolate(F.adaptive_avg_pool2d(m.a(x), 1), size=(4, 4)).view(2, -1),
+        lambda m, x: F.pad(F.adaptive_avg_pool2d(m.a(x), 1), (1, 1, 1, 1), mode="replicate").view(2, -1),
+        lambda m, x: F.adaptive_avg_pool2d(m.a(x), 1),
+        lambda m, x: m.a(x)[:, :1],
+    ],
+)
+def test_strides_that_sizes_of_one_leave_open(use):
+    traced = fxopt.trace(randomise(convs(use).eval()), (IMAGE,))
+    with torch.no_grad():
+        wanted = traced(IMAGE)
+        found = PackConvs()(traced)(IMAGE)
+    assert found.stride() == wanted.stride()
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_residual_that_is_written_before_the_activation_is_refused():
+    def late(m, x):
+        other = m.c(x) * 2
+        y = m.a(x) + other
+        other.add_(5)
+        return y.relu() + other
+
+    traced = PackConvs()(fxopt.trace(randomise(convs(late).eval()), (IMAGE,)))
+    with torch.no_grad():
+        wanted = traced(IMAGE)
+        FuseEpilogues()(traced, verify=True)
+        assert torch.allclose(traced(IMAGE), wanted, atol=1e-5)
+    assert "may write into" in str(FuseEpilogues().explain(traced))
+
+
+def test_gradients_of_a_residual_stay():
+    layer, residual = nn.Linear(8, 8).requires_grad_(False), torch.randn(5, 8, requires_grad=True)
+    traced = fxopt.trace(Function(lambda m, x, y: m.a(x) + y, a=layer).eval(), (X, residual))
+    fused = FuseEpilogues()(PackLinears()(traced))
+    fused(X, residual).sum().backward()
+    assert torch.equal(residual.grad, torch.ones(5, 8))
 
 
 def test_inputs_in_channels_last_stay_so():

@@ -1,0 +1,102 @@
+"""The state of a model that its graphs have fixed, and whether it has changed since they were made."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_VERSION = operator.attrgetter("_version")
+
+
+class Watched:
+    """The modules, weights, buffers, hooks, flags and options of a model, as they are when this is made.
+
+    Not seen are changes of other attributes (lists, objects but for `config`), and of tensors in ways that leave their
+    version as it was: writes through `.data` or numpy, and steps of fused optimizers, unless `sample` is compared.
+
+    Args:
+        model: the module to watch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen = [(vars(module), _copied(vars(module))) for module in model.modules()]
+        self._configs = [
+            (vars(config), dict(vars(config)))
+            for config in {id(c): c for c in map(_config, model.modules()) if c is not None}.values()
+        ]
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = self._sum_of_versions()
+        self._places = [(tensor.dtype, tensor.device) for tensor in tensors[:1]]
+        self._sample = self.sample()
+
+    def changed(self) -> bool:
+        """Tell whether something is not as it was."""
+        if self._sum_of_versions() != self._versions:
+            return True
+        if any((tensor.dtype, tensor.device) != place for tensor, place in zip(self._tensors, self._places)):  # noqa: B905
+            return True
+        if any(now != before for now, before in self._configs):
+            return True
+        return any(not _same(now, before) for now, before in self._seen)
+
+    def sample(self) -> list[float]:
+        """A number of each tensor, and their order of magnitude: what a step of training changes."""
+        with torch.no_grad():
+            return [float(t.flatten()[-1]) for t in self._tensors if t.numel() and t.device.type != "meta"]
+
+    def trained(self) -> bool:
+        """Tell whether weights have changed in a way that leaves their versions as they were; slower than `changed`."""
+        return self.sample() != self._sample
+
+    def _sum_of_versions(self) -> int:
+        return sum(map(_VERSION, self._tensors))
+
+
+def swapped(model: nn.Module) -> bool:
+    """Tell whether parameters are other tensors for the time being, as in `torch.func.functional_call`."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                return True
+    return False
+
+
+def _config(module: nn.Module) -> Any:
+    config = vars(module).get("config")
+    return config if hasattr(config, "__dict__") else None
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes, with the registries of a module as they are now."""
+    return {
+        n: value.copy() if n[0] == "_" and isinstance(value, dict) else value
+        for n, value in attributes.items()
+    }
+
+
+def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
+    """Whether the attributes of a module are as they were, as far as they can matter to its graph."""
+    try:
+        if now == before:  # fast, where everything is the same object
+            return True
+    except (RuntimeError, ValueError):  # a tensor or an array is another one: compared by its elements
+        pass
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if old is new or name in ("_compiled_call_impl",):
+            continue
+        if name.startswith("_") and isinstance(new, dict) and isinstance(old, dict):
+            if [*map(id, old.values())] != [*map(id, new.values())] or [*old] != [*new]:
+                return False
+        elif isinstance(new, _PLAIN) or isinstance(old, _PLAIN):
+            if type(new) is not type(old) or new != old:
+                return False
+        elif isinstance(new, Tensor | nn.Module) or name in ("forward", "config"):
+            return False
+    return True

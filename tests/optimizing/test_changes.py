@@ -1,0 +1,230 @@
+"""What changes after `optimize`: its graphs follow, or the model itself runs."""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt.kernels import kernels_for
+from fxopt.optimizing import prepare
+from fxopt.testing import randomise
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the model itself runs"),
+    pytest.mark.skipif(
+        not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
+    ),
+]
+X = torch.randn(4, 16)
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    monkeypatch.setattr(prepare, "_speedup", lambda *_: 1.5)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.layer(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Inner(), nn.Linear(16, 16)
+        self.flag, self.scale = False, 2.0
+        self.config = types.SimpleNamespace(negate=False)
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x):
+        y = self.last(self.inner(x)) * self.scale + self.shift
+        y = torch.relu(y) if self.flag else y
+        return -y if self.config.negate else y
+
+
+def set_up():
+    model = randomise(Model().eval())
+    fast = fxopt.optimize(model, (X,), tune=False)
+    with torch.no_grad():
+        fast(X)
+    return model, fast
+
+
+def replaced(parent, name, value):
+    setattr(parent, name, randomise(value.eval(), seed=5) if isinstance(value, nn.Module) else value)
+
+
+CHANGES = {
+    "a flag": lambda m: setattr(m, "flag", True),
+    "a number": lambda m: setattr(m, "scale", 3.0),
+    "a number, to an equal one of another type": lambda m: setattr(m, "scale", True),
+    "the config": lambda m: setattr(m.config, "negate", True),
+    "another config": lambda m: setattr(m, "config", types.SimpleNamespace(negate=True)),
+    "a buffer": lambda m: m.shift.add_(1),
+    "another buffer": lambda m: setattr(m, "shift", torch.ones(16)),
+    "another layer": lambda m: replaced(m, "last", nn.Linear(16, 16)),
+    "another layer inside": lambda m: replaced(m.inner, "layer", nn.Sequential(nn.Linear(16, 16))),
+    "another parameter": lambda m: replaced(m.inner.layer, "weight", nn.Parameter(torch.randn(16, 16))),
+    "no bias": lambda m: setattr(m.inner.layer, "bias", None),
+    "statistics": lambda m: m.inner.norm.running_mean.add_(1),
+    "a hook": lambda m: m.inner.register_forward_hook(lambda module, args, output: output + 1),
+    "a hook of a layer": lambda m: m.last.register_forward_hook(lambda module, args, output: output + 1),
+    "a forward": lambda m: setattr(m.inner, "forward", lambda x: x),
+    "assigned weights": lambda m: m.load_state_dict(
+        {n: torch.randn_like(v) ** 2 if v.is_floating_point() else v for n, v in m.state_dict().items()},
+        assign=True,
+    ),
+    "float64": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("of", ["fast", "model"])
+@torch.no_grad()
+def test_changes_are_followed(change, of):
+    model, fast = set_up()
+    subject = fast if of == "fast" else model
+    if of == "model" and change in (
+        "a flag",
+        "a number",
+        "another layer",
+        "another buffer",
+        "another config",
+    ):
+        pytest.skip("the attributes of the outermost module are its own")
+    if of == "model" and change in ("a number, to an equal one of another type", "assigned weights"):
+        pytest.skip("the attributes of the outermost module are its own")
+    CHANGES[change](subject)
+    x = X.double() if change == "float64" else X
+    wanted = Model.forward(fast, x)
+    assert torch.allclose(fast(x), wanted, atol=1e-5)
+    assert not torch.equal(wanted, Model.forward(set_up()[0], X).to(wanted.dtype)) or "equal" in change
+
+
+@torch.no_grad()
+def test_a_child_in_training_mode_is_not_that_of_the_graph():
+    model, fast = set_up()
+    model.inner.train()
+    torch.manual_seed(0)
+    found = fast(X)
+    assert (found != Model.forward(fast, X)).any()  # dropout draws
+    model.inner.eval()
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_of_the_module_is_followed(optimizer, fused):
+    _, fast = set_up()
+    step = optimizer(fast.parameters(), lr=1e-3, fused=fused)
+    for _ in range(2):
+        with torch.no_grad():
+            before = fast(X)
+        fast(X).square().sum().backward()
+        step.step()
+        step.zero_grad()
+        with torch.no_grad():
+            wanted = Model.forward(fast, X)
+            assert (fast(X) - wanted).norm() < 1e-5 * wanted.norm()
+            assert (fast(X) - before).norm() > 1e-4 * wanted.norm()
+
+
+@torch.no_grad()
+def test_functional_call_takes_the_weights_it_is_given():
+    _, fast = set_up()
+    others = {name: torch.zeros_like(value) for name, value in fast.named_parameters()}
+    assert not torch.func.functional_call(fast, others, (X,)).any()
+    assert fast(X).any()
+
+
+@torch.no_grad()
+def test_forward_mode_gradients_are_those_of_the_model():
+    model, fast = set_up()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        found, wanted = (torch.autograd.forward_ad.unpack_dual(m(dual)).tangent for m in (fast, model))
+    assert torch.allclose(found, wanted)
+
+
+@torch.no_grad()
+def test_not_a_number_stays_so():
+    _, fast = set_up()
+    fast.flag = True
+    x = X.clone()
+    x[0] = float("nan")
+    assert fast(x)[0].isnan().all()
+    assert not fast(x)[1:].isnan().any()
+    assert [each.reason for each in fast.report] == [None]
+
+
+@torch.no_grad()
+def test_a_class_that_was_optimized_can_be_used_as_one():
+    fast = fxopt.optimize(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), (X,))
+    assert torch.equal(fast[:2](X), F.relu(fast[0](X)))
+    assert (
+        str(fast[:1].report)
+        == "nothing was captured so far: call the module, or give optimize example inputs"
+    )
+    made = type(fast)(nn.Linear(16, 2))
+    assert made(X).shape == (4, 2)
+    copy.deepcopy(made).double()
+
+
+@torch.no_grad()
+def test_an_attribute_called_report_stays():
+    model = nn.Sequential(nn.Linear(16, 16)).eval()
+    model.report = nn.Linear(2, 2)
+    assert fxopt.optimize(model, (X,)).report is model.report
+
+
+def test_what_has_no_forward_to_capture_is_refused():
+    with pytest.raises(fxopt.PassError, match="a torch.jit module"):
+        fxopt.optimize(torch.jit.trace(nn.Linear(16, 16).eval(), X))
+
+    class Doubling(nn.Module):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    with pytest.raises(fxopt.PassError, match="Doubling has a __call__ of its own"):
+        fxopt.optimize(Doubling().eval())
+
+
+@torch.no_grad()
+def test_inputs_of_any_kind_get_what_the_model_gives():
+    class Keys(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, *parts, **named):
+            return self.layer(sum(parts) + named.get("x", 0))
+
+    model = randomise(Keys().eval())
+    fast = fxopt.optimize(model)
+    for args, kwargs in [((X,), {}), ((X, X), {}), ((X,), {"x": X}), ((X,), {"x": 1.5})]:
+        assert torch.allclose(fast(*args, **kwargs), model(*args, **kwargs), atol=1e-5)
+    sparse = torch.eye(16).to_sparse()
+    layer = randomise(nn.Linear(16, 16).eval())
+    fast = fxopt.optimize(layer, (X,))
+    assert torch.allclose(fast(sparse), layer(sparse), atol=1e-5)
+    assert torch.allclose(fast(X), layer(X), atol=1e-5)
+
+
+@torch.no_grad()
+def test_constants_that_change_from_call_to_call_do_not_capture_for_ever():
+    class Branches(nn.Module):
+        def forward(self, x, power):
+            return x * power if x.sum() > 0 else x
+
+    fast = fxopt.optimize(Branches().eval())
+    for number in range(40):
+        fast(X, float(number))
+    assert len(fast.report) <= 8
