@@ -13,19 +13,10 @@ _TUNING = "tuning.py"
 _GRAPHS = "optimizing/graphs.py"
 _PREPARE = "optimizing/prepare.py"
 _EXACT = "optimizing/exactness.py"
+_WATCHING = "optimizing/watching.py"
 
 PACKING = (
-    # --- kernels
-    Fault(
-        "kernels: gradients are lost", _KERNELS, "    if torch.is_grad_enabled() and (", "    if False and ("
-    ),
     Fault("kernels: a changed weight is not packed anew", _KERNELS, "seen = (version, ", "seen = ("),
-    Fault(
-        "kernels: another memory is not packed anew",
-        _KERNELS,
-        "        or held[0].data_ptr() != weight.data_ptr()\n",
-        "",
-    ),
     Fault("kernels: copies share what is packed", _KERNELS, 'if name != "_packed"}', "}"),
     Fault("kernels: autocast is ignored", _KERNELS, '        and not torch.is_autocast_enabled("cpu")\n', ""),
     Fault(
@@ -33,12 +24,6 @@ PACKING = (
         _KERNELS,
         "        and torch._C._functorch.peek_interpreter_stack() is None\n",
         "",
-    ),
-    Fault(
-        "kernels: activations before additions",
-        _KERNELS,
-        "    if other is not None:\n        value = value + other\n    if activation is not None:\n        chosen = ACTIVATIONS[activation]\n        assert chosen.function is not None\n        value = chosen.function(value, **chosen.options)\n",
-        "    if activation is not None:\n        chosen = ACTIVATIONS[activation]\n        assert chosen.function is not None\n        value = chosen.function(value, **chosen.options)\n    if other is not None:\n        value = value + other\n",
     ),
     Fault("kernels: tanh for erf", _KERNELS, '"gelu": ("gelu", "none")', '"gelu": ("gelu", "tanh")'),
     Fault(
@@ -48,7 +33,39 @@ PACKING = (
         "        return [each // 2 for each in total]",
     ),
     Fault("kernels: any padding mode is zeros", _KERNELS, 'layer.padding_mode == "zeros" and ', ""),
-    # --- layouts
+    Fault(
+        "kernels: gradients are lost",
+        _KERNELS,
+        "    if torch.is_grad_enabled() and any(",
+        "    if False and any(",
+    ),
+    Fault(
+        "kernels: another memory is not packed anew",
+        _KERNELS,
+        "weight.data_ptr(), weight.shape",
+        "weight.shape",
+    ),
+    Fault(
+        "kernels: a smaller weight is not packed anew",
+        _KERNELS,
+        "weight.data_ptr(), weight.shape, ",
+        "weight.data_ptr(), ",
+    ),
+    Fault(
+        "kernels: what is packed outlives training", _KERNELS, '    layer.__dict__.pop("_packed", None)\n', ""
+    ),
+    Fault(
+        "kernels: the kernel reads beyond the end",
+        _KERNELS,
+        "        and (not isinstance(layer, nn.Linear) or input.shape[-1:] == weight.shape[1:])\n",
+        "",
+    ),
+    Fault(
+        "kernels: forward-mode gradients are lost",
+        _KERNELS,
+        "        and forward_ad._current_level < 0\n",
+        "",
+    ),
     Fault(
         "layouts: every operator keeps the layout",
         _LAYOUTS,
@@ -74,7 +91,6 @@ PACKING = (
         "        if False:",
     ),
     Fault("layouts: borders are read too early", _LAYOUTS, "        if late:", "        if False:"),
-    # --- the passes
     Fault(
         "pack: hooks are ignored",
         _PACKING,
@@ -114,22 +130,10 @@ PACKING = (
         "if False:",
     ),
     Fault(
-        "epilogues: other users are ignored",
-        _EPILOGUES,
-        "reason = index.joining_obstacle(call, user, value if isinstance(value, Node) else None)",
-        "reason = None",
-    ),
-    Fault(
-        "epilogues: writes into the input are ignored",
-        _EPILOGUES,
-        "index.joining_obstacle(call, user, value if isinstance(value, Node) else None)",
-        "index.joining_obstacle(call, user)",
-    ),
-    Fault(
-        "epilogues: writes into the residual are additions",
-        _EPILOGUES,
-        " or index.memory.written_by(user) not in ((), (call,))",
-        "",
+        "pack convs: strides of size one are open",
+        _CONVS,
+        "    return value if value.stride() == strides else value.as_strided(value.shape, strides)",
+        "    return value",
     ),
     Fault(
         "epilogues: alpha is ignored",
@@ -143,7 +147,30 @@ PACKING = (
         'not (convolves and activation == "relu")',
         "False",
     ),
-    # --- tuning
+    Fault(
+        "epilogues: other users are ignored",
+        _EPILOGUES,
+        "reason = next(filter(None, reasons), None)",
+        "reason = None",
+    ),
+    Fault(
+        "epilogues: writes into the inputs are ignored",
+        _EPILOGUES,
+        "index.joining_obstacle(call, user, value) for",
+        "index.joining_obstacle(call, user) for",
+    ),
+    Fault(
+        "epilogues: the residual may be written",
+        _EPILOGUES,
+        "for value in call.all_input_nodes)",
+        "for value in call.args)",
+    ),
+    Fault(
+        "epilogues: writes into the residual are additions",
+        _EPILOGUES,
+        " or written not in ((), (call,))",
+        "",
+    ),
     Fault(
         "tuning: a little faster is enough",
         _TUNING,
@@ -152,13 +179,6 @@ PACKING = (
     ),
     Fault("tuning: threads do not matter", _TUNING, ", {torch.get_num_threads()} threads", ""),
     Fault("tuning: dtypes do not matter", _TUNING, "{layer!r} {weight.dtype} ", "{layer!r} "),
-    # --- optimize
-    Fault(
-        "optimize: new weights are not seen",
-        _GRAPHS,
-        "        if self._version != self._weights_version():\n            self.forget()",
-        "        pass",
-    ),
     Fault(
         "optimize: gradients are lost",
         _GRAPHS,
@@ -190,23 +210,57 @@ PACKING = (
         "        if speedup < LEAST_SPEEDUP:\n            return",
         "        if False:\n            return",
     ),
-    Fault(
-        "optimize: wrong graphs are used",
-        _PREPARE,
-        "if not mine <= MOST_ERROR * max(theirs, ROUNDING)",
-        "if False",
-    ),
     Fault("optimize: counters count the checks", _PREPARE, "    if writer is not None:", "    if False:"),
-    Fault(
-        "optimize: checks write into caches",
-        _PREPARE,
-        "        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))\n        return Inputs(args, kwargs)",
-        "        return self",
-    ),
     Fault(
         "optimize: float64 is float32",
         _EXACT,
         "            module = copy.deepcopy(module).double()",
         "            module = copy.deepcopy(module)",
+    ),
+    Fault(
+        "optimize: changes are not seen",
+        _GRAPHS,
+        "            if self._watched.changed() or (",
+        "            if False or (",
+    ),
+    Fault(
+        "optimize: fused optimizers are not seen",
+        _GRAPHS,
+        " or (self._trains and self._watched.trained())",
+        "",
+    ),
+    Fault(
+        "optimize: weights given for a call are kept",
+        _GRAPHS,
+        "                if swapped(self._module):",
+        "                if False:",
+    ),
+    Fault(
+        "optimize: flags are not watched",
+        _WATCHING,
+        "            if type(new) is not type(old) or new != old:\n                return False",
+        "            pass",
+    ),
+    Fault(
+        "optimize: registries are not watched",
+        _WATCHING,
+        "            if [*map(id, old.values())] != [*map(id, new.values())] or [*old] != [*new]:\n                return False",
+        "            pass",
+    ),
+    Fault(
+        "optimize: configs are not watched",
+        _WATCHING,
+        "        if any(now != before for now, before in self._configs):",
+        "        if False:",
+    ),
+    Fault("optimize: integers may differ", _EXACT, "not torch.equal(value, other)", "False"),
+    Fault(
+        "optimize: wrong graphs are used", _PREPARE, "if not mine <= MOST_ERROR", "if False and MOST_ERROR"
+    ),
+    Fault(
+        "optimize: checks write into caches",
+        _PREPARE,
+        "        args, kwargs = copy.deepcopy(given, tensors)\n        return Inputs(args, kwargs)",
+        "        return self",
     ),
 )
