@@ -69,11 +69,24 @@ def norm_first_outside(m, x):
         return m.a(y) + 1
 
 
-@pytest.mark.parametrize("name", [name for name in SITES if name not in ("precision", "norm-linear")])
+@pytest.mark.parametrize(
+    "name", [name for name in SITES if name not in ("attention", "precision", "norm-linear")]
+)
 def test_a_site_inside_of_an_autocast_block_is_rewritten(name):
     site = SITES[name]
     after = safe(site, site.model(around(site.use)), "own")
     assert any("autocast" in getattr(n.target, "__name__", "") for n in after.graph.nodes)
+
+
+def test_attention_inside_of_an_autocast_block_is_refused():
+    """Autocast runs its softmax in float32, and would run the call in bfloat16 with what masks it in that dtype."""
+    site = SITES["attention"]
+    unsafe(
+        site,
+        site.model(around(site.use)).eval(),
+        "own",
+        "is in torch.float32, and the output in torch.bfloat16",
+    )
 
 
 def test_a_norm_in_float32_before_a_layer_in_bfloat16_is_refused():

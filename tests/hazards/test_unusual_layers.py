@@ -93,7 +93,9 @@ def test_is_refused(hazard, name, layer, tracer):
     unsafe(site, model, tracer, reason)
 
 
-@pytest.mark.parametrize("name", [name for name in SITES if name not in ("division", "duplicate")])
+@pytest.mark.parametrize(
+    "name", [name for name in SITES if name not in ("attention", "division", "duplicate")]
+)
 def test_hooks_for_all_modules_are_refused(name):
     handle = register_module_forward_hook(lambda module, args, output: None)
     try:
