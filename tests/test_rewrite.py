@@ -58,6 +58,7 @@ IDLE = (
     FoldConstants,
     FuseAttention,
     fxopt.FuseEpilogues,
+    fxopt.QuantizeLinears,
     RemoveIdentity,
 )
 """Passes with nothing to do in the model here."""

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxopt
 from fxopt.saving import expressions, files
-from fxopt.saving.names import Names
+from fxopt.saving.allowed import Names
 from tests import small_models
 from tests.capture.test_modes import Custom
 

@@ -141,6 +141,8 @@ def seconds_by_group(directory: Path) -> dict[str, float]:
     """How long the cases of each model on each device took in the runs of a directory, by `<model>-<device>`."""
     seconds: Counter[str] = Counter()
     for file in sorted(directory.glob("*.parquet")):
+        if "engine" in pq.read_schema(file).names:
+            continue  # a benchmark's table beside the runs
         table = read_run(file)
         for model, device, took in zip(table["model"], table["device"], table["seconds"], strict=True):
             seconds[f"{model}-{device}"] += took

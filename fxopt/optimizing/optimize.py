@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxopt.errors import PassError
-from fxopt.optimizing.graphs import Graphs
+from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
 from fxopt.optimizing.report import Report
 from fxopt.rewriting.history import STANDS_FOR

@@ -46,8 +46,8 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         >>> layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).eval()
         >>> traced = fxopt.trace(layers, (torch.zeros(1, 3, 16, 16),))
         >>> packed = PackConvs()(traced)
-        >>> print(*(node.target for node in packed.graph.nodes))
-        input input_guard 0 1 2 contiguous output
+        >>> print(*packed.graph.nodes)
+        input_1 input_guard _0 _1 _2 contiguous output
         >>> PackConvs()(packed, reverse=True).get_submodule("2")
         Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
     """

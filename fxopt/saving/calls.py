@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fxopt import objects
 from fxopt.rewriting.edits import Reference
-from fxopt.saving.names import BUILTINS, NameRefused, Names, is_identifier
+from fxopt.saving.allowed import BUILTINS, NameRefused, Names, is_identifier
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),

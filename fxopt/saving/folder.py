@@ -14,9 +14,9 @@ from fxopt.errors import FxoptError, LoadError, SaveError
 from fxopt.rewriting.history import STANDS_FOR
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
+from fxopt.saving.allowed import NameRefused, Names, is_identifier
 from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
-from fxopt.saving.names import NameRefused, Names, is_identifier
 from fxopt.saving.tensors import TensorTable, restored
 from fxopt.saving.values import NotData
 

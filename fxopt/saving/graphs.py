@@ -14,8 +14,8 @@ from fxopt.capture.canonical import is_write
 from fxopt.errors import SaveError
 from fxopt.graph import place
 from fxopt.rewriting.record import MARKS
+from fxopt.saving.allowed import NameRefused, Names, qualified_name
 from fxopt.saving.calls import check_name, check_node
-from fxopt.saving.names import NameRefused, Names, qualified_name
 from fxopt.saving.values import ORIGIN, NotData, Values
 
 

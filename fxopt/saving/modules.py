@@ -13,8 +13,8 @@ from fxopt.capture.guards import InputGuard
 from fxopt.capture.module import TracedModule
 from fxopt.errors import SaveError
 from fxopt.rewriting.record import PassRecord, Step
+from fxopt.saving.allowed import NameRefused, Names, qualified_name
 from fxopt.saving.calls import check_path
-from fxopt.saving.names import NameRefused, Names, qualified_name
 from fxopt.saving.tensors import TensorTable
 from fxopt.saving.values import NotData, Values
 

@@ -25,9 +25,9 @@ from fxopt.rewriting.edits import NodeEdit, NodeState, Redirect, Reference, Swap
 from fxopt.rewriting.record import Step
 from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep, Left
+from fxopt.saving.allowed import NameRefused, Names, qualified_name
 from fxopt.saving.calls import check_name, check_node, check_path
 from fxopt.saving.expressions import is_arithmetic
-from fxopt.saving.names import NameRefused, Names, qualified_name
 
 # The metadata that says where in the model a node comes from.
 ORIGIN = ("nn_module_stack", "stack_trace")

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertModel, ResNetConfig, ResNetForImageClas
 
 import fxopt
 from fxopt.kernels import kernels_for
-from fxopt.optimizing import graphs as graphs_module
+from fxopt.optimizing import dispatch
 from fxopt.optimizing import prepare as prepare_module
-from fxopt.optimizing.graphs import MOST_GRAPHS
+from fxopt.optimizing.dispatch import MOST_GRAPHS
 from fxopt.testing import randomise
 
 pytestmark = [
@@ -385,8 +385,8 @@ def test_errors_of_the_model_stay_its_own():
 @torch.no_grad()
 def test_a_second_thread_finds_what_the_first_has_made(monkeypatch):
     calls = []
-    prepared = graphs_module.prepare
-    monkeypatch.setattr(graphs_module, "prepare", lambda *args: calls.append(1) or prepared(*args))
+    prepared = dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda *args: calls.append(1) or prepared(*args))
     fast = fxopt.optimize(bert())
     for _ in range(3):
         fast(**text())

@@ -63,6 +63,18 @@ class Packed(nn.Sequential):
         super().__init__(layer, nn.ReLU())
 
 
+class Wide(nn.Module):
+    """A layer with enough features for a kernel with weights in int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(torch.cat([x] * (64 // WIDTH), dim=1))
+        return output
+
+
 class Constant(nn.Module):
     """A constant."""
 
@@ -96,6 +108,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         "FoldConstants": Constant,
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
+        "QuantizeLinears": Wide,
     }
     if name in own:
         return own[name]
