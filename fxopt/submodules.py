@@ -152,7 +152,9 @@ def place(owner: nn.Module, path: str, value: Any) -> None:
 
 
 def sharing_copy(graph_module: GraphModule) -> GraphModule:
-    """A deep copy that shares the parameters and buffers."""
+    """A deep copy that shares the parameters and buffers, in which the names of erased nodes stay reserved, too."""
     tensors = (*graph_module.parameters(), *graph_module.buffers())
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    return copy.deepcopy(graph_module, memo)
+    copied = copy.deepcopy(graph_module, memo)
+    copied.graph._graph_namespace._used_names |= graph_module.graph._graph_namespace._used_names
+    return copied
