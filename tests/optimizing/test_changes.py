@@ -11,6 +11,7 @@ from torch import nn
 import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
+from fxopt.optimizing.exactness import unlike
 from fxopt.testing import randomise
 
 pytestmark = [
@@ -228,3 +229,47 @@ def test_constants_that_change_from_call_to_call_do_not_capture_for_ever():
     for number in range(40):
         fast(X, float(number))
     assert len(fast.report) <= 8
+
+
+@torch.no_grad()
+def test_a_graph_that_may_refuse_after_a_write_is_not_used():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x, buffer):
+            buffer.add_(1)
+            if (x > 100).any():
+                raise ValueError("too large")
+            return self.layer(x) + buffer
+
+    model = randomise(Writes().eval())
+    fast, buffer = fxopt.optimize(model), torch.zeros(16)
+    for _ in range(2):
+        fast(X, buffer)
+    assert torch.equal(buffer, torch.full((16,), 2.0))
+    with pytest.raises(ValueError, match="too large"):
+        fast(X * 1e6, buffer)
+    assert torch.equal(buffer, torch.full((16,), 3.0))
+    assert "when it has already written into one of them" in str(fast.report)
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "where"),
+    [
+        ({"a": torch.ones(2)}, {}, "their structure"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "output.a"),
+        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a"),
+        ([1.0, None], [1.0, 2], "output[1]"),
+        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, None),
+    ],
+)
+def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
+    assert unlike(own, found) == where
+
+
+def test_what_overflows_in_the_model_is_no_measure():
+    exact, own = {"a": torch.ones(4).double()}, {"a": torch.tensor([1, 1, 1, float("inf")])}
+    _, reason = prepare._judged(exact, own, {"a": torch.zeros(4)}, None)
+    assert "as far from those in float64" in reason
