@@ -182,7 +182,10 @@ def test_int8_rounds_the_weight_and_nothing_more():
             assert packed(x).shape == wanted.shape
     assert packed(torch.randn(128)).shape == (13,)
     layer.weight[0] = 0
+    layer.weight[1] *= 1e-4
+    layer.bias[1] = 0
     assert torch.allclose(packed(x)[:, 0], layer.bias[0])
+    assert (packed(x) - layer(x))[:, 1].norm() < 0.02 * layer(x)[:, 1].norm()
     narrow = packed_layer(random_layer(nn.Linear(24, 16)), "int8", (5, 24))
     assert torch.equal(narrow(torch.ones(5, 24)), F.linear(torch.ones(5, 24), narrow.weight, narrow.bias))
 
@@ -243,3 +246,28 @@ def test_a_kernel_that_this_machine_lacks_is_the_plain_layer():
     assert not fuses_epilogues(packed)
     assert not kernels_for(copy.deepcopy(layer).to("meta"))
     assert not kernels_for(copy.deepcopy(layer).double())
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_forward_mode_gradients_are_those_of_the_layer(layer, kernel):
+    layer = random_layer(layer)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        found, wanted = (
+            torch.autograd.forward_ad.unpack_dual(each(dual)).tangent for each in (packed, layer)
+        )
+    assert torch.equal(found, wanted)
+
+
+def test_a_step_of_a_fused_optimizer_is_followed():
+    layer = random_layer(LINEAR).requires_grad_()
+    packed, x = packed_layer(layer, kernels_for(layer)[0], (5, 24)), torch.randn(5, 24)
+    optimizer = torch.optim.SGD(packed.parameters(), lr=0.1, fused=True)
+    with torch.no_grad():
+        packed(x)
+    packed(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.allclose(packed(x), layer(x), rtol=1e-4, atol=1e-4)
