@@ -25,7 +25,7 @@ from fxopt.submodules import attribute
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What is added to scores, or says where they have another value.
+    """A tensor that is added to scores, or says where they have another value.
 
     Attributes:
         node: the tensor, with as many dimensions as the scores or fewer; of booleans where there is a `fill`.
@@ -69,7 +69,7 @@ class Attention:
 
 
 class Obstacle(Exception):
-    """What looks like attention is something else, or is not known to be one; the text says why."""
+    """A reason why something that looks like attention is none, or is not known to be one."""
 
 
 class AttentionReader:
@@ -305,7 +305,7 @@ class AttentionReader:
 
 @dataclasses.dataclass
 class _Scores:
-    """What is known of the scores after some steps."""
+    """The facts of the scores after some steps."""
 
     product: Node
     scale: float = 1.0

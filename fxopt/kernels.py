@@ -185,7 +185,7 @@ def _finished(value: Tensor, other: Tensor | None, activation: str | None) -> Te
 
 
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
-    """Whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
+    """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if type(weight) is not nn.Parameter or type(layer) not in _available():
         return False
@@ -231,7 +231,7 @@ def _without_packed(layer: nn.Module) -> dict[str, Any]:
 
 
 def _has_padding(layer: nn.Module) -> bool:
-    """Whether the padding of a convolution is one that kernels do themselves."""
+    """Tell whether the padding of a convolution is one that kernels do themselves."""
     if not isinstance(layer, nn.Conv2d):
         return True
     return layer.padding_mode == "zeros" and (layer.padding != "same" or _padding(layer) is not None)
@@ -368,7 +368,7 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, _Kernel]]:
 
 
 def _works(layer: nn.Module, name: str, kernel: _Kernel, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a kernel computes what the plain layer does, as far as the dtype tells."""
+    """Tell whether a kernel computes what the plain layer does, as far as the dtype tells."""
     value = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
     with torch.no_grad():
         plain = without_tensors(layer)

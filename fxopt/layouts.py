@@ -84,7 +84,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
-    """Whether the value of a node has the layout of its inputs, and does not depend on it."""
+    """Tell whether the value of a node has the layout of its inputs, and does not depend on it."""
     value = graph.value_of(node)
     if not isinstance(value, Tensor) or value.dim() != 4 or "out" in node.kwargs:
         return False

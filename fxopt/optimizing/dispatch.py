@@ -92,7 +92,7 @@ class Graphs:
 
     @property
     def report(self) -> Report:
-        """What was made so far."""
+        """The graphs that were made so far."""
         return Report(self._reports)
 
     def run(self, eager: Callable[..., Any], inputs: Inputs, training: bool) -> Any:

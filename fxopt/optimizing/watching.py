@@ -32,27 +32,31 @@ class Watched:
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = self._sum_of_versions()
-        self._places = [(tensor.dtype, tensor.device) for tensor in tensors[:1]]
+        self._place = self._place_now()
         self._sample = self.sample()
 
     def changed(self) -> bool:
         """Tell whether something is not as it was."""
         if self._sum_of_versions() != self._versions:
             return True
-        if any((tensor.dtype, tensor.device) != place for tensor, place in zip(self._tensors, self._places)):  # noqa: B905
+        if self._place_now() != self._place:
             return True
         if any(now != before for now, before in self._configs):
             return True
         return any(not _same(now, before) for now, before in self._seen)
 
     def sample(self) -> list[float]:
-        """A number of each tensor, and their order of magnitude: what a step of training changes."""
+        """The last number of each tensor, which a step of training changes."""
         with torch.no_grad():
             return [float(t.flatten()[-1]) for t in self._tensors if t.numel() and t.device.type != "meta"]
 
     def trained(self) -> bool:
         """Tell whether weights have changed in a way that leaves their versions as they were; slower than `changed`."""
         return self.sample() != self._sample
+
+    def _place_now(self) -> list[object]:
+        """The dtype and device of the first tensor, which go with those of all others."""
+        return [(tensor.dtype, tensor.device) for tensor in self._tensors[:1]]
 
     def _sum_of_versions(self) -> int:
         return sum(map(_VERSION, self._tensors))
