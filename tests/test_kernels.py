@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxopt.activations import ACTIVATIONS
-from fxopt.kernels import ACTIVATED, fuses_epilogues, kernels_for, packed_layer
+from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer
+from fxopt.packed_operators import ACTIVATED
 
 LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
 SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}

@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fxopt.capture import TracedModule
 from fxopt.errors import GuardError
+from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
@@ -47,7 +47,7 @@ class _Calls:
         failures: how often there was none.
     """
 
-    graphs: dict[Shapes, TracedModule | None] = dataclasses.field(default_factory=dict)
+    graphs: dict[Shapes, Lowered | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     failures: int = 0
 
@@ -76,7 +76,7 @@ class Graphs:
         self._start()
 
     def _start(self) -> None:
-        self._graphs: dict[Any, tuple[TracedModule, ...]] = {}
+        self._graphs: dict[Any, tuple[Lowered, ...]] = {}
         self._calls: dict[Any, _Calls] = {}
         self._failures = 0
         self._reports: list[GraphReport] = []
@@ -103,12 +103,12 @@ class Graphs:
             return eager(*inputs.args, **inputs.kwargs)
         key = (len(inputs.args), *sorted(inputs.kwargs))
         known = self._graphs.get(key, ())
-        for traced in known:
+        for lowered in known:
             with contextlib.suppress(GuardError):
-                value = traced(*inputs.args, **inputs.kwargs)
-                if traced is not known[0]:
+                value = lowered(*inputs.args, **inputs.kwargs)
+                if lowered is not known[0]:
                     with self._lock:
-                        self._filed(key, traced)
+                        self._filed(key, lowered)
                 return value
         made = self.make(inputs)
         if made is not None:
@@ -116,7 +116,7 @@ class Graphs:
                 return made(*inputs.args, **inputs.kwargs)
         return eager(*inputs.args, **inputs.kwargs)
 
-    def make(self, inputs: Inputs) -> TracedModule | None:
+    def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs, which no graph fits; None where the model itself is to run."""
         try:
             named = inputs.named(self._module)
@@ -140,24 +140,22 @@ class Graphs:
                 return None
             for others in calls.graphs:
                 calls.free |= differing(shapes, others)
-            traced = calls.graphs[shapes] = self._prepared(inputs, named, calls.free)
-            if traced is None:
+            lowered = calls.graphs[shapes] = self._prepared(inputs, named, calls.free)
+            if lowered is None:
                 calls.failures += 1
                 self._failures += 1
                 self._warn(str(self._reports[-1].reason))
                 return None
-            return self._filed(key, traced)
+            return self._filed(key, lowered)
 
-    def _filed(self, key: Any, traced: TracedModule | None) -> TracedModule | None:
+    def _filed(self, key: Any, lowered: Lowered | None) -> Lowered | None:
         """Put a graph before the others that are tried for such calls."""
-        if traced is not None:
-            others = (each for each in self._graphs.get(key, ()) if each is not traced)
-            self._graphs[key] = (traced, *others)
-        return traced
+        if lowered is not None:
+            others = (each for each in self._graphs.get(key, ()) if each is not lowered)
+            self._graphs[key] = (lowered, *others)
+        return lowered
 
-    def _prepared(
-        self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
-    ) -> TracedModule | None:
+    def _prepared(self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]) -> Lowered | None:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         self._watched = self._watched or Watched(self._module)
         choices: list[Any] = [self._dynamic]
@@ -168,13 +166,13 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    traced, report = prepare(self._twin(), inputs, dynamic, self._options, title)
+                    lowered, report = prepare(self._twin(), inputs, dynamic, self._options, title)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
-                traced, report = None, GraphReport(title, reason=reason)
+                lowered, report = None, GraphReport(title, reason=reason)
             self._reports.append(report)
-            if traced is not None or not str(report.reason).startswith(UNCAPTURED):
-                return traced
+            if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
+                return lowered
         return None
 
     def _reason_for_eager(self, inputs: Inputs, training: bool) -> str | None:
@@ -185,6 +183,7 @@ class Graphs:
             or torch._C._get_tracing_state() is not None
             or _get_current_dispatch_mode() is not None
             or forward_ad._current_level >= 0
+            or torch.nn.modules.module._has_any_global_hook()
         ):
             return ""
         if training:

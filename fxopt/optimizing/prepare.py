@@ -16,12 +16,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxopt import graph
-from fxopt.capture import TracedModule, trace
+from fxopt.capture import trace
 from fxopt.capture.writer import tensors_in
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
+from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -106,7 +107,7 @@ class Inputs:
 
 def prepare(
     model: nn.Module, inputs: Inputs, dynamic_shapes: Any, options: Options, title: str
-) -> tuple[TracedModule | None, GraphReport]:
+) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Returns:
@@ -128,19 +129,20 @@ def prepare(
     made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in _pipeline(options)])
     traced.recompile()
     made = dataclasses.replace(made, kernels=_kernels(traced))
-    own, found = inputs.call(model), inputs.call(traced)
+    computed = lowered(traced)
+    own, found = inputs.call(model), inputs.call(computed)
     distance, wrong = _judged(exact, own, found, PRECISIONS[options.precision])
     made = dataclasses.replace(made, error=distance)
     if wrong:
         return None, report(wrong)
     if options.tune:
-        speedup = _speedup(model, traced, inputs)
+        speedup = _speedup(model, computed, inputs)
         if speedup < LEAST_SPEEDUP:  # perhaps something else was busy
-            speedup = max(speedup, _speedup(model, traced, inputs))
+            speedup = max(speedup, _speedup(model, computed, inputs))
         made = dataclasses.replace(made, speedup=speedup)
         if speedup < LEAST_SPEEDUP:
             return None, report(f"its graph takes {1 / speedup:.2f} times as long")
-    return traced, report()
+    return computed, report()
 
 
 def _pipeline(options: Options) -> list[Rewrite[Any]]:
@@ -207,12 +209,12 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
     )
 
 
-def _speedup(model: nn.Module, traced: TracedModule, inputs: Inputs) -> float:
+def _speedup(model: nn.Module, computed: Lowered, inputs: Inputs) -> float:
     """The model's time by the graph's: the median over rounds in which both run, one after the other."""
     ratios: list[float] = []
     begun = time.perf_counter()
     while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
-        theirs, mine = _seconds(model, inputs), _seconds(traced, inputs)
+        theirs, mine = _seconds(model, inputs), _seconds(computed, inputs)
         ratios.append(theirs / mine)
     return statistics.median(ratios)
 

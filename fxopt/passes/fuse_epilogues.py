@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.activations import ACTIVATIONS, as_module, same_activation
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import ACTIVATED, PackedConv2d, PackedLinear, fuses_epilogues
+from fxopt.kernels import PackedConv2d, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
+from fxopt.packed_operators import ACTIVATED
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter

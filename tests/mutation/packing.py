@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 _KERNELS = "kernels.py"
+_OPERATORS = "packed_operators.py"
+_LOWERING = "optimizing/lowering.py"
 _LAYOUTS = "layouts.py"
 _PACKING = "packing.py"
 _CONVS = "passes/pack_convs.py"
@@ -16,6 +18,32 @@ _EXACT = "optimizing/exactness.py"
 _WATCHING = "optimizing/watching.py"
 
 PACKING = (
+    Fault(
+        "lowering: sums go where somebody reads",
+        _LOWERING,
+        "        and not index.memory.seen_behind(other, call)\n",
+        "",
+    ),
+    Fault(
+        "lowering: sums go into what the layer reads",
+        _LOWERING,
+        "        and not index.memory.may_alias(other, call.all_input_nodes[0])\n",
+        "",
+    ),
+    Fault(
+        "lowering: sums go into views",
+        _LOWERING,
+        "        and index.memory.gives_new_memory(other)\n",
+        "",
+    ),
+    Fault("lowering: modes are not switched back", _LOWERING, " or None in effects", ""),
+    Fault("lowering: hooks are left out", _LOWERING, "    if hooks_of(module):", "    if False:"),
+    Fault(
+        "lowering: global hooks are left out",
+        _GRAPHS,
+        "            or torch.nn.modules.module._has_any_global_hook()\n",
+        "",
+    ),
     Fault("kernels: a changed weight is not packed anew", _KERNELS, "seen = (version, ", "seen = ("),
     Fault("kernels: copies share what is packed", _KERNELS, 'if name != "_packed"}', "}"),
     Fault("kernels: autocast is ignored", _KERNELS, '        and not torch.is_autocast_enabled("cpu")\n', ""),
@@ -25,10 +53,10 @@ PACKING = (
         "        and torch._C._functorch.peek_interpreter_stack() is None\n",
         "",
     ),
-    Fault("kernels: tanh for erf", _KERNELS, '"gelu": ("gelu", "none")', '"gelu": ("gelu", "tanh")'),
+    Fault("kernels: tanh for erf", _OPERATORS, '"gelu": ("gelu", "none")', '"gelu": ("gelu", "tanh")'),
     Fault(
         "kernels: uneven padding is even",
-        _KERNELS,
+        _OPERATORS,
         "        return None if any(each % 2 for each in total) else [each // 2 for each in total]",
         "        return [each // 2 for each in total]",
     ),
@@ -57,7 +85,7 @@ PACKING = (
     Fault(
         "kernels: the kernel reads beyond the end",
         _KERNELS,
-        "        and (not isinstance(layer, nn.Linear) or input.shape[-1:] == weight.shape[1:])\n",
+        "        and (input.shape[-1:] == weight.shape[1:] if isinstance(layer, nn.Linear) else input.dim() == 4)\n",
         "",
     ),
     Fault(
@@ -107,7 +135,7 @@ PACKING = (
     Fault("pack: int8 is exact", _KERNELS, "if rounding or not kernel.rounds]", "]"),
     Fault(
         "pack: scales of int8 are those of the tensor",
-        _KERNELS,
+        _OPERATORS,
         "weight.abs().amax(dim=1)",
         "weight.abs().amax().expand(len(weight))",
     ),

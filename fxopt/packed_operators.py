@@ -1,0 +1,223 @@
+"""Torch's private operators that compute with packed weights, probed on this machine: they stand in this file alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.activations import ACTIVATIONS
+from fxopt.submodules import without_tensors
+
+EPILOGUES: Mapping[str, tuple[str, str]] = {
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "hardswish": ("hardswish", ""),
+    "sigmoid": ("sigmoid", ""),
+    "silu": ("swish", ""),
+    "tanh": ("tanh", ""),
+}
+"""The activations, by their names in `ACTIVATIONS`, that oneDNN computes before it writes a product to memory.
+
+Its ReLU and hard sigmoid make 0 of NaN, which would hide a fault: ReLU is computed in place instead.
+"""
+
+
+ACTIVATED = (*EPILOGUES, "relu")
+"""The activations that a packed layer applies without new memory."""
+
+
+Run = Callable[[Tensor | None, Tensor, Tensor | None, str | None, bool], Tensor]
+"""Computes a layer from its bias, its input, something to add, the name of an activation, and whether the memory of what
+is added may take the sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How a kernel packs a weight, and computes with it.
+
+    Attributes:
+        dtypes: those that it takes.
+        pack: packs the weight of a layer for the shape of its input, and makes the function that computes with it.
+        fuses: whether it adds and activates itself.
+        rounds: whether it rounds the weight to int8.
+        multiple: what the number of features in a row has to be a multiple of.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    pack: Callable[[Any, Sequence[int]], Run]
+    fuses: bool
+    rounds: bool = False
+    multiple: int = 1
+
+
+def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
+    """The kernels for a type of layer that work in this build of torch on this machine, each with its dtypes."""
+    return _available().get(kind, {})
+
+
+def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Tensor:
+    """Add `other` to a layer's output and apply the activation, where the kernel has not done it."""
+    if other is not None:
+        value = value + other
+    if activation == "relu" and not torch.is_grad_enabled():
+        return value.relu_()
+    if activation is not None:
+        chosen = ACTIVATIONS[activation]
+        assert chosen.function is not None
+        value = chosen.function(value, **chosen.options)
+    return value
+
+
+def padding_of(layer: nn.Conv2d) -> list[int] | None:
+    """Zeros on both sides of each dimension; None where the sides differ."""
+    if layer.padding == "valid":
+        return [0, 0]
+    if layer.padding == "same":
+        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return None if any(each % 2 for each in total) else [each // 2 for each in total]
+    return [int(each) for each in layer.padding]
+
+
+def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+    rows = int(torch.Size(shape[:-1]).numel())
+    run = torch.ops.mkldnn._linear_pointwise.default
+    run_and_add = torch.ops.mkldnn._linear_pointwise.binary
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), rows)
+    features = layer.out_features
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        if other is None:
+            attribute, algorithm = EPILOGUES.get(activation or "", ("none", ""))
+            value: Tensor = run(input, packed, bias, attribute, [], algorithm)
+            return value if attribute != "none" else finished(value, None, activation)
+        if other.dtype is input.dtype and other.shape == (*input.shape[:-1], features):
+            return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
+        return finished(run(input, packed, bias, "none", [], ""), other, activation)
+
+    return compute
+
+
+def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+    rows = int(torch.Size(shape[:-1]).numel())
+    run, weight = torch.ops.mkl._mkl_linear.default, layer.weight.detach()
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        return finished(run(input, packed, weight, bias, rows), other, activation)
+
+    return compute
+
+
+def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+    weight = layer.weight.detach().float()
+    # The largest number of each row becomes 127.
+    scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    packed = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+    scale, features = scale.to(torch.bfloat16), weight.shape
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        rows = input.reshape(-1, features[1]).to(torch.bfloat16).contiguous()  # in float32 it is slow
+        value = torch._weight_int8pack_mm(rows, packed, scale).to(input.dtype)
+        if bias is not None:
+            value = value + bias
+        return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
+
+    return compute
+
+
+def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Run:
+    run = torch.ops.mkldnn._convolution_pointwise.default
+    run_and_add = torch.ops.mkldnn._convolution_pointwise.binary
+    add_into = torch.ops.mkldnn._convolution_pointwise_.binary
+    options = (padding_of(layer), layer.stride, layer.dilation, layer.groups)
+    weight = layer.weight.detach().contiguous()
+    packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *options, list(shape))
+    output_shape = _shape_of_output(layer)
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        if other is None:
+            attribute, algorithm = EPILOGUES.get(activation or "", ("none", ""))
+            value: Tensor = run(input, packed, bias, *options, attribute, [], algorithm)
+            return value if attribute != "none" else finished(value, None, activation)
+        if other.dtype is input.dtype and other.shape == output_shape(input):
+            inputs = (other, input) if overwrites else (input, other)
+            add = add_into if overwrites else run_and_add
+            value = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
+            return finished(value, None, activation)
+        return finished(run(input, packed, bias, *options, "none", [], ""), other, activation)
+
+    return compute
+
+
+def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
+    features, padding = layer.out_channels, padding_of(layer) or [0, 0]
+    facts = [
+        (2 * p - d * (k - 1) - 1, s)
+        for p, d, k, s in zip(padding, layer.dilation, layer.kernel_size, layer.stride, strict=True)
+    ]
+
+    def output_shape(input: Tensor) -> tuple[int, ...]:
+        batch, _, height, width = input.shape
+        (more, step), (more_wide, step_wide) = facts
+        return batch, features, (height + more) // step + 1, (width + more_wide) // step_wide + 1
+
+    return output_shape
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
+    nn.Linear: {
+        "onednn": Kernel(_DTYPES, _onednn_linear, True),
+        "mkl": Kernel((torch.float32,), _mkl_linear, False),
+        # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
+        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64),
+    },
+    nn.Conv2d: {"onednn": Kernel(_DTYPES, _onednn_conv, True)},
+}
+
+
+@functools.cache
+def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
+    samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
+        nn.Linear: (nn.Linear(64, 16), (4, 64)),
+        nn.Conv2d: (nn.Conv2d(4, 4, 3, padding=1), (1, 4, 6, 6)),
+    }
+    found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
+    for kind, (layer, shape) in samples.items():
+        for name, kernel in _KERNELS[kind].items():
+            dtypes = tuple(dtype for dtype in kernel.dtypes if _works(layer, kernel, shape, dtype))
+            if dtypes:
+                found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
+    return found
+
+
+def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Tell whether a kernel computes what the plain layer does, as far as the dtype tells."""
+    value = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+    with torch.no_grad():
+        plain = without_tensors(layer)
+        plain._parameters = {
+            n: nn.Parameter(torch.linspace(-1, 1, p.numel(), dtype=dtype).reshape(p.shape), False)
+            for n, p in layer._parameters.items()
+            if p is not None
+        }
+        try:
+            found = kernel.pack(plain, shape)(plain._parameters["bias"], value, None, "relu", False)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            return False  # the operator does not exist, or not for this processor
+        wanted = plain(value).relu()
+        unit = 2.0**-7 if kernel.rounds else torch.finfo(dtype).eps
+        return torch.allclose(found, wanted, rtol=16 * unit, atol=64 * unit)
