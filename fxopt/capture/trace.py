@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.captures import capture
-from fxopt.capture.interception import lock
-from fxopt.capture.module import TracedModule
-from fxopt.capture.request import Request
-from fxopt.capture.shell import LeafModules, leaves
+from fxopt.capture.fakes.module_tree import LeafModules, leaves
+from fxopt.capture.patches.interception import lock
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.explore import capture
+from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 
 from fxopt import objects
-from fxopt.capture import checks, modes
+from fxopt.capture.runtime import checks, modes
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.

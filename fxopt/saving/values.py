@@ -19,8 +19,8 @@ import torch
 from torch.fx import Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxopt.capture.expected import ConstantInput, NumberInput, StructureInput, TensorInput
-from fxopt.capture.size_guards import SizeGuard
+from fxopt.capture.runtime.input_specs import ConstantInput, NumberInput, StructureInput, TensorInput
+from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.rewriting.edits import NodeEdit, NodeState, Redirect, Reference, Swapped
 from fxopt.rewriting.record import Step
 from fxopt.rewriting.transformation import Transformation

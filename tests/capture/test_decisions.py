@@ -6,8 +6,8 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.checks import check_decision
-from fxopt.capture.forward import Capture
+from fxopt.capture.runs.forward_run import Capture
+from fxopt.capture.runtime.checks import check_decision
 from tests.capture.models import asserted
 from tests.capture.test_silent_changes import module
 

@@ -10,9 +10,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, guard_or_false, gu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxopt
-from fxopt.capture.fake_mode import CaptureFakeMode
-from fxopt.capture.memo import CallMemo
-from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.fakes.call_cache import CallMemo
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from tests.capture.test_silent_changes import module
 from tests.capture.test_transformers import bert, groupvit, resnet, text
 
@@ -157,8 +157,8 @@ def test_short_ways_give_what_torch_does(dimensions, monkeypatch):
     )
     free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
     short = captured(model, inputs, free)
-    monkeypatch.setattr("fxopt.capture.fake_mode._are_contiguous", lambda tensors: False)
-    monkeypatch.setattr("fxopt.capture.fake_mode._GIVE_SIZES_OF_INPUT", ())
+    monkeypatch.setattr("fxopt.capture.fakes.fake_mode._are_contiguous", lambda tensors: False)
+    monkeypatch.setattr("fxopt.capture.fakes.fake_mode._GIVE_SIZES_OF_INPUT", ())
     assert short[:2] == captured(model, inputs, free)[:2]  # of the guards, torch's own way needs more
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.checks import check_alike
-from fxopt.capture.decisions import _size_of_few_set_apart
+from fxopt.capture.data_dependence.branch_decisions import _size_of_few_set_apart
+from fxopt.capture.runtime.checks import check_alike
 from tests.capture.test_decisions import checks, right_or_refused
 from tests.capture.test_silent_changes import module
 

@@ -14,7 +14,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.contents import ContentsOf
+from fxopt.capture.fakes.snapshots import ContentsOf
 from tests.capture.test_silent_changes import module
 
 X = torch.randn(3, 4)

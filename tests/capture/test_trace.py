@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.forward import Capture
+from fxopt.capture.runs.forward_run import Capture
 from tests.capture.models import (
     Aliases,
     Augmented,
