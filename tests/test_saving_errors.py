@@ -145,7 +145,7 @@ FORBIDDEN = [
     "operator.call",
     "operator.methodcaller",
     "functools.partial",
-    "fxopt.capture.runtime.size_guards.Formula",
+    "fxopt.capture.runtime.size_guards.SizeExpression",
     "fxopt.capture.runtime.size_guards.SizeGuard",
     "fxopt.passes.merge_linears._split",
     "fxopt.passes.merge_linears.functools.partial",

@@ -11,7 +11,7 @@ import torch
 from fxopt.capture.fakes.module_tree import LeafModules, leaves
 from fxopt.capture.patches.interception import lock
 from fxopt.capture.recording.request import Request
-from fxopt.capture.runs.explore import capture
+from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
@@ -83,7 +83,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture(Request(model, inputs, dimensions, layers, specialize))
+        return capture_graph(Request(model, inputs, dimensions, layers, specialize))
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

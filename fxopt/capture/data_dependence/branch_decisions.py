@@ -18,17 +18,22 @@ from typing import Any, TypeVar
 import sympy
 import torch
 
-from fxopt.capture.data_dependence.branches import Answers, LoopQuestion, TextQuestion, ValueQuestion
-from fxopt.capture.data_dependence.diagnostic_text import is_message
+from fxopt.capture.data_dependence.branches import (
+    DataDependentBranch,
+    DataDependentLoop,
+    DataDependentText,
+    Outcomes,
+)
+from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.data_dependence.example_run import ExampleRun
-from fxopt.capture.data_dependence.operator_checks import CallQuestions
-from fxopt.capture.data_dependence.python_state import State, python_state
+from fxopt.capture.data_dependence.operator_checks import OperatorChecks
+from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.size_nodes import Sizes
+from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import model_frame
-from fxopt.capture.runtime.checks import check_alike, check_decision, check_nothing_written, check_value
+from fxopt.capture.runtime.checks import check_no_write, check_outcome, check_same_outcome, check_value
 from fxopt.objects import tensors_in
 
 # The methods that make a Python value of a tensor, and functions that return one, with its type.
@@ -44,7 +49,7 @@ ARRAYS = {"numpy", "__array__"}
 _MOST_QUESTIONS_BY_LINE = 1000
 
 
-Q = TypeVar("Q", bound=ValueQuestion)
+Q = TypeVar("Q", bound=DataDependentBranch)
 
 
 # The writes after a question, each with the index that says where in a tensor.
@@ -52,7 +57,7 @@ Body = list[tuple[torch.fx.Node, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class BranchAtLine:
     """A question at a line: the node of its check, where, and the answer.
 
     `drawn` is how often random numbers were drawn before, and `state` what Python held then.
@@ -62,10 +67,10 @@ class Asked:
     where: str
     answer: bool
     drawn: int
-    state: State
+    state: FrameSnapshot
 
 
-class Decisions:
+class BranchDecisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
     `answers` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
@@ -75,9 +80,9 @@ class Decisions:
     def __init__(
         self,
         writer: GraphWriter,
-        sizes: Sizes,
+        sizes: SizeNodes,
         fake_mode: CaptureFakeMode,
-        answers: Answers,
+        answers: Outcomes,
         example: ExampleRun | None = None,
         reads_texts: bool = False,
         raising: dict[tuple[Any, str], bool] | None = None,
@@ -89,18 +94,18 @@ class Decisions:
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
         self._supposed: dict[Any, bool] = {}
-        self.calls = CallQuestions(fake_mode, {} if raising is None else raising, self._settle)
+        self.calls = OperatorChecks(fake_mode, {} if raising is None else raising, self._settle)
         # The questions at each of those lines.
-        self.asked_at: dict[str, list[Asked]] = collections.defaultdict(list)
+        self.asked_at: dict[str, list[BranchAtLine]] = collections.defaultdict(list)
         self._asked_by_line = 0
         # The loop over places that runs now, and the place.
         self.running: tuple[str, int] | None = None
         # The checks of decisions, one line each.
         self._checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
-        self.open: ValueQuestion | None = None
+        self.open: DataDependentBranch | None = None
         # The last text that was made of a value which is not known, and that is no message.
-        self.text_question: TextQuestion | None = None
+        self.text_question: DataDependentText | None = None
 
     @property
     def checks(self) -> list[str]:
@@ -138,7 +143,7 @@ class Decisions:
             return False
         answer = self._by_line(node, bool, counted=False)
         if answer is None:
-            raise self._opened(node, bool, LoopQuestion)
+            raise self._opened(node, bool, DataDependentLoop)
         self.running = (line, position) if answer else None
         return answer
 
@@ -153,8 +158,8 @@ class Decisions:
 
     def note_text(self, value: Any) -> None:
         """Take note of a text that is made of a value which is not known."""
-        if not is_message(model_frame(sys._getframe(1))):
-            self.text_question = self._question(self._writer.argument(value), str, TextQuestion)
+        if not is_diagnostic(model_frame(sys._getframe(1))):
+            self.text_question = self._question(self._writer.argument(value), str, DataDependentText)
 
     def array(self, tensor: torch.Tensor) -> Any:
         """A tensor as a numpy array, all of whose values the graph then takes for granted."""
@@ -202,7 +207,7 @@ class Decisions:
             for node, index in body:
                 with node.graph.inserting_before(node):
                     arguments = (asked.node, asked.answer, index, asked.where)
-                    node.graph.call_function(check_nothing_written, arguments).meta = dict(asked.node.meta)
+                    node.graph.call_function(check_no_write, arguments).meta = dict(asked.node.meta)
                 self._checks.append(f"what it leaves out would write nothing: {asked.where}")
             if not asked.node.users:
                 asked.node.graph.erase_node(asked.node)
@@ -226,7 +231,7 @@ class Decisions:
         apart from all others, 0 is excluded, with a check.
         """
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
-        size = _size_of_few_set_apart(expression)
+        size = _size_compared_with_one(expression)
         if size is not None:
             not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
             if isinstance(not_empty, torch.fx.Node):
@@ -246,8 +251,10 @@ class Decisions:
             raise self._opened(node, kind)
         where, earlier = self._writer.where(), self.asked_at[line]
         answer = answers[len(earlier) % 2]
-        check = self._writer.create("call_function", check_alike, (node, None, where), {}, None)
-        earlier.append(Asked(check, where, answer, self._fake_mode.drawn, python_state(sys._getframe(1))))
+        check = self._writer.create("call_function", check_same_outcome, (node, None, where), {}, None)
+        earlier.append(
+            BranchAtLine(check, where, answer, self._fake_mode.drawn, python_state(sys._getframe(1)))
+        )
         return answer
 
     def _decide(self, node: torch.fx.Node, kind: type) -> Any:
@@ -269,11 +276,11 @@ class Decisions:
     def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
         where = self._writer.where()
         self._checks.append(f"the forward decides {decided} on a value: {where}")
-        self._writer.create("call_function", check_decision, (node, decided, where, otherwise), {}, None)
+        self._writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
 
     def _opened(
-        self, node: torch.fx.Node, kind: type, of: type[ValueQuestion] = ValueQuestion
-    ) -> ValueQuestion:
+        self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
+    ) -> DataDependentBranch:
         question = self._question(node, kind, of)
         self.open = self.open or question
         return question
@@ -290,7 +297,7 @@ class Decisions:
         )
 
 
-def _size_of_few_set_apart(expression: Any) -> sympy.Expr | None:
+def _size_compared_with_one(expression: Any) -> sympy.Expr | None:
     """The size that a relation compares with a number, with one answer at 0 and 1, and the other one at all others."""
     if not isinstance(expression, sympy.Rel) or not all(s.is_integer for s in expression.free_symbols):
         return None

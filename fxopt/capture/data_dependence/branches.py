@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fxopt.errors import TraceError
 
 
-class ValueQuestion(TraceError):
+class DataDependentBranch(TraceError):
     """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
 
     `line` is where the question stands in the source, in whichever module.
@@ -19,7 +19,7 @@ class ValueQuestion(TraceError):
         self.kind, self.where, self.line = kind, where, line
 
 
-class LoopQuestion(ValueQuestion):
+class DataDependentLoop(DataDependentBranch):
     """The forward loops over the places where a mask is true: is there one?"""
 
 
@@ -31,12 +31,12 @@ class PlaceError(TraceError):
         self.line, self.position, self.error = line, position, f"{type(error).__name__}: {error}"
 
 
-class TextQuestion(ValueQuestion):
+class DataDependentText(DataDependentBranch):
     """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
 
 
 @dataclasses.dataclass
-class Settled:
+class Outcome:
     """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""
 
     answer: bool
@@ -45,7 +45,7 @@ class Settled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class Outcomes:
     """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking.
 
     A line has two answers, which are given in turn: mostly one answer twice. Loops that start at one of the lines in `ends`
@@ -53,16 +53,16 @@ class Answers:
     """
 
     at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
-    settled: tuple[Settled, ...] = ()
+    settled: tuple[Outcome, ...] = ()
     ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
-    def and_then(self, settled: Settled) -> Answers:
+    def and_then(self, settled: Outcome) -> Outcomes:
         return dataclasses.replace(self, settled=(*self.settled, settled))
 
-    def with_line(self, line: str, answers: tuple[bool, bool]) -> Answers:
+    def with_line(self, line: str, answers: tuple[bool, bool]) -> Outcomes:
         return dataclasses.replace(self, at_lines={**self.at_lines, line: answers})
 
-    def with_end(self, failure: PlaceError) -> Answers:
+    def with_end(self, failure: PlaceError) -> Outcomes:
         return dataclasses.replace(self, ends={**self.ends, failure.line: (failure.position, failure.error)})
 
 

@@ -16,7 +16,7 @@ _TELLERS = {"print", "warn", "warning", "debug", "info", "error", "critical", "e
 _CHECKS = {"check", "assert"}
 
 
-def is_message(frame: FrameType | None) -> bool:
+def is_diagnostic(frame: FrameType | None) -> bool:
     """Whether the text that is made in a frame now only tells: it is raised, printed or logged, or the message of a check.
 
     Without the source it is not known, and so not taken for granted.

@@ -12,14 +12,14 @@ import torch
 
 from fxopt import effects, operators
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.checks import check_alike, check_decision, check_value
+from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 
 T = TypeVar("T")
 
 # Not run: checks, which hold for the example; the choice of attention backends, which torch keeps for the process.
-_SKIPPED = {check_alike, check_decision, check_value, modes.enter_sdpa_kernel}
+_SKIPPED = {check_same_outcome, check_outcome, check_value, modes.enter_sdpa_kernel}
 
 
 class ExampleRun:

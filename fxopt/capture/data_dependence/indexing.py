@@ -24,7 +24,7 @@ def with_tensors(index: Any, call: MakesCall) -> Any:
     return tuple(call(torch.stack, (list(part),), {}) if are_numbers(part) else part for part in index)
 
 
-def selected(value: torch.Tensor, index: Any, call: MakesCall) -> torch.Tensor | None:
+def select_by_scalar(value: torch.Tensor, index: Any, call: MakesCall) -> torch.Tensor | None:
     """`value[index]`: first a `select` for each number that only a run knows, then the rest.
 
     None where there is no such number, or a list: how many dimensions that takes depends on what is in it.

@@ -1,4 +1,4 @@
-"""Errors that a model raises, or torch for it, whatever the values are: they tell what the answer to a question must be."""
+"""Decides conditions on unbacked sizes for which an operator raises unless they have one outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AskedInCallError(Exception):
     """A call of torch asks a question on numbers that only a run knows; it is made anew when that is settled."""
 
 
-def is_raised(error: BaseException) -> bool:
+def is_model_error(error: BaseException) -> bool:
     """Whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
     if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
         return True  # by C++, on tensors with values just so: what -1 stands for cannot be told
@@ -39,7 +39,7 @@ def is_raised(error: BaseException) -> bool:
     return raises and (checks or is_model_code(code.co_filename))
 
 
-class CallQuestions:
+class OperatorChecks:
     """The questions about sizes that calls of torch ask, settled at once where the call itself raises for one answer.
 
     `raising` says of kinds of questions whether a call was seen to raise for one: to try costs a few calls, and once a
@@ -126,7 +126,7 @@ def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: Capt
         with shape_env.suppress_guards(), torch.no_grad():
             call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}" if is_raised(error) and not asked else None
+        return f"{type(error).__name__}: {error}" if is_model_error(error) and not asked else None
     finally:
         shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn = outer, cached, drawn
     return None

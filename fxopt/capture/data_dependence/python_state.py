@@ -19,12 +19,12 @@ _OPAQUE = (
 # How deep values lie in others is looked at.
 _DEPTH = 6
 
-State = list[dict[str, Any]]
+FrameSnapshot = list[dict[str, Any]]
 
 
-def python_state(frame: FrameType | None) -> State:
+def python_state(frame: FrameType | None) -> FrameSnapshot:
     """For each frame of the model on the stack, its variables, and globals that it names: what is in them but tensors."""
-    states: State = []
+    states: FrameSnapshot = []
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         if is_model_code(frame.f_code.co_filename):
             named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
@@ -33,7 +33,7 @@ def python_state(frame: FrameType | None) -> State:
     return states
 
 
-def same_state(one: State, other: State) -> bool:
+def same_state(one: FrameSnapshot, other: FrameSnapshot) -> bool:
     """Whether the variables that have a value in both hold the same."""
     return len(one) == len(other) and all(
         mine[name] == its[name]

@@ -44,7 +44,7 @@ class Number:
     version: float = 0
 
 
-class TensorSizes:
+class KnownScalars:
     """The tensors of one capture that hold a number which is known as an expression of sizes.
 
     `model_tensor` gives the name and the real tensor for a fake one; those called `written`, the forward writes.

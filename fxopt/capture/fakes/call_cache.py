@@ -52,7 +52,7 @@ class _UncertainError(Exception):
     """Metadata does not tell all about a value."""
 
 
-class CallMemo:
+class CallCache:
     """What the calls of one capture (one ShapeEnv) gave; `earlier` is what those of other captures of the forward gave."""
 
     def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
@@ -60,14 +60,14 @@ class CallMemo:
         self._results: dict[Any, Any] = {}
         self._earlier = earlier
 
-    def function_call(self, function: Any, args: Any, kwargs: Any) -> Call | None:
+    def function_call(self, function: Any, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a function; None where it is not certain what the result depends on."""
         python = type(function) is types.FunctionType and function.__module__ in _PYTHON_FUNCTIONS
         if not (python or isinstance(function, _C_FUNCTIONS)) or function.__name__ in _NOT_REMEMBERED:
             return None
         return self._call((function,), (), args, kwargs)
 
-    def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Call | None:
+    def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
         if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
             return None
@@ -79,7 +79,7 @@ class CallMemo:
             return None
         return self._call(what, tuple(layer.parameters()), args, kwargs)
 
-    def _call(self, what: Any, parameters: Any, args: Any, kwargs: Any) -> Call | None:
+    def _call(self, what: Any, parameters: Any, args: Any, kwargs: Any) -> CachedCall | None:
         if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -90,14 +90,14 @@ class CallMemo:
         except _UncertainError:
             return None
         key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
-        return Call(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
+        return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
 
     def forget(self) -> None:
         """Start anew: something has changed that results depend on besides the arguments."""
         self._results, self._earlier = {}, {}
 
 
-class Call:
+class CachedCall:
     """One call, which may have been made before, with arguments of the same metadata."""
 
     def __init__(

@@ -15,7 +15,7 @@ SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Dimension = Any
 
 
-def has_hint(size: Any) -> bool:
+def is_backed(size: Any) -> bool:
     """Whether a size is free, and the example says what it is there."""
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
@@ -31,7 +31,7 @@ def symbolic_context(
     )
 
 
-def free_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:
+def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:
     """The free dimensions of one tensor, from its entry in `dynamic_shapes` (the form torch.export takes)."""
     if spec is None:
         return {}

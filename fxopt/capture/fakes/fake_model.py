@@ -1,6 +1,6 @@
-"""The shell: a copy of the model that holds fake tensors and reports the calls of its modules.
+"""The fake model: a copy of the model that holds fake tensors and reports the calls of its modules.
 
-The user's model is never run and never changed; what a forward does to its own attributes, it does to the shell.
+The user's model is never run and never changed; what a forward does to its own attributes, it does to the copy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.capture.fakes.module_tree import containers
-from fxopt.capture.fakes.snapshots import Contents, ContentsOf
+from fxopt.capture.fakes.module_tree import recorded_modules
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.errors import TraceError
 
 # Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or other Contents.
@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str)
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
 
 
-class Shell:
+class FakeModel:
     """A copy of `model` with fake tensors in the place of real ones.
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
@@ -69,13 +69,13 @@ class Shell:
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
-        self._containers = containers(self.model, self._layers)
+        self._containers = recorded_modules(self.model, self._layers)
         self._own = {
             id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
         }
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
-            value = value.kept if isinstance(value, Contents) else self._stale() if value is MADE else value
+            value = value.kept if isinstance(value, Snapshot) else self._stale() if value is MADE else value
             setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
 
@@ -118,7 +118,7 @@ class Shell:
             return self._own.get(id(aliases.get(id(tensor), tensor)), MADE)
 
         state: Changes = {}
-        contents = ContentsOf(named)
+        contents = SnapshotMaker(named)
         for name, module in self._containers:
             for key, value in _attributes(module):
                 if isinstance(value, _PLAIN):
@@ -139,7 +139,7 @@ class Shell:
         )
         now = {key: after.get(key) for key in changed}
         return {
-            key: [] if isinstance(value, Contents) and value.kept is None else value
+            key: [] if isinstance(value, Snapshot) and value.kept is None else value
             for key, value in now.items()
         }
 

@@ -53,7 +53,7 @@ def _is_torch_layer(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "fxopt.kernels"))
 
 
-def containers(model: torch.nn.Module, layers: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
+def recorded_modules(model: torch.nn.Module, layers: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
     """The modules whose own forward is recorded, by name: those that are in no layer."""
     inside = {id(part) for m in model.modules() if id(m) in layers for part in m.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]

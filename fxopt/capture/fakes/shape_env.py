@@ -1,4 +1,4 @@
-"""Guards that exclude a size of 1 for the sake of one operator, settled on the spot.
+"""A ShapeEnv that settles guards against a size of 1 where one operator asks for them.
 
 torch's operators ask whether a size is 1 (to broadcast, to choose strides) and so put a guard into the ShapeEnv,
 though mostly the answer changes nothing that anybody can see. So the operator is run once more on the same inputs

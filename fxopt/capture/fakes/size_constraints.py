@@ -20,7 +20,7 @@ Condition = tuple[Any, str]
 
 
 @dataclasses.dataclass
-class FreeDimension:
+class DynamicDimension:
     """One dimension of a tensor, or one number (without a `dim`), that was asked to be free."""
 
     where: str
@@ -30,12 +30,12 @@ class FreeDimension:
     hint: int
 
 
-class FreeSizes:
+class DynamicDimensions:
     """The free dimensions of one capture, and the conditions on them."""
 
     def __init__(self, shape_env: CaptureShapeEnv) -> None:
         self._shape_env = shape_env
-        self.dimensions: list[FreeDimension] = []
+        self.dimensions: list[DynamicDimension] = []
 
     def assumed(self) -> list[Condition]:
         """What the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
@@ -51,7 +51,7 @@ class FreeSizes:
     def asked(self) -> list[Condition]:
         """What `dynamic_shapes` states: limits, and that a named `Dim` is the same wherever it stands."""
         conditions: list[Condition] = []
-        first: dict[str, FreeDimension] = {}
+        first: dict[str, DynamicDimension] = {}
         named = [free for free in self.dimensions if isinstance(free.choice, Dim)]
         for free in self.dimensions:
             choice: Any = free.choice
@@ -90,9 +90,9 @@ class FreeSizes:
                 ]
                 raise TraceError(f"the example inputs are not as {origin} says: {', '.join(sizes)}.")
 
-    def roots(self) -> list[tuple[Any, FreeDimension]]:
+    def roots(self) -> list[tuple[Any, DynamicDimension]]:
         """The symbols that remain after unification, each with one dimension (or number) that it is."""
-        roots: dict[Any, FreeDimension] = {}
+        roots: dict[Any, DynamicDimension] = {}
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
             if isinstance(expression, sympy.Symbol):

@@ -20,29 +20,29 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
 @dataclasses.dataclass(frozen=True)
-class Contents:
+class Snapshot:
     """All that is in an object; `kept` is the object itself, if there is no tensor in it, and None otherwise."""
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)
 
 
-class ContentsOf:
+class SnapshotMaker:
     """Describes objects; `named` gives the name of a tensor. One object is described once."""
 
     def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
         self._named = named
-        self._known: dict[int, Contents] = {}
+        self._known: dict[int, Snapshot] = {}
         # Objects that can be changed, in the order in which they were met in the one described now.
         self._met: dict[int, int] = {}
         self._has_tensors = False
 
-    def __call__(self, value: Any) -> Contents:
+    def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
             self._has_tensors = False
             self._met = {}
             parts = self._parts(value)
-            self._known[id(value)] = Contents(parts, None if self._has_tensors else value)
+            self._known[id(value)] = Snapshot(parts, None if self._has_tensors else value)
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:

@@ -84,13 +84,13 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         return "call_function", operation, args[::-1] if method in _REFLECTED else args, {}
     if is_write_name(method or name):
         has_side_effect(function)
-        return "call_function", function if method else named(function), args, kwargs
+        return "call_function", function if method else importable(function), args, kwargs
     if method:
         return "call_method", method, args, kwargs
-    return "call_function", named(function), args, kwargs
+    return "call_function", importable(function), args, kwargs
 
 
-def named(function: Any) -> Any:
+def importable(function: Any) -> Any:
     """`function`, if code generation can name it; TraceError otherwise."""
     try:
         name = _get_qualified_name(function)

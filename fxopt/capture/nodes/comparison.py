@@ -44,7 +44,7 @@ def _quotient(numerator: Any, denominator: Any) -> Any:
 Pairs = Sequence[tuple[torch.fx.Node, torch.fx.Node]]
 
 
-def pairs_of(graph: torch.fx.Graph, other: torch.fx.Graph) -> Pairs | None:
+def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph) -> Pairs | None:
     """The calls of both graphs in their order; None if one has more of them."""
     mine, its = calls_of(graph), calls_of(other)
     return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
@@ -111,7 +111,7 @@ def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
     return True
 
 
-def names_at_run_time(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
+def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
     """The symbol of the one graph for each of the other that stands for a number that only a run knows.
 
     Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.

@@ -21,11 +21,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.capture.fakes.fake_model import Shell
-from fxopt.capture.nodes.call_targets import named
-from fxopt.capture.nodes.mutable_objects import Containers
-from fxopt.capture.nodes.size_nodes import Sizes
-from fxopt.capture.nodes.source_location import model_frame, place, stack_trace
+from fxopt.capture.fakes.fake_model import FakeModel
+from fxopt.capture.nodes.call_targets import importable
+from fxopt.capture.nodes.mutable_objects import MutableObjects
+from fxopt.capture.nodes.size_nodes import SizeNodes
+from fxopt.capture.nodes.source_location import describe_location, model_frame, stack_trace
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import is_open, tensors_in
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torc
 
 
 @dataclasses.dataclass
-class Value:
+class Origin:
     """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
 
     source: torch.fx.Node | Callable[[], torch.fx.Node]
@@ -51,7 +51,9 @@ class GraphWriter:
     `shell` knows the names of the model's tensors; `device` is the capture's, which the graph takes from its input.
     """
 
-    def __init__(self, graph: torch.fx.Graph, sizes: Sizes, shell: Shell, device: torch.device) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, sizes: SizeNodes, shell: FakeModel, device: torch.device
+    ) -> None:
         self.graph = graph
         self.constants: dict[str, torch.Tensor] = {}
         # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
@@ -59,24 +61,24 @@ class GraphWriter:
         self._sizes = sizes
         self._shell = shell
         self.device = device
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
-        self.containers = Containers(graph, self._create_function, self.argument, self._bind_entry)
+        self.containers = MutableObjects(graph, self._create_function, self.argument, self._bind_entry)
         self._inputs: list[Any] = []
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
-        self._bind(tensor, Value(node, path))
+        self._bind(tensor, Origin(node, path))
         if self._device_source is None and tensor.device == self.device:
             self._device_source = node if not path else None
         self._sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
 
     def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
-        self.containers.add(value, functools.cache(lambda: self._follow(Value(node, path))), bind=True)
+        self.containers.add(value, functools.cache(lambda: self._follow(Origin(node, path))), bind=True)
         self._inputs.append(value)
 
     def add_output(self, value: Any) -> None:
@@ -111,7 +113,7 @@ class GraphWriter:
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self.create(
-                "call_function", named(type(value)), tuple(map(self.argument, value)), {}, None
+                "call_function", importable(type(value)), tuple(map(self.argument, value)), {}, None
             )
         if type(value) is list:
             return [self.argument(item) for item in value]
@@ -144,19 +146,19 @@ class GraphWriter:
             )
         given = {f.name: getattr(value, f.name) for f in fields}
         kwargs = {f.name: self.argument(given[f.name]) for f in fields if given[f.name] is not f.default}
-        return self.create("call_function", named(type(value)), (), kwargs, None)
+        return self.create("call_function", importable(type(value)), (), kwargs, None)
 
     def _node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
         value = self._values.get(id(tensor))
         if value is None:
             return self._attribute(tensor)
         if value.path:
-            value = Value(self._follow(value))
+            value = Origin(self._follow(value))
             value.node.meta["val"] = tensor
             self._values[id(tensor)] = value
         return value.node
 
-    def _follow(self, value: Value) -> torch.fx.Node:
+    def _follow(self, value: Origin) -> torch.fx.Node:
         """The node at the end of a path, made the first time that something uses it."""
         node = value.node
         for kind, key in value.path:
@@ -238,7 +240,7 @@ class GraphWriter:
             node.meta["val"] = result
         node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in self._modules}
         node.meta["stack_trace"] = stack_trace(sys._getframe(1))
-        self.bind_result(result, Value(node))
+        self.bind_result(result, Origin(node))
         return node
 
     def _create_function(self, target: Any, *args: Any) -> torch.fx.Node:
@@ -247,9 +249,9 @@ class GraphWriter:
     def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
         """Take `value` as an entry of what `node()` gives."""
         if isinstance(value, (torch.Tensor, tuple, *SymbolicNumber)):
-            self.bind_result(value, Value(node, ((kind, key),)))
+            self.bind_result(value, Origin(node, ((kind, key),)))
 
-    def bind_result(self, result: Any, value: Value) -> None:
+    def bind_result(self, result: Any, value: Origin) -> None:
         if isinstance(result, torch.Tensor):
             self._bind(result, value)
             self._sizes.bind_shape(result, functools.partial(self._node_of, result))
@@ -260,14 +262,14 @@ class GraphWriter:
                 self._values[id(result)] = value
                 self._alive.append(result)
             for index, item in enumerate(result):
-                self.bind_result(item, Value(value.source, (*value.path, ("item", index))))
+                self.bind_result(item, Origin(value.source, (*value.path, ("item", index))))
         elif isinstance(result, dict):
             for key, item in result.items():
-                self.bind_result(item, Value(value.source, (*value.path, ("item", key))))
+                self.bind_result(item, Origin(value.source, (*value.path, ("item", key))))
         elif is_open(result):
             self.containers.add(result, functools.cache(lambda: self._follow(value)), bind=True)
 
-    def _bind(self, tensor: torch.Tensor, value: Value) -> None:
+    def _bind(self, tensor: torch.Tensor, value: Origin) -> None:
         self._values[id(tensor)] = value
         self._alive.append(tensor)
 
@@ -300,4 +302,4 @@ class GraphWriter:
 
     def where(self) -> str:
         """The module path, file, line and source text of the model's code that runs now."""
-        return place(model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)
+        return describe_location(model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)

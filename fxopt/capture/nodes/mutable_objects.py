@@ -42,7 +42,7 @@ class _Known:
     contents: dict[Any, Any]
 
 
-class Containers:
+class MutableObjects:
     """The open objects of one capture, with the lists and dicts inside them.
 
     Args:

@@ -21,7 +21,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fxopt.errors import TraceError
 
 
-class Sizes:
+class SizeNodes:
     """The nodes of one graph that compute sizes.
 
     `bind` says where a symbol comes from; `node` gives the node for a SymInt, SymFloat or SymBool.

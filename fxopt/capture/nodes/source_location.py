@@ -17,7 +17,7 @@ _FXOPT = sys.modules["fxopt"].__path__[0] + os.sep
 RUN_FORWARD = "_run_forward"
 
 
-def place(frame: FrameType | None, module: tuple[str, str] | None) -> str:
+def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -> str:
     """A place in the model's code in words: module path, file, line, source text."""
     inside = f"In module {module[0] or 'the root'!r} ({module[1]})" if module else "In the forward"
     if frame is None:

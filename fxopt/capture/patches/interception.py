@@ -15,19 +15,19 @@ from collections.abc import Iterator
 
 import torch
 
-from fxopt.capture.patches.mask_loops import watch_loops
-from fxopt.capture.patches.python_numbers import watch_numbers
-from fxopt.capture.patches.random_numbers import watch_random_numbers
+from fxopt.capture.patches.mask_loops import patch_loops
+from fxopt.capture.patches.python_numbers import patch_numbers
+from fxopt.capture.patches.random_numbers import patch_random_numbers
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.patches.torch_functions import watch_torch
-from fxopt.capture.patches.transformers_masks import watch_masks
+from fxopt.capture.patches.torch_functions import patch_torch
+from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
 
 lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def intercepted(recorder: Recorder) -> Iterator[None]:
+def patched_torch(recorder: Recorder) -> Iterator[None]:
     """Report to `recorder` what this thread does inside the block."""
     thread = threading.get_ident()
 
@@ -39,9 +39,9 @@ def intercepted(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(replaced(torch.compiler, "_is_exporting_flag", True))
         # It logs each error of an operator before raising it, and some are answers to questions asked here.
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        watch_torch(stack, recorder, active)
-        watch_numbers(stack, recorder, active)
-        watch_random_numbers(stack, recorder, active)
-        watch_masks(stack, recorder, active)
-        watch_loops(stack, recorder, active)
+        patch_torch(stack, recorder, active)
+        patch_numbers(stack, recorder, active)
+        patch_random_numbers(stack, recorder, active)
+        patch_masks(stack, recorder, active)
+        patch_loops(stack, recorder, active)
         yield

@@ -22,7 +22,7 @@ from fxopt.capture.recording.recorder import Recorder
 _PLACES: set[Any] = {"nonzero", "argwhere", torch.nonzero, torch.argwhere}
 
 
-def watch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callable[[], bool]) -> None:
+def patch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callable[[], bool]) -> None:
     """Let loops over places run at all of them; a specialised graph runs them as often as the example does."""
     original: Any = torch.Tensor.__iter__
     # The places of a mask of each length, one tensor each.

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxopt.capture.data_dependence.diagnostic_text import is_message
-from fxopt.capture.fakes.dynamic_shapes import has_hint
+from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
+from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.replaced import replaced
 from fxopt.capture.recording.recorder import Recorder
 
 
-def watch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Let Python take such sizes for the ints that they are to the model."""
     _lengths(stack, active)
     _extremes(stack, recorder, active)
@@ -60,7 +60,7 @@ def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
             sizes = all(type(value) in (int, torch.SymInt) for value in values)
             if not sizes or not is_model_code(sys._getframe(1).f_code.co_filename):
                 return original(*args)
-            if not all(type(value) is int or has_hint(value) for value in values):
+            if not all(type(value) is int or is_backed(value) for value in values):
                 decided = recorder.decisions.specialised
                 return original(*args) if decided else functools.reduce(symbolic, values)
             best = original(values, key=_hint)
@@ -117,7 +117,7 @@ def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             if not self.node.has_hint():
                 recorder.decisions.note_text(self)
                 return str(text(self))
-            return str(kind(self.node.hint if is_message(frame) else self))
+            return str(kind(self.node.hint if is_diagnostic(frame) else self))
 
         stack.enter_context(replaced(cls, "__repr__", __repr__))
 

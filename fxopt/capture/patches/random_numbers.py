@@ -18,7 +18,7 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 _OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subclasshook__"}
 
 
-def watch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
     _seeds(stack, recorder, active)
     _states(stack, recorder, active)
@@ -71,12 +71,12 @@ def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
                 if not isinstance(drawn, numbers.Number):
                     return drawn
                 restore(name, before)
-                return _Undrawn(lambda: recorder.fail(reason(name)))
+                return _UnusableNumber(lambda: recorder.fail(reason(name)))
 
             stack.enter_context(replaced(sys.modules[name], function, draw))
 
 
-class _Undrawn:
+class _UnusableNumber:
     """Stands for a number that nobody can know: whatever is done with it calls `refuse`, which raises.
 
     It is no float, because functions in C read the number in a float without asking its class.
@@ -91,13 +91,13 @@ class _Undrawn:
         _use(self)
 
 
-def _use(number: _Undrawn, *args: Any, **kwargs: Any) -> None:
+def _use(number: _UnusableNumber, *args: Any, **kwargs: Any) -> None:
     object.__getattribute__(number, "refuse")()
 
 
 # Python looks for what operators and builtins do in the class.
-for _name in {*dir(float), *dir(int)} - {*vars(_Undrawn), *_OF_CLASSES}:
-    setattr(_Undrawn, _name, _use)
+for _name in {*dir(float), *dir(int)} - {*vars(_UnusableNumber), *_OF_CLASSES}:
+    setattr(_UnusableNumber, _name, _use)
 
 
 def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

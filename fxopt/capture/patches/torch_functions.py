@@ -40,7 +40,7 @@ _TRANSFORMS = (
 )
 
 
-def watch_torch(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_torch(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Report to `recorder` what torch does not."""
     _inference_mode(stack, recorder, active)
     _sdpa_kernel(stack, recorder, active)

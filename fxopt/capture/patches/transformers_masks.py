@@ -56,13 +56,13 @@ class _Made:
         return _writes(self.mask) != self.writes
 
 
-def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
     _leave_out_masks_without_padding(stack, masking, active)
-    watch = _Watch(recorder, active)
+    watch = _SkippableMasks(recorder, active)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
     for interface, name, watched in (
@@ -82,7 +82,7 @@ def watch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     stack.enter_context(replaced(attentions, "get_interface", get))
 
 
-class _Watch:
+class _SkippableMasks:
     """The masks of one capture that may be left out."""
 
     def __init__(self, recorder: Recorder, active: Callable[[], bool]) -> None:

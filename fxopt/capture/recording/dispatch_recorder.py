@@ -9,14 +9,14 @@ from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.recording.squeeze import squeezed, unbound
+from fxopt.capture.recording.squeeze import squeeze_with_guard, unbind_with_guard
 from fxopt.capture.runtime import modes
 from fxopt.effects import is_write
 
 aten = torch.ops.aten
 
 
-class Operators(TorchDispatchMode):
+class DispatchRecorder(TorchDispatchMode):
     """Records operators, as `torch.ops` names them."""
 
     def __init__(self, writer: GraphWriter) -> None:
@@ -44,11 +44,11 @@ class Operators(TorchDispatchMode):
         args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
         result: Any = None
         if operator.overloadpacket is aten.squeeze:
-            result = squeezed(self._select, self._squeeze, *args, **kwargs)
+            result = squeeze_with_guard(self._select, self._squeeze, *args, **kwargs)
             if result is not None:
                 return result
         if operator.overloadpacket is aten.unbind:
-            result = unbound(*args, **kwargs)
+            result = unbind_with_guard(*args, **kwargs)
         if result is None:
             result = operator(*args, **kwargs)
         if is_write(operator):

@@ -15,19 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from fxopt.capture.fakes.dynamic_shapes import free_dimensions, symbolic_context
+from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, symbolic_context
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
-from fxopt.capture.fakes.size_constraints import FreeDimension, FreeSizes
+from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.recording.property_reads import Queries
+from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runtime.input_specs import (
-    ConstantInput,
-    Input,
-    NumberInput,
+    ConstantSpec,
+    InputSpec,
+    NumberSpec,
     Path,
-    StructureInput,
-    TensorInput,
+    StructureSpec,
+    TensorSpec,
     layout,
     same_value,
     structure_keys,
@@ -49,11 +49,11 @@ class Placeholders:
         writer: GraphWriter,
         fake_mode: FakeTensorMode,
         shape_env: CaptureShapeEnv,
-        free: FreeSizes,
+        free: DynamicDimensions,
         request: Request,
         examples: dict[int, Any],
     ) -> None:
-        self.expected: list[Input] = []
+        self.expected: list[InputSpec] = []
         self._writer = writer
         self._fake_mode = fake_mode
         self._shape_env = shape_env
@@ -91,7 +91,7 @@ class Placeholders:
             if where not in self._request.moving and not same_value(entries(container).get(key), number)
         }
 
-    def final(self, queries: Queries) -> list[Input]:
+    def final(self, queries: PropertyReads) -> list[InputSpec]:
         """What is expected, with the sizes that are left free after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
 
@@ -105,7 +105,7 @@ class Placeholders:
         if not opened and not _has_parts(value) and not (inside and is_mutable(value)):
             return self._constant(name, path, value)
         keys = structure_keys(value)
-        self.expected.append(StructureInput(name, path, type(value), keys))
+        self.expected.append(StructureSpec(name, path, type(value), keys))
         if opened or (inside and is_mutable(value)):
             return self._fake_object(node, name, path, value, spec, inside)
         items = {}
@@ -150,7 +150,7 @@ class Placeholders:
         where = _where(name, path)
         if inside and _is_for_all(spec):
             spec = {dim: choice for dim, choice in spec.items() if -value.dim() <= dim < value.dim()}
-        choices = free_dimensions(spec, value, where)
+        choices = dynamic_dimensions(spec, value, where)
         with torch.no_grad():
             # An object of its own: the same tensor given twice is two inputs.
             example = value.detach().requires_grad_(value.requires_grad)
@@ -164,12 +164,12 @@ class Placeholders:
         sizes: Any = fake.shape
         for dim, choice in choices.items():
             self._free.dimensions.append(
-                FreeDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
+                DynamicDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )
         self._examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         self.expected.append(
-            TensorInput(
+            TensorSpec(
                 name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
             )
         )
@@ -194,25 +194,25 @@ class Placeholders:
         if path and value == self._writer.device:
             return given  # where an object lives; another device is no error in itself
         self._constants.append((where, given, value))
-        self.expected.append(ConstantInput(name, path, copy.deepcopy(value)))
+        self.expected.append(ConstantSpec(name, path, copy.deepcopy(value)))
         return given
 
     def _number(self, name: str, path: Path, value: int) -> Any:
         source = ConstantSource(_where(name, path))
         if (source.name, None) in self._request.at_one:
-            self.expected.append(NumberInput(name, path, 1))
+            self.expected.append(NumberSpec(name, path, 1))
             return 1
         symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-        self._free.dimensions.append(FreeDimension(source.name, None, Dim.AUTO, symbol, value))
-        self.expected.append(NumberInput(name, path, symbol))
+        self._free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
+        self.expected.append(NumberSpec(name, path, symbol))
         number = self._shape_env.create_symintnode(symbol, hint=value, source=source)
         self._examples[id(number)] = value
         return number
 
-    def _final(self, expected: Input, queries: Queries) -> Input:
-        if isinstance(expected, NumberInput):
+    def _final(self, expected: InputSpec, queries: PropertyReads) -> InputSpec:
+        if isinstance(expected, NumberSpec):
             return dataclasses.replace(expected, value=self._resolved(expected.value))
-        if not isinstance(expected, TensorInput):
+        if not isinstance(expected, TensorSpec):
             return expected
         shape = tuple(self._resolved(size) for size in expected.shape)
         fixed = tuple(

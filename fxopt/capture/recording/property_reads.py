@@ -13,7 +13,7 @@ GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 
-class Queries:
+class PropertyReads:
     """The questions of one forward whose answers the graph takes for granted, and where it asked first."""
 
     def __init__(self, writer: GraphWriter) -> None:
@@ -48,7 +48,7 @@ class Queries:
         answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
 
-    def cover(self, other: Queries) -> bool:
+    def cover(self, other: PropertyReads) -> bool:
         """Whether a graph that holds for these answers alone holds for those of `other` alone."""
         modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return (

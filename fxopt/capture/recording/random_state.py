@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-class Draws:
+class PythonRandomState:
     """Notices whether code draws such numbers, but for those that follow a seed and are the same each time."""
 
     def __init__(self) -> None:

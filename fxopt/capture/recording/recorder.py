@@ -21,21 +21,21 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, f
 from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS, Decisions
-from fxopt.capture.data_dependence.indexing import are_numbers, selected, with_tensors
-from fxopt.capture.data_dependence.scalar_tensors import TensorSizes, holds_sizes, with_numbers
-from fxopt.capture.fakes.call_cache import CallMemo
+from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS, BranchDecisions
+from fxopt.capture.data_dependence.indexing import are_numbers, select_by_scalar, with_tensors
+from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
+from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.fakes.fake_model import Shell
+from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.call_targets import canonical, property_name
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.recording.dispatch_recorder import Operators
+from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
 from fxopt.capture.recording.mode_switches import ModeSwitches
-from fxopt.capture.recording.property_reads import GRAD_QUERIES, Queries
-from fxopt.capture.recording.random_state import Draws
-from fxopt.capture.recording.squeeze import assumed_kept, squeezed, unbound
+from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
+from fxopt.capture.recording.random_state import PythonRandomState
+from fxopt.capture.recording.squeeze import assumed_kept, squeeze_with_guard, unbind_with_guard
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.operators import is_write_name
@@ -66,10 +66,10 @@ class Recorder(PreDispatchTorchFunctionMode):
         writer: GraphWriter,
         shape_env: CaptureShapeEnv,
         fake_mode: CaptureFakeMode,
-        shell: Shell,
-        decisions: Decisions,
-        tensor_sizes: TensorSizes,
-        memo: CallMemo,
+        shell: FakeModel,
+        decisions: BranchDecisions,
+        tensor_sizes: KnownScalars,
+        memo: CallCache,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.writer = writer
@@ -78,8 +78,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.memo = memo
         self._fake_mode = fake_mode
         self.switches = ModeSwitches(writer)
-        self.queries = Queries(writer)
-        self.draws = Draws()
+        self.queries = PropertyReads(writer)
+        self.draws = PythonRandomState()
         # Inside a transform of torch.func: calls are seen as the operators they come down to.
         self.below = False
         # The first error of ours; a forward may catch it, but a graph must not come of it.
@@ -140,12 +140,12 @@ class Recorder(PreDispatchTorchFunctionMode):
                 return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
-        if name == "__getitem__" and (result := selected(args[0], args[1], self._call)) is not None:
+        if name == "__getitem__" and (result := select_by_scalar(args[0], args[1], self._call)) is not None:
             return result
         operator = name.partition(".")[0]
         if operator == "squeeze" and (result := self._squeezed(*args, **kwargs)) is not None:
             return result
-        if operator == "unbind" and (parts := unbound(*args, **kwargs)) is not None:
+        if operator == "unbind" and (parts := unbind_with_guard(*args, **kwargs)) is not None:
             self.record(function, args, kwargs, parts)
             return parts
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
@@ -268,7 +268,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if call is not None and call.known:
             return call.recall(), {}
         versions = _versions((args, kwargs))
-        draws = Draws() if call is None else None
+        draws = PythonRandomState() if call is None else None
         with self._shape_env.in_operator() as questions:
             result = module._call_impl(*args, **kwargs)
         if draws is not None:
@@ -308,7 +308,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         of another level that no node has; the operators that torch makes of it are calls on whole tensors.
         """
         self.below = True
-        operators = Operators(self.writer)
+        operators = DispatchRecorder(self.writer)
         try:
             with self.paused(), operators:
                 yield
@@ -365,7 +365,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         select, squeeze = (
             lambda *given, f=f: self._call(f, given, {}) for f in (torch.Tensor.select, torch.Tensor.squeeze)
         )
-        return squeezed(select, squeeze, *args, **kwargs)
+        return squeeze_with_guard(select, squeeze, *args, **kwargs)
 
     def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:
         """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""

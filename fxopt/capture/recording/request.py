@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.data_dependence.branches import Answers
+from fxopt.capture.data_dependence.branches import Outcomes
 from fxopt.capture.fakes.call_cache import Earlier
 from fxopt.capture.fakes.fake_model import Changes
 from fxopt.capture.runtime.input_specs import same_value
@@ -35,7 +35,7 @@ class Request:
     layers: Set[int]
     specialize: bool
     at_one: Set[tuple[str, int | None]] = frozenset()
-    answers: Answers = dataclasses.field(default_factory=Answers)
+    answers: Outcomes = dataclasses.field(default_factory=Outcomes)
     reads_texts: bool = False
     moving: Set[str] = frozenset()
     earlier: Changes | None = None

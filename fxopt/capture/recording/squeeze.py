@@ -14,10 +14,10 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxopt.capture.fakes.dynamic_shapes import has_hint
+from fxopt.capture.fakes.dynamic_shapes import is_backed
 
 
-def squeezed(
+def squeeze_with_guard(
     select: Callable[..., torch.Tensor],
     squeeze: Callable[..., torch.Tensor],
     input: torch.Tensor,
@@ -26,7 +26,7 @@ def squeezed(
 ) -> torch.Tensor | None:
     """What `squeeze` gives, by calls of these functions; None where torch gives the same, now that there is a guard."""
     named = _named(input, dims, dim)
-    ones = [d for d in named if has_hint(input.shape[d]) and input.shape[d] == 1]
+    ones = [d for d in named if is_backed(input.shape[d]) and input.shape[d] == 1]
     if not ones:
         return None
     for one in reversed(ones):
@@ -43,10 +43,10 @@ def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[A
             yield sympy.Ne(size.node.expr, 1)
 
 
-def unbound(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
     """What `unbind` gives along a dimension whose size is free; None along any other one."""
     size = input.shape[dim]
-    return tuple(input.select(dim, index) for index in range(int(size))) if has_hint(size) else None
+    return tuple(input.select(dim, index) for index in range(int(size))) if is_backed(size) else None
 
 
 def _named(input: torch.Tensor, dims: tuple[Any, ...], dim: Any) -> list[int]:

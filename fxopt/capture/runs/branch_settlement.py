@@ -1,4 +1,4 @@
-"""Which answers to the questions of a forward make no difference: that takes a capture for each of them."""
+"""Explores data-dependent branches: takes the side that does not raise, merges sides with equal graphs, else refuses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
     NEVER,
-    Answers,
-    LoopQuestion,
+    DataDependentBranch,
+    DataDependentLoop,
+    Outcome,
+    Outcomes,
     PlaceError,
-    Settled,
-    ValueQuestion,
 )
-from fxopt.capture.data_dependence.operator_checks import is_raised
+from fxopt.capture.data_dependence.operator_checks import is_model_error
 from fxopt.errors import TraceError
 
 T = TypeVar("T")
@@ -27,11 +27,11 @@ _MOST_QUESTIONS = 50
 _MOST_LINES = 3
 
 
-def settled(
-    capture: Callable[[Answers], T],
+def explore_branches(
+    capture: Callable[[Outcomes], T],
     agree: Callable[[T, T], bool],
     leave_out: Callable[[T, T, str], bool],
-    like: Answers | None = None,
+    like: Outcomes | None = None,
 ) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
@@ -41,15 +41,15 @@ def settled(
     `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
     no others: at its lines nothing is asked, and a question beyond those that it settled is raised.
     """
-    answers, pending = Answers(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
+    answers, pending = Outcomes(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
     most_questions = _MOST_QUESTIONS if like is None else len(like.settled)
-    question: ValueQuestion | None = None
+    question: DataDependentBranch | None = None
     while True:
         if question is None:
             try:
                 made = capture(answers)
                 break
-            except ValueQuestion as asked:
+            except DataDependentBranch as asked:
                 question = asked
             except PlaceError as failure:
                 answers = answers.with_end(failure)
@@ -62,11 +62,11 @@ def settled(
         if question.kind is not bool or known or len(answers.settled) == most_questions:
             raise question
         no, yes = _Side(), _Side()
-        if not isinstance(question, LoopQuestion):
-            no = _side(capture, answers, Settled(False))
-            yes = _side(capture, answers, Settled(True, no.error or ""))
+        if not isinstance(question, DataDependentLoop):
+            no = _side(capture, answers, Outcome(False))
+            yes = _side(capture, answers, Outcome(True, no.error or ""))
         if (yes.error is None) != (no.error is None):
-            last = Settled(False, yes.error) if yes.error else Settled(True, no.error or "")
+            last = Outcome(False, yes.error) if yes.error else Outcome(True, no.error or "")
             answers = answers.and_then(last)
             question = no.question if yes.error else yes.question  # a capture with these answers would ask it
             if yes.made is not None:
@@ -141,18 +141,18 @@ class _Side:
     """Where an answer leads: to an error of the model's own before anything else is asked, to the next question, or through."""
 
     error: str | None = None
-    question: ValueQuestion | None = None
+    question: DataDependentBranch | None = None
     made: Any = None
 
 
-def _side(capture: Callable[[Answers], Any], answers: Answers, last: Settled) -> _Side:
+def _side(capture: Callable[[Outcomes], Any], answers: Outcomes, last: Outcome) -> _Side:
     """Where `last`, the answer to the question after `answers`, leads."""
     try:
         return _Side(made=capture(answers.and_then(last)))
-    except ValueQuestion as question:
+    except DataDependentBranch as question:
         return _Side(question=question)
     except TraceError as failure:
         error = failure.__cause__
-        if error is not None and last.asked and is_raised(error):
+        if error is not None and last.asked and is_model_error(error):
             return _Side(f"{type(error).__name__}: {error}")
     return _Side()

@@ -1,4 +1,4 @@
-"""Whether two captures of one forward agree: the graph of the first one computes what that of the other does."""
+"""Compares two runs of one forward: does the graph of one compute what that of the other does, under which guards?"""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.nodes.comparison import (
     Pairs,
-    names_at_run_time,
-    pairs_of,
+    matched_unbacked_symbols,
+    paired_calls,
     same_calls,
     same_constants,
     same_expression,
     same_results,
 )
-from fxopt.capture.runs.forward_run import Capture
+from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runtime.size_guards import SizeGuard
 
 
-def holds_for(capture: Capture, other: Capture) -> bool:
+def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
     """Whether the graph of a capture computes what that of `other` does, which was made with other answers."""
-    pairs = pairs_of(capture.graph, other.graph)
-    names = None if pairs is None else names_at_run_time(pairs)
+    pairs = paired_calls(capture.graph, other.graph)
+    names = None if pairs is None else matched_unbacked_symbols(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
     translated = _translation(capture, other, names)
@@ -41,14 +41,14 @@ def holds_for(capture: Capture, other: Capture) -> bool:
     )
 
 
-def covers(
-    capture: Capture, other: Capture, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
+def subsumes(
+    capture: ForwardRun, other: ForwardRun, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> bool:
     """Whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
 
     `pairs` are the calls of both, and `aliases` are nodes that give the value of another one.
     """
-    names = names_at_run_time(pairs)
+    names = matched_unbacked_symbols(pairs)
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
     translated = _translation(capture, other, names)
@@ -69,7 +69,7 @@ def covers(
     )
 
 
-def repeats(capture: Capture, again: Capture) -> bool:
+def is_steady_state(capture: ForwardRun, again: ForwardRun) -> bool:
     """Whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
     translated = _translation(capture, again, {})
     same_size = _same_size(capture, translated)
@@ -82,7 +82,7 @@ def repeats(capture: Capture, again: Capture) -> bool:
     )
 
 
-def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list[SizeGuard] | None:
+def size_one_guards(capture: ForwardRun, other: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
     if not _free(other).keys() <= _free(capture).keys():
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
@@ -102,17 +102,17 @@ def guards_at_one(capture: Capture, other: Capture, ones: Sequence[Any]) -> list
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
 
 
-def _same_size(capture: Capture, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
+def _same_size(capture: ForwardRun, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
     """What compares a size of `capture` with one of another capture, which is translated first."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
-def _free(capture: Capture) -> dict[tuple[str, int | None], Any]:
+def _free(capture: ForwardRun) -> dict[tuple[str, int | None], Any]:
     """The symbol of each free dimension and number."""
     return {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
 
 
-def _assumed_of_numbers(capture: Capture, names: dict[Any, Any]) -> set[Any]:
+def _assumed_of_numbers(capture: ForwardRun, names: dict[Any, Any]) -> set[Any]:
     """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
@@ -126,7 +126,7 @@ def _assumed_of_numbers(capture: Capture, names: dict[Any, Any]) -> set[Any]:
     return limits | {(a.expr.xreplace(names), None) for a in asserts}
 
 
-def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Callable[[Any], Any]:
+def _translation(capture: ForwardRun, other: ForwardRun, names: dict[Any, Any]) -> Callable[[Any], Any]:
     """What rewrites a size of `other` in the symbols of `capture`.
 
     `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
@@ -138,19 +138,19 @@ def _translation(capture: Capture, other: Capture, names: dict[Any, Any]) -> Cal
     )
 
 
-def _same_guards(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
+def _same_guards(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
     """Whether both captures assume the same of the inputs' sizes."""
     guards = guards_of(capture.relied_on(), capture.shape_env.replace)
     return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
 
 
-def _same_dimensions(capture: Capture, other: Capture, translated: Callable[[Any], Any]) -> bool:
+def _same_dimensions(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
     """Whether both captures found the same of which dimensions are fixed, and which are one."""
     mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
 
-def _same_graph(capture: Capture, other: Capture, same_size: Callable[[Any, Any], bool]) -> bool:
+def _same_graph(capture: ForwardRun, other: ForwardRun, same_size: Callable[[Any, Any], bool]) -> bool:
     constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
-    pairs = pairs_of(capture.graph, other.graph)
+    pairs = paired_calls(capture.graph, other.graph)
     return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)

@@ -1,4 +1,4 @@
-"""The captures that it takes until a graph holds: one for each set of answers, one of a second call, some at sizes of 1."""
+"""Re-runs the forward until one graph is valid for every branch outcome, for repeated calls and for sizes of 1."""
 
 from __future__ import annotations
 
@@ -9,49 +9,51 @@ from typing import Any
 
 from torch.export import Dim
 
-from fxopt.capture.data_dependence.branches import Answers, TextQuestion, ValueQuestion
+from fxopt.capture.data_dependence.branches import DataDependentBranch, DataDependentText, Outcomes
 from fxopt.capture.fakes.fake_model import refused_change
-from fxopt.capture.fakes.module_tree import containers
+from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
-from fxopt.capture.runs.branch_settlement import settled
-from fxopt.capture.runs.equivalence import guards_at_one, holds_for, repeats
-from fxopt.capture.runs.forward_run import Capture
-from fxopt.capture.runs.if_conversion import leave_out
-from fxopt.capture.runs.outside_state import Surroundings, refused_outside
+from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
+from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runs.if_conversion import if_convert
+from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
 
-def capture(request: Request) -> TracedModule:
+def capture_graph(request: Request) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
     try:
-        with Surroundings(module for _, module in containers(request.model, request.layers)).restored():
+        with ReachableState(
+            module for _, module in recorded_modules(request.model, request.layers)
+        ).restored():
             made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
-            alternatives = [guards, *_captured_at_one(made, guards)]
+            alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()
         return made.module(alternatives)
-    except ValueQuestion as question:
+    except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:
         forget_shape_envs()
 
 
-def _settled(request: Request, like: Answers | None = None) -> Capture:
+def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
     """A capture whose forward has run, with the questions on values settled that can be.
 
     `like` are the answers of another capture of this forward, whose graph is to hold for this one.
     """
 
-    def record(answers: Answers) -> Capture:
+    def record(answers: Outcomes) -> ForwardRun:
         nonlocal request
-        made = Capture(dataclasses.replace(request, answers=answers))
+        made = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made.record()
-        except TextQuestion:
+        except DataDependentText:
             if request.reads_texts or not request.specialize:
                 raise
             request = dataclasses.replace(request, reads_texts=True)
@@ -64,10 +66,12 @@ def _settled(request: Request, like: Answers | None = None) -> Capture:
         request = dataclasses.replace(request, moving=request.moving | moved)
         return record(answers)
 
-    return record(Answers()) if request.specialize else settled(record, holds_for, leave_out, like)
+    return (
+        record(Outcomes()) if request.specialize else explore_branches(record, equivalent, if_convert, like)
+    )
 
 
-def _check_next_call(made: Capture) -> None:
+def _check_next_call(made: ForwardRun) -> None:
     """Raise TraceError if the forward has changed state that could alter what a later call computes.
 
     It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
@@ -81,16 +85,16 @@ def _check_next_call(made: Capture) -> None:
         return
     if any(isinstance(value, list) for value in made.changes.values()) or any(made.changed_outside.values()):
         raise refused
-    again = Capture(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
+    again = ForwardRun(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
     try:
         again.record()
     except TraceError:
         raise refused from None
-    if not repeats(made, again):
+    if not is_steady_state(made, again):
         raise refused
 
 
-def _captured_at_one(made: Capture, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+def _size_one_alternatives(made: ForwardRun, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
     """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
     Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
@@ -119,7 +123,7 @@ def _captured_at_one(made: Capture, guards: list[SizeGuard]) -> list[list[SizeGu
     return [alternative for alternative in found if alternative is not None]
 
 
-def _captured_with_ones(made: Capture, ones: Sequence[Any]) -> list[SizeGuard] | None:
+def _captured_with_ones(made: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
     request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
@@ -127,4 +131,4 @@ def _captured_with_ones(made: Capture, ones: Sequence[Any]) -> list[SizeGuard] |
         other = _settled(request, made.request.answers)
     except TraceError:
         return None  # sizes of 1 stay excluded, and the guard says so
-    return guards_at_one(made, other, ones)
+    return size_one_guards(made, other, ones)

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.source_location import RUN_FORWARD, is_model_code, place
+from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.errors import TraceError
 
@@ -20,7 +20,7 @@ _CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
-def explained(error: Exception, recorder: Recorder) -> Exception:
+def classify_error(error: Exception, recorder: Recorder) -> Exception:
     """What is to be raised for an exception of the forward: an open question, or a TraceError with the model's line."""
     decisions = recorder.decisions
     if decisions.open:
@@ -60,7 +60,7 @@ def _with_line(error: Any, writer: GraphWriter) -> TraceError:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
     own = [frame for frame in frames[after:] if is_model_code(frame.f_code.co_filename)]
-    where = place(own[-1], None) if own else writer.where()
+    where = describe_location(own[-1], None) if own else writer.where()
     if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "

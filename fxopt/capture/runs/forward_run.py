@@ -11,27 +11,27 @@ import torch
 import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher
 
-from fxopt.capture.data_dependence.branch_decisions import Body, Decisions
-from fxopt.capture.data_dependence.branches import PlaceError, ValueQuestion
+from fxopt.capture.data_dependence.branch_decisions import Body, BranchDecisions
+from fxopt.capture.data_dependence.branches import DataDependentBranch, PlaceError
 from fxopt.capture.data_dependence.example_run import ExampleRun
-from fxopt.capture.data_dependence.scalar_tensors import TensorSizes
-from fxopt.capture.fakes.call_cache import CallMemo
+from fxopt.capture.data_dependence.scalar_tensors import KnownScalars
+from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.fakes.fake_model import Changes, Shell
-from fxopt.capture.fakes.module_tree import containers, copy_tree
+from fxopt.capture.fakes.fake_model import Changes, FakeModel
+from fxopt.capture.fakes.module_tree import copy_tree, recorded_modules
 from fxopt.capture.fakes.shape_env import LEARNED, CaptureShapeEnv
-from fxopt.capture.fakes.size_constraints import Condition, FreeSizes
+from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions
 from fxopt.capture.nodes.completion import check_names, complete_metadata
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.size_nodes import Sizes
+from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RUN_FORWARD
-from fxopt.capture.patches.interception import intercepted
+from fxopt.capture.patches.interception import patched_torch
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.request import Request
-from fxopt.capture.runs.failures import explained, raise_caught
-from fxopt.capture.runs.outside_state import Surroundings
+from fxopt.capture.runs.failures import classify_error, raise_caught
+from fxopt.capture.runs.outside_state import ReachableState
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.size_guards import SizeGuard
@@ -41,7 +41,7 @@ from fxopt.errors import TraceError
 _fx_config: Any = torch.fx.experimental._config
 
 
-class Capture:
+class ForwardRun:
     """One run of a model's forward, recorded."""
 
     recorder: Recorder
@@ -63,42 +63,42 @@ class Capture:
         # `export` leaves the number in an input of no dimensions unknown: torch would guess the one of the example.
         self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.graph = torch.fx.Graph()
-        self.sizes = Sizes(self.graph, self.shape_env)
-        self.free = FreeSizes(self.shape_env)
+        self.sizes = SizeNodes(self.graph, self.shape_env)
+        self.free = DynamicDimensions(self.shape_env)
         self.left_out = {}
 
     def record(self) -> None:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         request, shape_env = self.request, self.shape_env
         device = request.device()
-        shell = Shell(request.model, self.fake_mode, request.layers, request.earlier)
+        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier)
         writer = GraphWriter(self.graph, self.sizes, shell, device)
         example = None
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
-        decisions = Decisions(
+        decisions = BranchDecisions(
             writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts, request.raising
         )
-        tensor_sizes = TensorSizes(writer, shell.real, request.moving)
-        memo = CallMemo(self.fake_mode, request.results)
+        tensor_sizes = KnownScalars(writer, shell.real, request.moving)
+        memo = CallCache(self.fake_mode, request.results)
         recorder = self.recorder = Recorder(
             writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo
         )
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)
-        surroundings = Surroundings(module for _, module in containers(request.model, request.layers))
+        surroundings = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = writer.location
             shape_env.decide = decisions.size
             self._run(shell.model, args, kwargs)
         except Exception as error:
-            reason = explained(error, recorder)
+            reason = classify_error(error, recorder)
             if reason is error:
                 raise
             if isinstance(error, LookupError) and decisions.running:
                 raise PlaceError(str(reason), *decisions.running, error) from error
-            raise reason from None if isinstance(reason, ValueQuestion) else error
+            raise reason from None if isinstance(reason, DataDependentBranch) else error
         finally:
             recorder.draws.take_back()
             surroundings.clear_caches()
@@ -151,7 +151,7 @@ class Capture:
             self.fake_mode,
             # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
             enable_python_dispatcher(),
-            intercepted(recorder),
+            patched_torch(recorder),
             recorder,
         ):
             result = _run_forward(model, args, kwargs)

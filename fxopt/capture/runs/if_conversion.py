@@ -1,4 +1,4 @@
-"""What a forward does after one answer to a question on a value, and leaves out after the other.
+"""If-conversion: proves that the body of a data-dependent branch may run unconditionally.
 
 `for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ at
 some places, of which there are none where the answer is the other one. A graph that always does it then holds for both
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxopt.capture.data_dependence.branch_decisions import Asked, Body
+from fxopt.capture.data_dependence.branch_decisions import Body, BranchAtLine
 from fxopt.capture.data_dependence.python_state import same_state
 from fxopt.capture.nodes.comparison import Pairs, calls_of, is_call
-from fxopt.capture.runs.equivalence import covers, holds_for
-from fxopt.capture.runs.forward_run import Capture
+from fxopt.capture.runs.equivalence import equivalent, subsumes
+from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import (
     MASKS,
-    check_alike,
-    check_decision,
-    check_nothing_written,
+    check_no_write,
+    check_outcome,
+    check_same_outcome,
     check_value,
 )
 from fxopt.effects import written_by, written_parameters
@@ -68,14 +68,14 @@ _SMOOTH = {
     *("view", "expand", "permute", "transpose", "squeeze", "unsqueeze", "swapaxes", "movedim", "clone"),
     "detach",
 }
-_CHECKS = {check_alike, check_decision, check_nothing_written, check_value}
+_CHECKS = {check_same_outcome, check_outcome, check_no_write, check_value}
 _MODES = {
     *(modes.set_grad_enabled, modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel),
     modes.leave,
 }
 
 
-def leave_out(capture: Capture, other: Capture, line: str) -> bool:
+def if_convert(capture: ForwardRun, other: ForwardRun, line: str) -> bool:
     """Whether the graph of a capture holds for `other`, which leaves something out after questions at a line.
 
     It then has in `capture.left_out` what must be checked, unless that is known for the line already.
@@ -85,7 +85,7 @@ def leave_out(capture: Capture, other: Capture, line: str) -> bool:
         return False
     aligned = _aligned(calls_of(capture.graph), calls_of(other.graph), [question.node for question in asked])
     if aligned is None or not any(aligned[1]):
-        return holds_for(capture, other)
+        return equivalent(capture, other)
     pairs, bodies = aligned
     answered = zip(asked, of_other, bodies, strict=True)
     if any(body and mine.answer == its.answer for mine, its, body in answered):
@@ -96,9 +96,9 @@ def leave_out(capture: Capture, other: Capture, line: str) -> bool:
         return False  # Python counts what is left out, or keeps it for a later time
     if _draws(asked, capture) != _draws(of_other, other):
         return False
-    memory = _Memory(capture, bodies)
+    memory = _BodyEffects(capture, bodies)
     written = [memory.written_by(number, body) for number, body in enumerate(bodies)]
-    if not covers(capture, other, pairs, memory.aliases) or any(body is None for body in written):
+    if not subsumes(capture, other, pairs, memory.aliases) or any(body is None for body in written):
         return False
     capture.left_out.setdefault(line, [body for body in written if body is not None])
     return True
@@ -132,16 +132,16 @@ def _made_at(node: torch.fx.Node) -> tuple[Any, ...]:
     return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
 
 
-def _draws(asked: Sequence[Asked], capture: Capture) -> list[int]:
+def _draws(asked: Sequence[BranchAtLine], capture: ForwardRun) -> list[int]:
     """How often random numbers were drawn after each question and before the next one."""
     counts = [*(question.drawn for question in asked), capture.fake_mode.drawn]
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
-class _Memory:
+class _BodyEffects:
     """What the bodies that may be left out use and write."""
 
-    def __init__(self, capture: Capture, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
+    def __init__(self, capture: ForwardRun, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
         self._capture = capture
         # For nodes that write into memory that is not the body's own, the tensor whose value they give.
         self.aliases: dict[torch.fx.Node, torch.fx.Node] = {}

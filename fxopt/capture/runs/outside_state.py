@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.snapshots import Contents, ContentsOf
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.errors import TraceError
 from fxopt.objects import is_open
 
@@ -46,7 +46,7 @@ class _Scope:
     remove: Callable[[str], Any]
 
 
-class Surroundings:
+class ReachableState:
     """The values that the forwards of `modules`, and the functions and classes that they name, can reach."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -96,8 +96,8 @@ class Surroundings:
                     if now.get(name, _ABSENT) is not value:
                         scope.write(name, value)
 
-    def _values(self) -> dict[tuple[int, str], Contents]:
-        contents = ContentsOf(id)
+    def _values(self) -> dict[tuple[int, str], Snapshot]:
+        contents = SnapshotMaker(id)
         return {
             (number, name): contents(value)
             for number, scope in enumerate(self._scopes)

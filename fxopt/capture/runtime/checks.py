@@ -22,7 +22,7 @@ def check_value(condition: bool, message: str) -> None:
 
 
 @has_side_effect
-def check_decision(value: Any, decided: Any, where: str, otherwise: str) -> None:
+def check_outcome(value: Any, decided: Any, where: str, otherwise: str) -> None:
     """Raise GuardError unless `value` leads the forward to the decision of the capture.
 
     `decided` is what Python made of the value: a bool or number, or a tensor for all values of an array.
@@ -47,7 +47,7 @@ def check_decision(value: Any, decided: Any, where: str, otherwise: str) -> None
 
 
 @has_side_effect
-def check_alike(value: Any, earlier: bool | None, where: str) -> bool | None:
+def check_same_outcome(value: Any, earlier: bool | None, where: str) -> bool | None:
     """Return `value` as a bool; raise GuardError if the question before it at this line had another answer."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         return None  # nothing is computed
@@ -61,7 +61,7 @@ def check_alike(value: Any, earlier: bool | None, where: str) -> bool | None:
 
 
 @has_side_effect
-def check_nothing_written(value: Any, answer: bool, index: Any, where: str) -> None:
+def check_no_write(value: Any, answer: bool, index: Any, where: str) -> None:
     """Raise GuardError where the forward leaves out a write, as `value` is not `answer`, that would write something.
 
     `index` says where it writes: nowhere, if a tensor in it has no entries, or is a mask that is true nowhere.

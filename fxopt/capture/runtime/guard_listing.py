@@ -9,10 +9,10 @@ import torch
 
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import (
-    ConstantInput,
-    NumberInput,
-    StructureInput,
-    TensorInput,
+    ConstantSpec,
+    NumberSpec,
+    StructureSpec,
+    TensorSpec,
     describe,
     dtype_kind,
 )
@@ -81,7 +81,7 @@ def guards(gm: torch.fx.GraphModule) -> list[Guard]:
 
 def _listed(module: InputGuard) -> Iterator[Guard]:
     for expected in module.inputs:
-        if isinstance(expected, TensorInput):
+        if isinstance(expected, TensorSpec):
             yield from _of_tensor(expected, module)
         else:
             yield Guard(describe(expected), None, _of_value(expected, module), "the example input")
@@ -100,7 +100,7 @@ def _listed(module: InputGuard) -> Iterator[Guard]:
         yield Guard("", None, decided, where)
 
 
-def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:
+def _of_tensor(expected: TensorSpec, module: InputGuard) -> Iterator[Guard]:
     name, example = describe(expected), "the example input"
     dtype = str(expected.dtype) if expected.strict_dtype else dtype_kind(expected.dtype)
     yield Guard(name, None, f"a tensor of {len(expected.shape)} dimensions, {dtype}", example)
@@ -118,9 +118,9 @@ def _of_tensor(expected: TensorInput, module: InputGuard) -> Iterator[Guard]:
             yield Guard(name, dim, f"{place} >= 1", "as all free sizes")
 
 
-def _of_value(expected: ConstantInput | NumberInput | StructureInput, module: InputGuard) -> str:
-    if isinstance(expected, ConstantInput):
+def _of_value(expected: ConstantSpec | NumberSpec | StructureSpec, module: InputGuard) -> str:
+    if isinstance(expected, ConstantSpec):
         return f"is {expected.value!r}"
-    if isinstance(expected, NumberInput):
+    if isinstance(expected, NumberSpec):
         return f"an int, {module.words.get(str(expected.value), expected.value)}"
     return f"a {expected.type.__name__} of {list(expected.keys)}"

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from fxopt.capture.runtime.input_specs import (
-    Input,
-    NumberInput,
-    StructureInput,
-    TensorInput,
+    InputSpec,
+    NumberSpec,
+    StructureSpec,
+    TensorSpec,
     describe,
     dtype_kind,
     layout,
     same_value,
     structure_keys,
 )
-from fxopt.capture.runtime.size_guards import Formula, SizeGuard
+from fxopt.capture.runtime.size_guards import SizeExpression, SizeGuard
 from fxopt.errors import GuardError
 from fxopt.objects import is_mutable, is_open
 
@@ -44,7 +44,7 @@ class InputGuard(torch.nn.Module):
 
     def __init__(
         self,
-        inputs: Sequence[Input],
+        inputs: Sequence[InputSpec],
         alternatives: Sequence[Sequence[SizeGuard]],
         decisions: Sequence[str] = (),
     ) -> None:
@@ -59,7 +59,7 @@ class InputGuard(torch.nn.Module):
             for symbol, (input, dim) in self.subjects.items()
         }
         self._formulas = {guard.condition: guard.formula for guards in self.alternatives for guard in guards}
-        self._formulas |= {text: Formula(text) for text in _expressions(self.inputs)}
+        self._formulas |= {text: SizeExpression(text) for text in _expressions(self.inputs)}
         # Each condition and expression in words of the inputs; made here, because torch.compile cannot.
         self.words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
 
@@ -72,11 +72,11 @@ class InputGuard(torch.nn.Module):
             value = named[expected.name]
             for kind, key in expected.path:
                 value = value[key] if kind == "item" else getattr(value, key)
-            if isinstance(expected, TensorInput):
+            if isinstance(expected, TensorSpec):
                 _check_tensor(expected, value, sizes, deferred)
-            elif isinstance(expected, StructureInput):
+            elif isinstance(expected, StructureSpec):
                 _check_structure(expected, value, objects)
-            elif isinstance(expected, NumberInput):
+            elif isinstance(expected, NumberSpec):
                 _check_number(expected, value, sizes, deferred)
             elif not same_value(value, expected.value):
                 raise GuardError(
@@ -94,7 +94,7 @@ class InputGuard(torch.nn.Module):
             failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
             raise GuardError(self._explain(failed, sizes))
 
-    def _in_words(self, formula: Formula) -> str:
+    def _in_words(self, formula: SizeExpression) -> str:
         """`s0 + 1` with the inputs and dimensions that its symbols stand for."""
         return re.sub(r"\b\w+\b", lambda word: self._places.get(word[0], word[0]), formula.text)
 
@@ -119,20 +119,20 @@ class InputGuard(torch.nn.Module):
         return "\n".join([*self.conditions(), *self.decisions])
 
 
-def _expressions(inputs: Sequence[Input]) -> set[str]:
+def _expressions(inputs: Sequence[InputSpec]) -> set[str]:
     """The expressions in symbols that sizes and numbers among the inputs must equal."""
-    found = [size for i in inputs if isinstance(i, TensorInput) for size in i.shape]
-    found += [i.value for i in inputs if isinstance(i, NumberInput)]
+    found = [size for i in inputs if isinstance(i, TensorSpec) for size in i.shape]
+    found += [i.value for i in inputs if isinstance(i, NumberSpec)]
     return {text for text in found if isinstance(text, str)}
 
 
-def _subjects(inputs: Sequence[Input]) -> dict[str, tuple[str, int | None]]:
+def _subjects(inputs: Sequence[InputSpec]) -> dict[str, tuple[str, int | None]]:
     """For each symbol the first input, and dimension of it, that it is the size of."""
     subjects: dict[str, tuple[str, int | None]] = {}
     for expected in inputs:
-        if isinstance(expected, NumberInput):
+        if isinstance(expected, NumberSpec):
             subjects.setdefault(str(expected.value), (describe(expected), None))
-        elif isinstance(expected, TensorInput):
+        elif isinstance(expected, TensorSpec):
             for dim, size in enumerate(expected.shape):
                 subjects.setdefault(str(size), (describe(expected), dim))
     return {symbol: subject for symbol, subject in subjects.items() if symbol.isidentifier()}
@@ -142,7 +142,7 @@ def _subjects(inputs: Sequence[Input]) -> dict[str, tuple[str, int | None]]:
 Deferred = tuple[str, int, str]
 
 
-def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
     if not isinstance(value, torch.Tensor):
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
@@ -191,14 +191,14 @@ def _check_tensor(expected: TensorInput, value: Any, sizes: dict[str, int], defe
             )
 
 
-def _why_fixed(expected: TensorInput, dim: int) -> str:
+def _why_fixed(expected: TensorSpec, dim: int) -> str:
     line = dict(expected.fixed_by).get(dim)
     if line is None:
         return "Name the dimension in `dynamic_shapes` to leave it free."
     return f"The forward fixes it, at {line}: capture again with the size that you need."
 
 
-def _check_number(expected: NumberInput, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
     subject = f"input {describe(expected)!r}"
     if type(value) is not int:
         raise GuardError(f"{subject} is {value!r}; the graph takes an int there.")
@@ -216,7 +216,7 @@ def _check_number(expected: NumberInput, value: Any, sizes: dict[str, int], defe
         )
 
 
-def _check_structure(expected: StructureInput, value: Any, objects: dict[int, str]) -> None:
+def _check_structure(expected: StructureSpec, value: Any, objects: dict[int, str]) -> None:
     if type(value) is not expected.type:
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes {expected.type.__name__} there."
@@ -231,7 +231,7 @@ def _check_structure(expected: StructureInput, value: Any, objects: dict[int, st
         )
 
 
-def _difference(keys: tuple[Any, ...], expected: StructureInput) -> str:
+def _difference(keys: tuple[Any, ...], expected: StructureSpec) -> str:
     if issubclass(expected.type, (list, tuple)):
         return f"has {len(keys)} entries; the graph was captured with {len(expected.keys)}."
     if issubclass(expected.type, dict) or dataclasses.is_dataclass(expected.type):

@@ -11,7 +11,7 @@ Path = tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInput:
+class TensorSpec:
     """A tensor.
 
     `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
@@ -30,7 +30,7 @@ class TensorInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConstantInput:
+class ConstantSpec:
     """A value that is no tensor; the graph holds for this one alone."""
 
     name: str
@@ -39,7 +39,7 @@ class ConstantInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class NumberInput:
+class NumberSpec:
     """An int that the forward changes from call to call: an expression in symbols, or the one value that it fixed."""
 
     name: str
@@ -48,7 +48,7 @@ class NumberInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class StructureInput:
+class StructureSpec:
     """A container or an object, of this type with these keys."""
 
     name: str
@@ -57,10 +57,10 @@ class StructureInput:
     keys: tuple[Any, ...]
 
 
-Input = TensorInput | ConstantInput | NumberInput | StructureInput
+InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
 
 
-def describe(expected: Input) -> str:
+def describe(expected: InputSpec) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
     return expected.name + "".join(
         f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path

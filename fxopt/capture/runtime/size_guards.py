@@ -13,7 +13,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 
-class Formula:
+class SizeExpression:
     """An expression over sizes, as torch prints it, made a function once: torch.compile can follow that."""
 
     def __init__(self, text: str) -> None:
@@ -28,7 +28,7 @@ class Formula:
         return self._function(*[sizes[symbol] for symbol in self.symbols])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Formula, (self.text,)
+        return SizeExpression, (self.text,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SizeGuard:
 
     condition: str
     source: str
-    formula: Formula = dataclasses.field(init=False, repr=False, compare=False)
+    formula: SizeExpression = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "formula", Formula(self.condition))
+        object.__setattr__(self, "formula", SizeExpression(self.condition))
 
     @property
     def symbols(self) -> tuple[str, ...]:
