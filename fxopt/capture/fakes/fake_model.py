@@ -17,7 +17,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.errors import TraceError
 
-# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or other Contents.
+# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
 Changes = dict[tuple[str, str], Any]
 # Stands for a tensor that the forward has made.
 MADE = object()

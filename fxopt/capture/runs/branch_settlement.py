@@ -35,7 +35,7 @@ def explore_branches(
 ) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
-    `capture(answers)` raises ValueQuestion at the first question that `answers` do not answer. `agree(one, other)` says
+    `capture(answers)` raises DataDependentBranch at the first question that `answers` do not answer. `agree(one, other)` says
     whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
     whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
     `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
