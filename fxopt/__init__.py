@@ -1,7 +1,7 @@
 """fxopt: capture PyTorch models as torch.fx graphs with their modules, and rewrite them reversibly."""
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
-from fxopt.capture.listing import Guard, guards
+from fxopt.capture.runtime.guard_listing import Guard, guards
 from fxopt.drawing import draw
 from fxopt.errors import (
     FxoptError,

@@ -34,6 +34,13 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
     return ()
 
 
+def is_write(target: object) -> bool:
+    """Whether a call target writes into an argument: by its name, or as the schema of an operator says."""
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return operators.is_write_name(getattr(target, "__name__", ""))
+
+
 def is_pure(node: Node, module: nn.Module | None) -> bool:
     """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
     facts = facts_of(node, module)

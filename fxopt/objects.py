@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import builtins
 import collections
+import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,24 @@ def rebuilt(container: Any, contents: dict[Any, Any]) -> Any:
     made = cls.__new__(cls)
     made.__dict__.update(contents)
     return made
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif is_open(value):
+        for item in entries(value).values():
+            yield from tensors_in(item)
 
 
 def build_object(name: str, state: dict[str, Any]) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.captures import capture
-from fxopt.capture.interception import lock
-from fxopt.capture.module import TracedModule
-from fxopt.capture.request import Request
-from fxopt.capture.shell import LeafModules, leaves
+from fxopt.capture.fakes.module_tree import LeafModules, leaves
+from fxopt.capture.patches.interception import lock
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.explore import capture_graph
+from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
 
@@ -83,7 +83,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture(Request(model, inputs, dimensions, layers, specialize))
+        return capture_graph(Request(model, inputs, dimensions, layers, specialize))
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from fxopt.capture.writer import tensors_in
+from fxopt.objects import tensors_in
 from fxopt.testing import leaves
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)

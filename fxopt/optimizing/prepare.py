@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 
 from fxopt import graph
 from fxopt.capture import trace
-from fxopt.capture.writer import tensors_in
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
+from fxopt.objects import tensors_in
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
@@ -181,9 +181,9 @@ def _effect(traced: GraphModule) -> str | None:
     if writer is not None:
         return f"each run writes into its weights or buffers, at {graph.place(writer)}"
     nodes = index.nodes
-    if any(getattr(node.target, "__module__", "") == "fxopt.capture.checks" for node in nodes) and any(
-        node.op == "placeholder" and index.memory.written(node) for node in nodes
-    ):
+    if any(
+        getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks" for node in nodes
+    ) and any(node.op == "placeholder" and index.memory.written(node) for node in nodes):
         return "its graph might refuse these inputs when it has already written into one of them"
     return None
 

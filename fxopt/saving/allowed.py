@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 
 from fxopt import objects
-from fxopt.capture import checks, modes
+from fxopt.capture.runtime import checks, modes
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
@@ -71,7 +71,7 @@ BUILTINS = (
 )
 _OWN = (
     *(objects.build_object, objects.find, objects.set_attributes, objects.set_items),
-    *(checks.check_alike, checks.check_decision, checks.check_nothing_written, checks.check_value),
+    *(checks.check_same_outcome, checks.check_outcome, checks.check_no_write, checks.check_value),
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,
 )

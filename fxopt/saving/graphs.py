@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 
-from fxopt.capture.canonical import is_write
+from fxopt.effects import is_write
 from fxopt.errors import SaveError
 from fxopt.graph import place
 from fxopt.rewriting.record import MARKS

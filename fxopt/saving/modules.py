@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxopt.capture.guards import InputGuard
-from fxopt.capture.module import TracedModule
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import SaveError
 from fxopt.rewriting.record import PassRecord, Step
 from fxopt.saving.allowed import NameRefused, Names, qualified_name

@@ -19,8 +19,8 @@ import torch
 from torch.fx import Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxopt.capture.expected import ConstantInput, NumberInput, StructureInput, TensorInput
-from fxopt.capture.size_guards import SizeGuard
+from fxopt.capture.runtime.input_specs import ConstantSpec, NumberSpec, StructureSpec, TensorSpec
+from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.rewriting.edits import NodeEdit, NodeState, Redirect, Reference, Swapped
 from fxopt.rewriting.record import Step
 from fxopt.rewriting.transformation import Transformation
@@ -36,7 +36,7 @@ ORIGIN = ("nn_module_stack", "stack_trace")
 _DATA = {
     cls.__name__: cls
     for cls in (
-        *(TensorInput, ConstantInput, NumberInput, StructureInput, SizeGuard),
+        *(TensorSpec, ConstantSpec, NumberSpec, StructureSpec, SizeGuard),
         *(Step, NodeEdit, NodeState, Reference, Redirect, Swapped, Left, Keep),
     )
 }
@@ -218,7 +218,7 @@ def _expressions(cls: type, fields: Mapping[str, Any]) -> list[Any]:
     """What a guard makes a function of Python."""
     if cls is SizeGuard:
         return [fields["condition"]]
-    sizes = fields["shape"] if cls is TensorInput else [fields["value"]] if cls is NumberInput else []
+    sizes = fields["shape"] if cls is TensorSpec else [fields["value"]] if cls is NumberSpec else []
     return [size for size in sizes if type(size) is not int]
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.checks import check_decision
-from fxopt.capture.forward import Capture
+from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runtime.checks import check_outcome
 from tests.capture.models import asserted
 from tests.capture.test_silent_changes import module
 
@@ -16,7 +16,7 @@ ROWS = ({0: Dim.AUTO},)
 
 
 def checks(gm):
-    return [node for node in gm.graph.nodes if node.target is check_decision]
+    return [node for node in gm.graph.nodes if node.target is check_outcome]
 
 
 def right_or_refused(gm, model, *inputs):
@@ -167,8 +167,8 @@ def test_both_sides_are_the_model_s_own():
 @pytest.fixture
 def captures(monkeypatch):
     """The captures that are made."""
-    made, record = [], Capture.record
-    monkeypatch.setattr(Capture, "record", lambda self: made.append(self) or record(self))
+    made, record = [], ForwardRun.record
+    monkeypatch.setattr(ForwardRun, "record", lambda self: made.append(self) or record(self))
     return made
 
 

@@ -3,12 +3,14 @@
 import logging
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fxopt
+from fxopt.capture.nodes.source_location import is_model_code
 from tests.capture.models import InputContainers, Keywords, Point
 
 X = torch.randn(3, 4)
@@ -223,3 +225,20 @@ def test_an_error_is_raised_and_not_logged_as_well(monkeypatch):
     with pytest.raises(fxopt.TraceError, match="k not in range"):
         fxopt.trace(Wrong(), (X,))
     assert logged == []
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return x.relu() * 2
+
+
+@pytest.mark.parametrize("used", ["nodes.call_targets._method", "recording.recorder.canonical"])
+def test_an_error_of_the_capture_itself_is_not_blamed_on_the_model(used, monkeypatch):
+    monkeypatch.setattr(f"fxopt.capture.{used}", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        fxopt.trace(Doubles(), (X,))
+
+
+def test_no_file_of_the_library_is_the_models():
+    assert is_model_code(__file__)
+    assert not any(is_model_code(str(file)) for file in Path(fxopt.__file__).parent.rglob("*.py"))

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import fxopt
-from fxopt.capture.comparison import same_expression
+from fxopt.capture.nodes.comparison import same_expression
 from fxopt.testing import randomise
 
 

@@ -10,9 +10,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, guard_or_false, gu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxopt
-from fxopt.capture.fake_mode import CaptureFakeMode
-from fxopt.capture.memo import CallMemo
-from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.fakes.call_cache import CallCache
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from tests.capture.test_silent_changes import module
 from tests.capture.test_transformers import bert, groupvit, resnet, text
 
@@ -114,7 +114,7 @@ def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypat
         del inputs["token_type_ids"]
     free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
     remembered = captured(model, inputs, free)
-    monkeypatch.setattr(CallMemo, "_call", lambda *args: None)
+    monkeypatch.setattr(CallCache, "_call", lambda *args: None)
     for kept, made in zip(remembered, captured(model, inputs, free), strict=True):
         assert kept == made
 
@@ -157,8 +157,8 @@ def test_short_ways_give_what_torch_does(dimensions, monkeypatch):
     )
     free = {key: dict.fromkeys(dimensions, Dim.AUTO) for key in inputs}
     short = captured(model, inputs, free)
-    monkeypatch.setattr("fxopt.capture.fake_mode._are_contiguous", lambda tensors: False)
-    monkeypatch.setattr("fxopt.capture.fake_mode._GIVE_SIZES_OF_INPUT", ())
+    monkeypatch.setattr("fxopt.capture.fakes.fake_mode._are_contiguous", lambda tensors: False)
+    monkeypatch.setattr("fxopt.capture.fakes.fake_mode._GIVE_SIZES_OF_INPUT", ())
     assert short[:2] == captured(model, inputs, free)[:2]  # of the guards, torch's own way needs more
 
 
@@ -194,9 +194,9 @@ def test_attention_is_remembered(monkeypatch):
             return x
 
     asked = []
-    original = CallMemo.function_call
+    original = CallCache.function_call
     monkeypatch.setattr(
-        CallMemo,
+        CallCache,
         "function_call",
         lambda self, function, *args: (
             asked.append((function, original(self, function, *args))) or asked[-1][1]
@@ -236,7 +236,7 @@ def test_the_captures_of_a_forward_remember_for_each_other(dimensions, monkeypat
     model, free = Asks(), {"x": dict.fromkeys(dimensions, Dim.AUTO)}
     remembered = captured(model, {"x": X}, free)
     assert len(made) == 2
-    monkeypatch.setattr(CallMemo, "_call", lambda *args: None)
+    monkeypatch.setattr(CallCache, "_call", lambda *args: None)
     assert remembered == captured(model, {"x": X}, free)
     assert len(made) > 10  # each layer, in each capture
 
@@ -294,7 +294,7 @@ def a_capture(earlier):
     symbols = [shape_env.create_symbol(n, ConstantSource(f"x{n}"), DimDynamic.DYNAMIC) for n in (5, 6, 7)]
     sizes = [shape_env.create_symintnode(symbol, hint=n) for n, symbol in enumerate(symbols, 5)]
     sizes.append(shape_env.create_unbacked_symint())
-    memo = CallMemo(mode, earlier)
+    memo = CallCache(mode, earlier)
 
     def call(rows):
         with torch.fx.experimental._config.patch(backed_size_oblivious=True), mode:

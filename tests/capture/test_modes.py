@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxopt
-from fxopt.capture import modes
+from fxopt.capture.runtime import modes
 
 X = torch.randn(3, 4)
 

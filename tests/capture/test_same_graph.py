@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.checks import check_alike
-from fxopt.capture.decisions import _size_of_few_set_apart
+from fxopt.capture.data_dependence.branch_decisions import _size_compared_with_one
+from fxopt.capture.runtime.checks import check_same_outcome
 from tests.capture.test_decisions import checks, right_or_refused
 from tests.capture.test_silent_changes import module
 
@@ -71,7 +71,7 @@ def test_answers_without_a_difference_need_no_check(forward, free):
     model = module(forward)
     gm = fxopt.trace(model, (X,), dynamic_shapes=free)
     assert not checks(gm)
-    assert not [node for node in gm.graph.nodes if node.target is check_alike]
+    assert not [node for node in gm.graph.nodes if node.target is check_same_outcome]
     one = -torch.ones(3, 4)
     one[1, 2] = 7
     assert not any(right_or_refused(gm, model, X, X.abs() * 10, one))
@@ -116,7 +116,7 @@ def test_patches_of_images_of_any_size():
     ],
 )
 def test_sizes_of_0_and_1_are_set_apart(relation, size):
-    assert _size_of_few_set_apart(relation) == size
+    assert _size_compared_with_one(relation) == size
 
 
 def test_all_answers_at_a_line_must_be_the_same():

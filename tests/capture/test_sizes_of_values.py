@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.ones import CaptureShapeEnv
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.errors import GuardError
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
 from tests.capture.test_silent_changes import module

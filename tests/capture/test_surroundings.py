@@ -14,7 +14,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.contents import ContentsOf
+from fxopt.capture.fakes.snapshots import SnapshotMaker
 from tests.capture.test_silent_changes import module
 
 X = torch.randn(3, 4)
@@ -231,16 +231,16 @@ def test_objects_that_hold_each_other_are_described_once():
     for vertex in vertices:
         vertex.others += vertices
     named = []
-    contents = ContentsOf(lambda tensor: named.append(tensor))
-    assert contents(vertices) == ContentsOf(lambda tensor: None)(copy.deepcopy(vertices))
+    contents = SnapshotMaker(lambda tensor: named.append(tensor))
+    assert contents(vertices) == SnapshotMaker(lambda tensor: None)(copy.deepcopy(vertices))
     assert len(named) == 6
 
 
 def test_another_thread_may_change_what_is_described():
     values, recent, tensors = {"tensor": X}, collections.deque([X]), {X}
-    ContentsOf(lambda tensor: values.update(more=1))(values)
-    ContentsOf(lambda tensor: recent.append(1))(recent)
-    ContentsOf(lambda tensor: tensors.add(1))(tensors)
+    SnapshotMaker(lambda tensor: values.update(more=1))(values)
+    SnapshotMaker(lambda tensor: recent.append(1))(recent)
+    SnapshotMaker(lambda tensor: tensors.add(1))(tensors)
 
 
 def test_what_is_outside_of_the_model_is_left_as_it_was():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from fxopt.capture.forward import Capture
+from fxopt.capture.runs.forward_run import ForwardRun
 from tests.capture.models import (
     Aliases,
     Augmented,
@@ -422,8 +422,10 @@ class AsksForOne(nn.Module):
 )
 def test_captures_at_size_1_are_made_where_sizes_may_be_1(rows, of_y, expected, monkeypatch):
     captures = []
-    record = Capture.record
-    monkeypatch.setattr(Capture, "record", lambda self: captures.append(self.request.at_one) or record(self))
+    record = ForwardRun.record
+    monkeypatch.setattr(
+        ForwardRun, "record", lambda self: captures.append(self.request.at_one) or record(self)
+    )
     x = torch.randn(5, 4)
     gm = fxopt.trace(AsksForOne(), (x, x), dynamic_shapes=({0: rows}, {0: of_y}))
     assert ["".join(sorted(where[-1] for where, _ in ones)) for ones in captures if ones] == expected

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import fxopt.passes
 from fxopt import ReversibleTransformation, Transformation
-from fxopt.capture.module import TracedModule
+from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
 from validation import report, store, sweep
 from validation.compare import compare

@@ -1,0 +1,311 @@
+"""Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer.
+
+`if mask.all():` asks. There are five ways on. Where one side raises, the other is taken, and a check in the place of
+the question raises in its stead. Where both sides give the same graph, it is taken. Where one side does more, and that
+writes only at the places of a mask, it does it always, with checks (`if_conversion`). `specialize=True` takes the side
+that the example inputs decide for, with a check as well. Otherwise the capture ends, with the line that asks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import sympy
+import torch
+
+from fxopt.capture.data_dependence.branches import (
+    DataDependentBranch,
+    DataDependentLoop,
+    DataDependentText,
+    Outcomes,
+)
+from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
+from fxopt.capture.data_dependence.example_run import ExampleRun
+from fxopt.capture.data_dependence.operator_checks import OperatorChecks
+from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.nodes.call_targets import canonical
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.size_nodes import SizeNodes
+from fxopt.capture.nodes.source_location import model_frame
+from fxopt.capture.runtime.checks import check_no_write, check_outcome, check_same_outcome, check_value
+from fxopt.objects import tensors_in
+
+# The methods that make a Python value of a tensor, and functions that return one, with its type.
+READS: dict[str, type] = {
+    **dict.fromkeys(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"), bool),
+    **dict.fromkeys(("__int__", "__index__"), int),
+    "__float__": float,
+    "__complex__": complex,
+}
+ARRAYS = {"numpy", "__array__"}
+
+# A loop that goes on while the answer is the same would not end.
+_MOST_QUESTIONS_BY_LINE = 1000
+
+
+Q = TypeVar("Q", bound=DataDependentBranch)
+
+
+# The writes after a question, each with the index that says where in a tensor.
+Body = list[tuple[torch.fx.Node, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchAtLine:
+    """A question at a line: the node of its check, where, and the answer.
+
+    `drawn` is how often random numbers were drawn before, and `state` what Python held then.
+    """
+
+    node: torch.fx.Node
+    where: str
+    answer: bool
+    drawn: int
+    state: FrameSnapshot
+
+
+class BranchDecisions:
+    """The decisions on values of one capture, in the order in which the forward asks.
+
+    `answers` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
+    messages of errors, which ask nothing: what stands in them is decided only with `reads_texts`.
+    """
+
+    def __init__(
+        self,
+        writer: GraphWriter,
+        sizes: SizeNodes,
+        fake_mode: CaptureFakeMode,
+        answers: Outcomes,
+        example: ExampleRun | None = None,
+        reads_texts: bool = False,
+        raising: dict[tuple[Any, str], bool] | None = None,
+    ) -> None:
+        self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
+        self._shape_env: Any = fake_mode.shape_env
+        self._answers, self._example, self._reads_texts = answers, example, reads_texts
+        self._answered = 0
+        self._known: dict[Any, Any] = {}
+        # What was answered about sizes by line, or as a call of torch requires it.
+        self._supposed: dict[Any, bool] = {}
+        self.calls = OperatorChecks(fake_mode, {} if raising is None else raising, self._settle)
+        # The questions at each of those lines.
+        self.asked_at: dict[str, list[BranchAtLine]] = collections.defaultdict(list)
+        self._asked_by_line = 0
+        # The loop over places that runs now, and the place.
+        self.running: tuple[str, int] | None = None
+        # The checks of decisions, one line each.
+        self._checks: list[str] = []
+        # The first question without an answer; a forward may catch the error, but a graph must not come of it.
+        self.open: DataDependentBranch | None = None
+        # The last text that was made of a value which is not known, and that is no message.
+        self.text_question: DataDependentText | None = None
+
+    @property
+    def checks(self) -> list[str]:
+        """The checks, one line each."""
+        alike = (asked.where for of_line in self.asked_at.values() for asked in of_line[1:])
+        return [*self._checks, *(f"the forward decides all questions alike: {where}" for where in alike)]
+
+    @property
+    def specialised(self) -> bool:
+        """Whether the example inputs decide."""
+        return self._example is not None
+
+    def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `function`, one of `READS`, gives on tensors."""
+        kind = READS[name]
+        if len(args) == 1 and not kwargs and name != "__contains__":
+            node = self._writer.argument(args[0])
+        else:
+            op, target, args, kwargs = canonical(function, args, kwargs)
+            node = self._writer.create(op, target, *self._writer.arguments(name, args, kwargs), None)
+        tensors = list(tensors_in((args, kwargs)))
+        if any(t.is_inference() for t in tensors):
+            return self._decide(node, kind)  # they count no writes
+        key = node, tuple(t._version for t in tensors), kind
+        if key not in self._known:
+            self._known[key] = self._decide(node, kind)
+        return self._known[key]
+
+    def runs(self, place: torch.Tensor, position: int) -> bool:
+        """Whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
+        node, line = self._writer.argument(place), self._writer.location()
+        end, error = self._answers.ends.get(line, (None, ""))
+        if end is not None and position >= end:
+            self._check(node, False, error)
+            return False
+        answer = self._by_line(node, bool, counted=False)
+        if answer is None:
+            raise self._opened(node, bool, DataDependentLoop)
+        self.running = (line, position) if answer else None
+        return answer
+
+    def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
+        """What `__format__` or `__repr__` gives for a tensor."""
+        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        number = name == "__format__" and not tensor.dim() and not tensor.is_complex()
+        if self._reads_texts and number:
+            return format(self.read(f"__{kind.__name__}__", None, (tensor,), {}), specification)
+        self.note_text(tensor)
+        return object.__format__(tensor, "")
+
+    def note_text(self, value: Any) -> None:
+        """Take note of a text that is made of a value which is not known."""
+        if not is_diagnostic(model_frame(sys._getframe(1))):
+            self.text_question = self._question(self._writer.argument(value), str, DataDependentText)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """A tensor as a numpy array, all of whose values the graph then takes for granted."""
+        node = self._writer.argument(tensor)
+        if self._example is None:
+            raise self._opened(node, torch.Tensor)
+        value = self._example.read(node, lambda tensor: tensor.detach().clone())
+        constant = self._writer.create("get_attr", self._writer.constant(value), (), {}, None)
+        self._check(node, constant, "")
+        return self._example.read(node, lambda tensor: tensor.detach().clone().numpy())
+
+    def size(self, expression: Any) -> Any:
+        """The value of a sympy expression of numbers that only a run knows; None if it cannot be told."""
+        if not all(map(self._sizes.has_source, expression.free_symbols)):
+            return None
+        if expression in self._supposed:
+            return sympy.sympify(self._supposed[expression])
+        yes_or_no = not isinstance(expression, sympy.Expr)
+        if yes_or_no:
+            self.calls.ask(expression)
+        integers = all(symbol.is_integer for symbol in expression.free_symbols)
+        kind = bool if yes_or_no else int if integers else float
+        node = self._sizes.node(self._shape_env.symbolic(expression, kind))
+        if not isinstance(node, torch.fx.Node):
+            return sympy.sympify(node)
+        by_line = self._by_line(node, kind)
+        if by_line is not None:
+            self._suppose(expression, by_line)
+            return sympy.sympify(by_line)
+        answer = self._decide(node, kind)
+        self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
+        return sympy.sympify(answer)
+
+    def check_alike(self) -> None:
+        """Check that the questions at a line have one answer: each one against the one before it."""
+        for asked in self.asked_at.values():
+            for one, next_one in itertools.pairwise(asked):
+                next_one.node.update_arg(1, one.node)
+            if len(asked) == 1:
+                asked[0].node.graph.erase_node(asked[0].node)
+
+    def check_left_out(self, line: str, bodies: Sequence[Body]) -> None:
+        """Check that what is done after each question at a line writes nothing where the answer would be the other one."""
+        for asked, body in reversed(list(zip(self.asked_at.pop(line), bodies, strict=True))):
+            for node, index in body:
+                with node.graph.inserting_before(node):
+                    arguments = (asked.node, asked.answer, index, asked.where)
+                    node.graph.call_function(check_no_write, arguments).meta = dict(asked.node.meta)
+                self._checks.append(f"what it leaves out would write nothing: {asked.where}")
+            if not asked.node.users:
+                asked.node.graph.erase_node(asked.node)
+
+    def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
+        """Answer a question about sizes, with a check: a call raises the error `otherwise` for the other answer."""
+        self._check(self._sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
+        self._supposed |= {question: answer, sympy.Not(question): not answer}
+        self._learn(question, answer)
+
+    def _learn(self, expression: Any, answer: bool) -> None:
+        """Tell the ShapeEnv of the answer to a question about integers, which the graph checks."""
+        fact = expression if answer else sympy.Not(expression)
+        if isinstance(fact, sympy.Rel) and all(symbol.is_integer for symbol in fact.free_symbols):
+            self._shape_env.learn(fact)
+
+    def _suppose(self, expression: Any, answer: bool) -> None:
+        """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
+
+        But a size that is 0 would lead to further questions, in most operators: where the answer sets sizes of 0 and 1
+        apart from all others, 0 is excluded, with a check.
+        """
+        self._supposed |= {expression: answer, sympy.Not(expression): not answer}
+        size = _size_compared_with_one(expression)
+        if size is not None:
+            not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
+            if isinstance(not_empty, torch.fx.Node):
+                message = f"the graph assumes that a size is not 0. {self._writer.where()}"
+                self._writer.create("call_function", check_value, (not_empty, message), {}, None)
+                for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
+                    self._shape_env.learn(fact)
+
+    def _by_line(self, node: torch.fx.Node, kind: type, counted: bool = True) -> bool | None:
+        """The answer that the line gives which asks, if it does, with a check that all its questions have one answer."""
+        line = self._writer.location()
+        answers = self._answers.at_lines.get(line)
+        if answers is None or kind is not bool:
+            return None
+        self._asked_by_line += counted
+        if self._asked_by_line > _MOST_QUESTIONS_BY_LINE:
+            raise self._opened(node, kind)
+        where, earlier = self._writer.where(), self.asked_at[line]
+        answer = answers[len(earlier) % 2]
+        check = self._writer.create("call_function", check_same_outcome, (node, None, where), {}, None)
+        earlier.append(
+            BranchAtLine(check, where, answer, self._fake_mode.drawn, python_state(sys._getframe(1)))
+        )
+        return answer
+
+    def _decide(self, node: torch.fx.Node, kind: type) -> Any:
+        by_line = self._by_line(node, kind)
+        if by_line is not None:
+            return by_line
+        if self._answered < len(self._answers.settled) and kind is bool:
+            settled = self._answers.settled[self._answered]
+            self._answered += 1
+            settled.asked = True
+            self._check(node, settled.answer, settled.otherwise)
+            return settled.answer
+        if self._example is None:
+            raise self._opened(node, kind)
+        answer = self._example.read(node, kind)
+        self._check(node, answer, "")
+        return answer
+
+    def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
+        where = self._writer.where()
+        self._checks.append(f"the forward decides {decided} on a value: {where}")
+        self._writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
+
+    def _opened(
+        self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
+    ) -> DataDependentBranch:
+        question = self._question(node, kind, of)
+        self.open = self.open or question
+        return question
+
+    def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
+        return question(
+            f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
+            f"{self._writer.origin(node)}. Capture with specialize=True, which takes the decision that the example "
+            "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
+            "or make the module a leaf (leaf_modules=...).",
+            kind,
+            self._writer.where(),
+            self._writer.location(),
+        )
+
+
+def _size_compared_with_one(expression: Any) -> sympy.Expr | None:
+    """The size that a relation compares with a number, with one answer at 0 and 1, and the other one at all others."""
+    if not isinstance(expression, sympy.Rel) or not all(s.is_integer for s in expression.free_symbols):
+        return None
+    constant, terms = sympy.expand(expression.lhs - expression.rhs).as_coeff_Add()
+    factor, size = terms.primitive()
+    if size.could_extract_minus_sign():
+        factor, size = -factor, -size
+    if any(count < 0 for count in size.as_coefficients_dict().values()):
+        return None  # a difference may be negative
+    answers = [bool(expression.func(constant + factor * few, 0)) for few in range(4)]
+    return size if answers[0] == answers[1] != answers[2] == answers[3] else None

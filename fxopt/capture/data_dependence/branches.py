@@ -1,0 +1,69 @@
+"""The questions that a forward asks of values, and the answers that are given to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from fxopt.errors import TraceError
+
+
+class DataDependentBranch(TraceError):
+    """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
+
+    `line` is where the question stands in the source, in whichever module.
+    """
+
+    def __init__(self, message: str, kind: type, where: str, line: str) -> None:
+        super().__init__(message)
+        self.kind, self.where, self.line = kind, where, line
+
+
+class DataDependentLoop(DataDependentBranch):
+    """The forward loops over the places where a mask is true: is there one?"""
+
+
+class PlaceError(TraceError):
+    """What a loop does at a place is an error of the model's: `error`, as for an index that is out of range."""
+
+    def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
+        super().__init__(message)
+        self.line, self.position, self.error = line, position, f"{type(error).__name__}: {error}"
+
+
+class DataDependentText(DataDependentBranch):
+    """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""
+
+    answer: bool
+    otherwise: str = ""
+    asked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking.
+
+    A line has two answers, which are given in turn: mostly one answer twice. Loops that start at one of the lines in `ends`
+    end before a place, at which the model would raise an error.
+    """
+
+    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    settled: tuple[Outcome, ...] = ()
+    ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+
+    def and_then(self, settled: Outcome) -> Outcomes:
+        return dataclasses.replace(self, settled=(*self.settled, settled))
+
+    def with_line(self, line: str, answers: tuple[bool, bool]) -> Outcomes:
+        return dataclasses.replace(self, at_lines={**self.at_lines, line: answers})
+
+    def with_end(self, failure: PlaceError) -> Outcomes:
+        return dataclasses.replace(self, ends={**self.ends, failure.line: (failure.position, failure.error)})
+
+
+ALWAYS, NEVER = (True, True), (False, False)

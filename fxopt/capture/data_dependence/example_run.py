@@ -1,0 +1,147 @@
+"""The example inputs, run through the nodes that are written so far: what `specialize=True` decides by."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from fxopt import effects, operators
+from fxopt.capture.runtime import modes
+from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
+from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
+
+T = TypeVar("T")
+
+# Not run: checks, which hold for the example; the choice of attention backends, which torch keeps for the process.
+_SKIPPED = {check_same_outcome, check_outcome, check_value, modes.enter_sdpa_kernel}
+
+
+class ExampleRun:
+    """The nodes of a graph that is being written, run for real when the first value is asked for.
+
+    What a node gives is kept; a later question runs only the nodes written since. All runs in one thread of its own:
+    torch keeps the modes (fake tensors, gradients, autocast) for each thread, so the forward that is being captured
+    and this run do not disturb each other.
+
+    Args:
+        model: the real model. It is not changed: buffers, and parameters that a layer writes, are copied.
+        layers: the identities of the modules that are called as one node.
+        graph: the graph.
+        constants: tensors of `get_attr` nodes that the model does not have, by name.
+        examples: the real value for each fake input, by its identity.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Collection[int],
+        graph: torch.fx.Graph,
+        constants: Mapping[str, torch.Tensor],
+        examples: Mapping[int, Any],
+    ) -> None:
+        self._model, self._layers, self._graph = model, layers, graph
+        self._constants, self._examples = constants, examples
+        self._values: dict[torch.fx.Node, Any] = {}
+        self._copy = torch.nn.Module()
+        self._inputs: dict[int, Any] = {}
+        self._shared: set[int] = set()
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._modes = _current_modes()
+
+    def read(self, node: torch.fx.Node, read: Callable[[Any], T]) -> T:
+        """What `read` makes of the value that `node` has for the example inputs."""
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+            self._thread.submit(self._start).result()
+        self._thread.submit(self._run).result()
+        return self._thread.submit(lambda: read(self._values[node])).result()
+
+    def close(self) -> None:
+        """Leave the modes that the nodes entered, and end the thread."""
+        if self._thread is not None:
+            self._thread.submit(modes.leave_all).result()
+            self._thread.shutdown()
+
+    def _start(self) -> None:
+        for enter in self._modes:
+            enter()
+        layers = [module for module in self._model.modules() if id(module) in self._layers]
+        written = {id(t) for layer in layers for t in effects.written_parameters(layer)}
+        plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
+        self._shared = {t.untyped_storage()._cdata for t in shared}
+        self._copy = copy.deepcopy(self._model, {id(t): t for t in shared})
+        self._inputs = {
+            key: value.detach().clone().requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in self._examples.items()
+        }
+
+    def _run(self) -> None:
+        """Run the nodes that are new."""
+        devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
+        with torch.random.fork_rng(devices=devices):
+            for node in self._graph.nodes:
+                if node in self._values:
+                    continue
+                try:
+                    self._values[node] = self._result(node)
+                except TraceError:
+                    raise
+                except Exception as error:  # the model's own, on these values
+                    raise TraceError(
+                        f"the example inputs, on which specialize=True decides, lead to an error at {node.format_node()}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+
+    def _result(self, node: torch.fx.Node) -> Any:
+        if node.op == "placeholder":
+            # The fake input with a real tensor in the place of each fake one.
+            return copy.deepcopy(node.meta["val"], dict(self._inputs))
+        if node.op == "get_attr":
+            name = str(node.target)
+            if name in self._constants:
+                return self._constants[name].clone()
+            owner, _, attribute = name.rpartition(".")
+            return getattr(self._copy.get_submodule(owner), attribute)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        if node.target in _SKIPPED or (node.target is modes.leave and args == (None,)):
+            return None
+        if node.op == "call_module":
+            return self._copy.get_submodule(str(node.target))(*args, **kwargs)
+        self._refuse_write(node)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def _refuse_write(self, node: torch.fx.Node) -> None:
+        """Raise TraceError for a node that would write into a tensor of the user's model."""
+        if node.op == "call_function" and not operators.is_torch_function(node.target):
+            return
+        for target in effects.written_by(node, None) or ():
+            for tensor in tensors_in(self._values[target]):
+                if tensor.untyped_storage()._cdata in self._shared:
+                    raise TraceError(
+                        f"the forward writes into a parameter ({node.format_node()}), so it cannot be run on the example "
+                        "inputs without changing the model: specialize=True is not possible here."
+                    )
+
+
+def _current_modes() -> list[Callable[[], Any]]:
+    """What brings another thread into the modes of this one."""
+    enter: list[Callable[[], Any]] = [functools.partial(torch._C._set_grad_enabled, torch.is_grad_enabled())]
+    if torch.is_inference_mode_enabled():
+        enter.append(torch.inference_mode().__enter__)
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+            enter.append(torch.autocast(device, dtype=dtype, cache_enabled=cache).__enter__)
+    return enter

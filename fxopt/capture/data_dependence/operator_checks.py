@@ -1,0 +1,132 @@
+"""Decides conditions on unbacked sizes for which an operator raises unless they have one outcome."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sympy
+import torch
+
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.nodes.source_location import is_model_code
+
+T = TypeVar("T")
+
+
+class AskedInCallError(Exception):
+    """A call of torch asks a question on numbers that only a run knows; it is made anew when that is settled."""
+
+
+def is_model_error(error: BaseException) -> bool:
+    """Whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
+    if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
+        return True  # by C++, on tensors with values just so: what -1 stands for cannot be told
+    last: Any = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    inside_torch = os.path.relpath(code.co_filename, os.path.dirname(torch.__file__))
+    checks = inside_torch == "__init__.py" or inside_torch.startswith(
+        ("distributions", "nn", "functional.py")
+    )
+    raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return raises and (checks or is_model_code(code.co_filename))
+
+
+class OperatorChecks:
+    """The questions about sizes that calls of torch ask, settled at once where the call itself raises for one answer.
+
+    `raising` says of kinds of questions whether a call was seen to raise for one: to try costs a few calls, and once a
+    function leaves a kind of question open, it is not tried again. `settle(question, answer, otherwise)` is told what
+    the answer must be, and the error that the other one leads to.
+    """
+
+    def __init__(
+        self,
+        fake_mode: CaptureFakeMode,
+        raising: dict[tuple[Any, str], bool],
+        settle: Callable[[Any, bool, str], None],
+    ) -> None:
+        self._fake_mode, self._raising, self._settle = fake_mode, raising, settle
+        # The function that runs, its first question, and those that it leaves open.
+        self._function: Any = None
+        self._asked: Any = None
+        self._left_open: set[Any] = set()
+
+    def ask(self, question: Any) -> None:
+        """Raise AskedInCallError if a call runs that may raise for one of the answers."""
+        if self._function is None or question in self._left_open:
+            return
+        if self._raising.get(_kind(self._function, question), True):
+            self._asked = question
+            raise AskedInCallError
+
+    def result_of(self, call: functools.partial[T]) -> T:
+        """What a call gives."""
+        self._left_open = set()
+        shape_env: Any = self._fake_mode.shape_env
+        while True:
+            known = set(shape_env.var_to_range)
+            self._function, self._asked = call.func, None
+            try:
+                result = call()
+            except Exception:  # torch may raise an error of its own in the place of AskedInCallError
+                if self._asked is None:
+                    raise
+            finally:
+                self._function = None
+            if self._asked is None:
+                return result
+            self._try(call, self._asked)
+            shape_env.drop_new(known)
+
+    def _try(self, call: functools.partial[Any], question: Any) -> None:
+        """Make a call with both answers to a question."""
+        errors = {answer: _error(call, question, answer, self._fake_mode) for answer in (True, False)}
+        raises = (errors[True] is None) != (errors[False] is None)
+        self._raising.setdefault(_kind(call.func, question), raises)
+        if raises:
+            answer = errors[True] is None
+            self._settle(question, answer, errors[not answer] or "")
+        else:
+            self._left_open.add(question)
+
+
+def _kind(function: Any, question: Any) -> tuple[Any, str]:
+    """What is alike in the questions of a function about one size or another."""
+    symbols = sorted(question.free_symbols, key=str)
+    return function, str(question.xreplace({s: sympy.Symbol(f"n{i}") for i, s in enumerate(symbols)}))
+
+
+def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: CaptureFakeMode) -> str | None:
+    """The error that a call raises where this is the answer to a question, if it asks nothing else before.
+
+    Nothing that is asked of sizes on the way leaves a guard, and torch keeps nothing of what operators give.
+    """
+    shape_env: Any = fake_mode.shape_env
+    answers = {question: answer, sympy.Not(question): not answer}
+    asked = False
+
+    def decide(expression: Any) -> Any:
+        nonlocal asked
+        if expression in answers:
+            return sympy.sympify(answers[expression])
+        asked = True
+        raise AskedInCallError
+
+    outer, cached, drawn = shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn
+    shape_env.decide, fake_mode.cache_enabled = decide, False
+    try:
+        with shape_env.suppress_guards(), torch.no_grad():
+            call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}" if is_model_error(error) and not asked else None
+    finally:
+        shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn = outer, cached, drawn
+    return None

@@ -1,0 +1,325 @@
+"""Running calls on fake tensors, each distinct one once.
+
+A model repeats itself: the same layers and functions on tensors of the same sizes, dozens of times. What comes
+out, as far as a fake tensor knows, is the same each time, and finding it out on free sizes costs thousands of
+operations on sympy expressions; so it is remembered, and later calls make the output tensors alone. Whatever
+the first call asked of the sizes is among the guards by then, and holds for the later ones.
+
+The captures of one forward, with other answers or at other sizes, repeat each other as well. A call whose result follows from
+what is known of the sizes of its arguments gives the same in each capture that knows the same of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
+from fxopt.effects import written_parameters
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
+# What these give depends on more than the sizes and strides of their arguments.
+_NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sequence:
+    """A tuple, list or named result of outputs."""
+
+    type: Any
+    items: tuple[Any, ...]
+
+
+# For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
+Earlier = dict[Any, dict[frozenset[Any], Any]]
+
+
+class _UncertainError(Exception):
+    """Metadata does not tell all about a value."""
+
+
+class CallCache:
+    """What the calls of one capture (one ShapeEnv) gave; `earlier` is what those of other captures of the forward gave."""
+
+    def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
+        self._fake_mode = fake_mode
+        self._results: dict[Any, Any] = {}
+        self._earlier = earlier
+
+    def function_call(self, function: Any, args: Any, kwargs: Any) -> CachedCall | None:
+        """The call of a function; None where it is not certain what the result depends on."""
+        python = type(function) is types.FunctionType and function.__module__ in _PYTHON_FUNCTIONS
+        if not (python or isinstance(function, _C_FUNCTIONS)) or function.__name__ in _NOT_REMEMBERED:
+            return None
+        return self._call((function,), (), args, kwargs)
+
+    def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
+        """The call of a layer; None where it is not certain what the result depends on."""
+        if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
+            return None
+        if list(written_parameters(layer)):
+            return None  # a call that is remembered would write no statistics
+        try:
+            what = (type(layer), *_settings(layer))
+        except _UncertainError:
+            return None
+        return self._call(what, tuple(layer.parameters()), args, kwargs)
+
+    def _call(self, what: Any, parameters: Any, args: Any, kwargs: Any) -> CachedCall | None:
+        if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        inputs: list[torch.Tensor] = []
+        try:
+            arguments = _described(args, inputs), _described(kwargs, inputs)
+        except _UncertainError:
+            return None
+        key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
+        return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
+
+    def forget(self) -> None:
+        """Start anew: something has changed that results depend on besides the arguments."""
+        self._results, self._earlier = {}, {}
+
+
+class CachedCall:
+    """One call, which may have been made before, with arguments of the same metadata."""
+
+    def __init__(
+        self,
+        fake_mode: CaptureFakeMode,
+        results: dict[Any, Any],
+        earlier: Earlier,
+        key: Any,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._fake_mode = fake_mode
+        self._results = results
+        self._key = key
+        self._inputs = inputs
+        self._parameters = parameters
+        self._versions = [tensor._version for tensor in inputs]
+        self._drawn = fake_mode.drawn
+        shape_env: Any = fake_mode.shape_env
+        self._shape_env, self._state = shape_env, shape_env.state
+        self._earlier = earlier
+        self.known = key in results or self._was_made_before()
+
+    def recall(self) -> Any:
+        """The result of a known call, in new tensors."""
+        with self._shape_env.suppress_guards():
+            return self._made(self._results[self._key])
+
+    def _made(self, known: Any) -> Any:
+        if isinstance(known, _Sequence):
+            return known.type([self._made(item) for item in known.items])
+        if known is None:
+            return None
+        if known.view_of is not None:
+            return self._fake_mode.view(self._inputs[known.view_of], known)
+        if known.requires_grad:
+            return _Made.apply(self._fake_mode, known, *self._sources())  # type: ignore[no-untyped-call]
+        return self._fake_mode.tensor(known)
+
+    @functools.cached_property
+    def _symbols(self) -> set[Any]:
+        """The symbols in the sizes of the arguments; where no size is free, there is none to look for."""
+        return _symbols(self._key) if self._shape_env.var_to_range else set()
+
+    def _was_made_before(self) -> bool:
+        """Whether another capture made this call, with the same knowledge of the sizes."""
+        if self._key not in self._earlier:
+            return False
+        facts, _ = self._shape_env.facts(self._symbols)
+        if facts not in self._earlier[self._key]:
+            return False
+        known = self._earlier[self._key][facts]
+        self._results[self._key] = _with_sizes(known, lambda size: self._shape_env.symbolic(size, int))
+        return True
+
+    def remember(self, result: Any, questions: Mapping[Any, bool]) -> None:
+        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
+
+        Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
+        if it asked no `questions` about sizes of 1, and from what was known of its sizes answered all others.
+        """
+        unchanged = self._versions == [tensor._version for tensor in self._inputs]
+        unchanged = unchanged and self._drawn == self._fake_mode.drawn
+        if unchanged and result is not None:
+            with contextlib.suppress(_UncertainError):
+                known = self._results[self._key] = self._known(result, {})
+                if not questions and self._state == self._shape_env.state:
+                    self._keep(known)
+
+    def _keep(self, known: Any) -> None:
+        """Keep what the call gave for other captures."""
+        facts, related = self._shape_env.facts(self._symbols)
+
+        def expression(size: Any) -> Any:
+            if not size.node.expr.free_symbols <= related:
+                raise _UncertainError
+            return size.node.expr
+
+        self._earlier.setdefault(self._key, {})[facts] = _with_sizes(known, expression)
+
+    def _known(self, result: Any, memories: dict[int, Any]) -> Any:
+        """The metadata of a result; `memories` holds what is new in it, of which no two may share any."""
+        if result is None:
+            return None
+        if isinstance(result, (tuple, list)):
+            named = type(result).__module__ == "torch.return_types"
+            if not named and type(result) not in (tuple, list):
+                raise _UncertainError
+            return _Sequence(type(result), tuple(self._known(item, memories) for item in result))
+        if type(result) is not FakeTensor or any(result is tensor for tensor in self._inputs):
+            raise _UncertainError
+        _metadata(result)
+        if free_unbacked_symbols(result) - self._symbols:
+            raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
+        storage = result.untyped_storage()
+        owners = [i for i, tensor in enumerate(self._inputs) if _memory(tensor) == storage._cdata]
+        sources = [self._inputs[owners[0]]] if len(owners) == 1 else self._sources()
+        if len(owners) > 1 or storage._cdata in memories:
+            raise _UncertainError
+        if owners and result.dtype != sources[0].dtype:
+            raise _UncertainError
+        if result.requires_grad != (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
+            raise _UncertainError
+        if not owners:
+            memories[storage._cdata] = storage
+        return Metadata(
+            tuple(result.shape),
+            result.stride(),
+            result.storage_offset(),
+            storage.nbytes(),
+            result.dtype,
+            result.device,
+            result.requires_grad,
+            owners[0] if owners else None,
+        )
+
+    def _sources(self) -> list[torch.Tensor]:
+        """What a new tensor depends on for autograd."""
+        return [tensor for tensor in (*self._inputs, *self._parameters) if tensor.requires_grad]
+
+
+class _Made(torch.autograd.Function):
+    """A tensor that autograd knows to depend on others, as the call's output does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fake_mode: CaptureFakeMode, known: Metadata, *sources: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*sources)
+        return fake_mode.tensor(known)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # Gradients that the forward itself asks for have the shape of the source, and no values.
+        return None, None, *(torch.zeros_like(source) for source in ctx.saved_tensors)
+
+
+def _symbols(key: Any) -> set[Any]:
+    """The symbols in the sizes of the arguments."""
+    if isinstance(key, tuple):
+        return set().union(*map(_symbols, key))
+    return key.free_symbols if isinstance(key, sympy.Basic) else set()
+
+
+def _with_sizes(known: Any, replaced: Callable[[Any], Any]) -> Any:
+    """The metadata of a result with its free sizes replaced."""
+    if isinstance(known, _Sequence):
+        return _Sequence(known.type, tuple(_with_sizes(item, replaced) for item in known.items))
+    if known is None:
+        return None
+
+    def size(value: Any) -> Any:
+        return value if isinstance(value, int) else replaced(value)
+
+    return dataclasses.replace(
+        known,
+        shape=tuple(map(size, known.shape)),
+        stride=tuple(map(size, known.stride)),
+        offset=size(known.offset),
+        bytes=size(known.bytes),
+    )
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """All of an argument that metadata of a result can depend on; its tensors are added to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        for position, other in enumerate(tensors):
+            if other is value:
+                return position
+        metadata = _metadata(value)
+        tensors.append(value)
+        return metadata
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return type(value), value.node.expr
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
+        return type(value), tuple(_described(item, tensors) for item in value)
+    if type(value) is dict:
+        return dict, tuple((key, _described(item, tensors)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _described((value.start, value.stop, value.step), tensors)
+    raise _UncertainError
+
+
+def _metadata(tensor: Any) -> tuple[Any, ...]:
+    plain = type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
+        raise _UncertainError
+    return (
+        tuple(map(_expression, tensor.shape)),
+        tuple(map(_expression, tensor.stride())),
+        _expression(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _settings(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """All of a layer that the metadata of its output can depend on."""
+    settings = tuple(
+        (name, _described(value, [])) for name, value in layer.__dict__.items() if not name.startswith("_")
+    )
+    tensors = tuple(
+        (name, None if tensor is None else _metadata(tensor))
+        for registry in (layer._parameters, layer._buffers)
+        for name, tensor in registry.items()
+    )
+    return settings, tensors
+
+
+def _has_hooks(layer: torch.nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The identity of the memory of a tensor, which its views share."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,68 @@
+"""Dynamic shapes: the dimensions of an input that are free, as `dynamic_shapes` names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from fxopt.errors import TraceError
+
+SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# How one dimension of an input may vary: None is fixed, a name is shared by all dimensions that carry it.
+Dimension = Any
+
+
+def is_backed(size: Any) -> bool:
+    """Whether a size is free, and the example says what it is there."""
+    return type(size) is torch.SymInt and bool(size.node.has_hint())
+
+
+def symbolic_context(
+    tensor: torch.Tensor, dimensions: dict[int, Dimension]
+) -> StatelessSymbolicContext[Any, Any]:
+    """Which dimensions of `tensor` become symbols of the ShapeEnv."""
+    return StatelessSymbolicContext(
+        dynamic_sizes=[
+            DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())
+        ]
+    )
+
+
+def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:
+    """The free dimensions of one tensor, from its entry in `dynamic_shapes` (the form torch.export takes)."""
+    if spec is None:
+        return {}
+    if isinstance(spec, (list, tuple)):
+        if len(spec) != tensor.dim():
+            raise TraceError(
+                f"dynamic_shapes of {where} has {len(spec)} entries, the tensor has {tensor.dim()} dimensions."
+            )
+        spec = dict(enumerate(spec))
+    if not isinstance(spec, dict):
+        raise TraceError(f"dynamic_shapes of {where} must be a dict, a tuple or None, not {spec!r}.")
+    result = {}
+    for dim, choice in spec.items():
+        if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+            raise TraceError(f"dynamic_shapes of {where} names dimension {dim!r}; it has {tensor.dim()}.")
+        if choice is None or is_hint(choice, Dim.STATIC):
+            continue
+        if isinstance(choice, int) and not isinstance(choice, bool):
+            if choice != tensor.shape[dim]:
+                raise TraceError(
+                    f"dynamic_shapes fixes dimension {dim} of {where} to {choice}; the example has {tensor.shape[dim]}."
+                )
+            continue
+        if not (isinstance(choice, Dim) or is_hint(choice, Dim.AUTO) or is_hint(choice, Dim.DYNAMIC)):
+            raise TraceError(
+                f"dynamic_shapes of {where}, dimension {dim}: {choice!r} is no torch.export.Dim, int or None."
+            )
+        result[dim % tensor.dim()] = choice
+    return result
+
+
+def is_hint(choice: Any, hint: Any) -> bool:
+    """Whether a choice is `Dim.AUTO`, `Dim.DYNAMIC` or `Dim.STATIC`, with limits (`Dim.AUTO(max=64)`) or without."""
+    return type(choice) is type(hint) and choice.type == hint.type

@@ -1,0 +1,195 @@
+"""The fake model: a copy of the model that holds fake tensors and reports the calls of its modules.
+
+The user's model is never run and never changed; what a forward does to its own attributes, it does to the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.module_tree import recorded_modules
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.errors import TraceError
+
+# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
+Changes = dict[tuple[str, str], Any]
+# Stands for a tensor that the forward has made.
+MADE = object()
+
+_PLAIN = (bool, int, float, str)
+# Attributes that every module has: parameters, children and hooks among them.
+_OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
+
+
+class FakeModel:
+    """A copy of `model` with fake tensors in the place of real ones.
+
+    `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
+    tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
+    that an earlier call left; the tensors among it are `stale`: no value of this call.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        fake_mode: FakeTensorMode,
+        layers: Collection[int],
+        changes: Changes | None = None,
+    ) -> None:
+        self._fake_mode = fake_mode
+        self.names: dict[int, str] = {}
+        self.originals: dict[int, torch.Tensor] = {}
+        memo: dict[int, Any] = {}
+        tensors = {
+            **dict(model.named_buffers(remove_duplicate=False)),
+            **dict(model.named_parameters(remove_duplicate=False)),
+        }
+        self._model_tensors = tensors
+        for name, tensor in tensors.items():
+            if id(tensor) not in memo:
+                memo[id(tensor)] = fake_mode.from_tensor(tensor, static_shapes=True)
+                self.names[id(memo[id(tensor)])] = name
+        for module in model.modules():
+            for value in module.__dict__.values():
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = self.fake(value)
+        try:
+            self.model = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise TraceError(
+                f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
+                f"leave the model untouched: {type(error).__name__}: {error}"
+            ) from error
+        originals = dict(model.named_modules())
+        self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
+        self._settings = {id(module): _settings(module) for module in self.model.modules()}
+        self._containers = recorded_modules(self.model, self._layers)
+        self._own = {
+            id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
+        }
+        self.stale: dict[int, torch.Tensor] = {}
+        for (name, key), value in (changes or {}).items():
+            value = value.kept if isinstance(value, Snapshot) else self._stale() if value is MADE else value
+            setattr(self.model.get_submodule(name), key, value)
+        self._before = self.state({})
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a real tensor, the same one each time."""
+        fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
+        self.originals[id(fake)] = tensor
+        return fake
+
+    def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+        """The tensor of the model, or from outside, for which a fake stands, and its name where it has one."""
+        name = self.names.get(id(fake), "")
+        return self._own.get(id(fake), name), self.originals.get(id(fake), self._model_tensors.get(name))
+
+    def report_to(self, recorder: Any) -> None:
+        """Report calls of modules to a `Recorder`."""
+        for name, module in self.model.named_modules():
+            call = recorder.call_layer if id(module) in self._layers else recorder.call_container
+            # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
+            module._compiled_call_impl = _Call(call, name, module)
+
+    def check_layer(self, name: str, layer: torch.nn.Module) -> None:
+        """Raise TraceError if the forward has changed a layer that it now calls: the graph calls the model's own."""
+        for part in layer.modules():
+            before, now = self._settings.get(id(part)), _settings(part)
+            if before != now:
+                changed = sorted(k for k in {*(before or {}), *now} if (before or {}).get(k) != now.get(k))
+                raise TraceError(
+                    f"the forward changes {', '.join(changed)} of the layer {name!r} before calling it, and a graph would "
+                    "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
+                )
+
+    def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
+        """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
+
+        `aliases` gives, for the identity of a tensor, another one that is the same.
+        """
+
+        def named(tensor: torch.Tensor) -> Any:
+            return self._own.get(id(aliases.get(id(tensor), tensor)), MADE)
+
+        state: Changes = {}
+        contents = SnapshotMaker(named)
+        for name, module in self._containers:
+            for key, value in _attributes(module):
+                if isinstance(value, _PLAIN):
+                    state[name, key] = value
+                elif isinstance(value, SymbolicNumber):
+                    state[name, key] = [str(value)]
+                elif _is_tensor(value):
+                    state[name, key] = named(value)
+                elif value is not None and key not in _OF_TORCH:
+                    state[name, key] = contents(value)
+        return state
+
+    def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
+        """What the forward has changed of that, with what is there now; an empty list for what no later call can be given."""
+        after = self.state(aliases)
+        changed = sorted(
+            key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
+        )
+        now = {key: after.get(key) for key in changed}
+        return {
+            key: [] if isinstance(value, Snapshot) and value.kept is None else value
+            for key, value in now.items()
+        }
+
+    def hooks(self) -> dict[str, Any]:
+        """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
+        return {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in self.model.named_modules()}
+
+    def take_hooks(self, hooks: Mapping[str, Any]) -> None:
+        """Give the modules the hooks that an earlier call has left."""
+        for name, kinds in hooks.items():
+            module = self.model.get_submodule(name)
+            module._forward_hooks, module._forward_pre_hooks = kinds
+
+    def _stale(self) -> torch.Tensor:
+        fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
+        self.stale[id(fake)] = fake
+        return fake
+
+
+def refused_change(change: tuple[str, str]) -> TraceError:
+    """The error for state that a later call would read."""
+    return TraceError(
+        f"the forward assigns to {'.'.join(change).lstrip('.')!r}: state that is replaced from call to call cannot live in "
+        "a graph. Write into a buffer with `.copy_()`, or make the module that does this a leaf."
+    )
+
+
+def _settings(module: torch.nn.Module) -> dict[str, Any]:
+    """What decides how a layer computes: numbers, flags, and which tensors it holds."""
+    plain = {key: value for key, value in module.__dict__.items() if isinstance(value, _PLAIN)}
+    tensors = {key: id(t) for held in (module._parameters, module._buffers) for key, t in held.items()}
+    return plain | tensors
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for registry in (module.__dict__, module._parameters, module._buffers):
+        for key, value in registry.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield key, value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Call:
+    """A module's call in the shell, reported to the recorder."""
+
+    def __init__(self, call: Callable[..., Any], name: str, module: torch.nn.Module) -> None:
+        self.call, self.name, self.module = call, name, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.name, self.module, args, kwargs)

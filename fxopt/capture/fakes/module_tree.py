@@ -1,0 +1,85 @@
+"""The modules of a model: which are leaves, which are recorded, and the tree of them that a graph module gets."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from fxopt.errors import TraceError
+
+Leaf = str | type[torch.nn.Module] | Callable[[str, torch.nn.Module], bool]
+LeafModules = Leaf | Sequence[Leaf]
+
+_CONTAINERS = (
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
+
+
+def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
+    """The identities of the modules that become one `call_module` node: layers of torch.nn, and what the caller names.
+
+    Raises:
+        TraceError: when an entry of `leaf_modules` fits no module.
+    """
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    chosen = {id(module) for _, module in named if _is_torch_layer(module)}
+    for leaf in [leaf_modules] if isinstance(leaf_modules, str) or callable(leaf_modules) else leaf_modules:
+        fitting = {id(module) for name, module in named if _fits(leaf, name, module)}
+        if not fitting:
+            raise TraceError(
+                f"leaf_modules has {leaf!r}, which fits no module of {type(model).__name__}. Give types of modules, "
+                'qualified names or patterns of them ("model.layers.*"), or a function of name and module.'
+            )
+        chosen |= fitting
+    return chosen
+
+
+def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(leaf, str):
+        return name == leaf or fnmatch.fnmatchcase(name, leaf)
+    return isinstance(module, leaf) if isinstance(leaf, type) else bool(leaf(name, module))
+
+
+def _is_torch_layer(module: torch.nn.Module) -> bool:
+    if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
+        return False  # it only holds others
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "fxopt.kernels"))
+
+
+def recorded_modules(model: torch.nn.Module, layers: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules whose own forward is recorded, by name: those that are in no layer."""
+    inside = {id(part) for m in model.modules() if id(m) in layers for part in m.modules()}
+    return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+
+
+def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collection[int]) -> None:
+    """Give `target` the parameters, buffers, children and flags of `source`; containers are made anew.
+
+    What is shared stays shared: layers and parameters are the same objects, a container under two names is one
+    container again.
+    """
+    made: dict[int, torch.nn.Module] = {id(source): target}
+
+    def fill(old: torch.nn.Module, new: torch.nn.Module) -> None:
+        new.training = old.training
+        for name, parameter in old._parameters.items():
+            new.register_parameter(name, parameter)
+        for name, buffer in old._buffers.items():
+            new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+        for name, child in old._modules.items():
+            if child is None or id(child) in layers:
+                new.add_module(name, child)
+                continue
+            if id(child) not in made:
+                made[id(child)] = torch.nn.Module()
+                fill(child, made[id(child)])
+            new.add_module(name, made[id(child)])
+
+    fill(source, target)

@@ -1,0 +1,87 @@
+"""What is in an object that a module holds, in a form in which it can be compared before and after a forward."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.objects import is_open
+
+_SEQUENCES = (list, collections.deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """All that is in an object; `kept` is the object itself, if there is no tensor in it, and None otherwise."""
+
+    parts: Any
+    kept: Any = dataclasses.field(compare=False)
+
+
+class SnapshotMaker:
+    """Describes objects; `named` gives the name of a tensor. One object is described once."""
+
+    def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
+        self._named = named
+        self._known: dict[int, Snapshot] = {}
+        # Objects that can be changed, in the order in which they were met in the one described now.
+        self._met: dict[int, int] = {}
+        self._has_tensors = False
+
+    def __call__(self, value: Any) -> Snapshot:
+        if id(value) not in self._known:
+            self._has_tensors = False
+            self._met = {}
+            parts = self._parts(value)
+            self._known[id(value)] = Snapshot(parts, None if self._has_tensors else value)
+        return self._known[id(value)]
+
+    def _parts(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, repr(value)
+        if isinstance(value, torch.Tensor):
+            self._has_tensors = True
+            return self._named(value)
+        if isinstance(value, SymbolicNumber):
+            self._has_tensors = True
+            return str(value)
+        kind = type(value).__qualname__
+        if id(value) in self._met:
+            return kind, self._met[id(value)]
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(self._parts_of_one, tuple(value)))
+        if isinstance(value, tuple):
+            return kind, tuple(map(self._parts, value))
+        if (state := generator_state(value)) is not None:
+            return kind, state
+        self._met[id(value)] = len(self._met)
+        if isinstance(value, _SEQUENCES):
+            return kind, tuple(map(self._parts, tuple(value)))  # another thread may change it meanwhile
+        if isinstance(value, dict):
+            return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
+        if is_open(value):
+            return kind, self._parts(vars(value))
+        return kind  # nothing more is known about it
+
+    def _parts_of_one(self, item: Any) -> Any:
+        """The parts of one item of a set, whose others have no order and are as if they were not met."""
+        met = dict(self._met)
+        parts = self._parts(item)
+        self._met = met
+        return parts
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator of Python or numpy, in a form that can be compared; None for what is none."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    return pickle.dumps(value) if type(value).__module__.startswith("numpy.random") else None

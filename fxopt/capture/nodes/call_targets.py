@@ -1,0 +1,131 @@
+"""One spelling for each call: what torch reports as `x.add(y)`, `torch.add(x, y)` or `y.__radd__(x)` is `operator.add`.
+
+Passes and users match `node.target == operator.mul`, so the recorder writes that form whenever the arguments
+allow it. Everything else keeps its own: a method of `Tensor` is `call_method`, a write is `call_function` with
+a target that fx knows to be impure, a function is itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.node import _get_qualified_name, has_side_effect
+
+from fxopt.errors import TraceError
+from fxopt.objects import find
+from fxopt.operators import is_write_name
+
+# Name of the Tensor method (or torch function) -> the operator that means the same for two operands.
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "subtract": operator.sub,
+    "mul": operator.mul,
+    "multiply": operator.mul,
+    "div": operator.truediv,
+    "divide": operator.truediv,
+    "true_divide": operator.truediv,
+    "truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "remainder": operator.mod,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "getitem": operator.getitem,
+}
+_REFLECTED: dict[str, Callable[..., Any]] = {
+    "__radd__": operator.add,
+    "__rsub__": operator.sub,
+    "__rmul__": operator.mul,
+    "__rdiv__": operator.truediv,
+    "__rtruediv__": operator.truediv,
+    "__rfloordiv__": operator.floordiv,
+    "__rmod__": operator.mod,
+    "__rpow__": operator.pow,
+    "__rmatmul__": operator.matmul,
+    "__rand__": operator.and_,
+    "__ror__": operator.or_,
+    "__rxor__": operator.xor,
+}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "negative": operator.neg,
+    "__invert__": operator.invert,
+}
+# Overloads of these names on `torch` mean something else than the operator (`torch.mod` does not exist).
+_METHODS_ONLY = {"and", "or", "xor", "truediv", "floordiv", "mod", "getitem"}
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The (op, target, args, kwargs) of the node for a call that reached `__torch_function__`.
+
+    Raises TraceError when the function has no importable name, so that no code could be generated for it.
+    """
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return "call_function", getattr, (args[0], property_name(function)), {}
+    method = _method(function, name)
+    operation = _operation(function, name, method, len(args)) if not kwargs else None
+    if operation is not None:
+        return "call_function", operation, args[::-1] if method in _REFLECTED else args, {}
+    if is_write_name(method or name):
+        has_side_effect(function)
+        return "call_function", function if method else importable(function), args, kwargs
+    if method:
+        return "call_method", method, args, kwargs
+    return "call_function", importable(function), args, kwargs
+
+
+def importable(function: Any) -> Any:
+    """`function`, if code generation can name it; TraceError otherwise."""
+    try:
+        name = _get_qualified_name(function)
+        # fx writes names in torch as they are; other functions it hands to the code as globals.
+        if name.startswith("torch.") and find(name) != function:
+            raise AttributeError(name)
+    except (RuntimeError, AttributeError, TypeError, ImportError) as error:
+        raise TraceError(
+            f"{function!r} has no importable name, so no code can be generated for a call of it. "
+            "Define it at the top level of a module, or make the module that calls it a leaf."
+        ) from error
+    return function
+
+
+def _method(function: Any, name: str) -> str | None:
+    """The name under which `torch.Tensor` has this function, or None."""
+    return next((m for m in (name, f"__{name}__") if getattr(torch.Tensor, m, None) is function), None)
+
+
+def _operation(function: Any, name: str, method: str | None, operands: int) -> Callable[..., Any] | None:
+    """The operator that means the same as this call with so many positional operands, or None."""
+    if method == "__setitem__":
+        return operator.setitem
+    if method in _REFLECTED:
+        return _REFLECTED[method] if operands == 2 else None
+    if method is None and (name in _METHODS_ONLY or getattr(torch, name, None) is not function):
+        return None
+    if operands == 1:
+        return _UNARY.get(method or name)
+    bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    return _BINARY.get(bare) if operands == 2 else None
+
+
+def property_name(getter: Any) -> str:
+    """The name of the property whose getter this is."""
+    owner = getter.__self__
+    name: str = owner.fget.__name__ if isinstance(owner, property) and owner.fget else owner.__name__
+    return name

@@ -1,0 +1,216 @@
+"""Whether two captures of one model made the same calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.runtime.input_specs import same_value
+
+_RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+
+
+def same_expression(one: Any, other: Any) -> bool:
+    """Whether two sympy expressions of sizes are equal for all sizes, as far as that can be told by arithmetic."""
+    if one == other:
+        return True
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    return bool(sympy.expand(_divided(one) - _divided(other)) == 0)
+
+
+def _divided(expression: Any) -> Any:
+    """An expression with each `(8*a*b)//8` in it as `a*b`."""
+    return expression.replace(FloorDiv, _quotient)
+
+
+def _quotient(numerator: Any, denominator: Any) -> Any:
+    if denominator.is_Integer:
+        terms = sympy.expand(numerator).as_coefficients_dict().items()
+        if all(term.is_integer and count % denominator == 0 for term, count in terms):
+            return sum(term * (count // denominator) for term, count in terms)
+    return FloorDiv(numerator, denominator)
+
+
+# The calls of one graph, each with the one of another graph that it stands for.
+Pairs = Sequence[tuple[torch.fx.Node, torch.fx.Node]]
+
+
+def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph) -> Pairs | None:
+    """The calls of both graphs in their order; None if one has more of them."""
+    mine, its = calls_of(graph), calls_of(other)
+    return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
+
+
+def same_calls(
+    pairs: Pairs,
+    same_size: Callable[[Any, Any], bool],
+    aliases: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
+) -> bool:
+    """Whether the calls of each pair call the same thing with the same arguments.
+
+    Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
+    expression of the one graph and one of the other are the same. So are parts of tuples, and the model's tensors.
+    `aliases` has, for nodes of the one graph, the one whose value they give.
+    """
+    counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
+    aliases = aliases or {}
+
+    def same(mine: Any, its: Any) -> bool:
+        if _is_size(mine) or _is_size(its):
+            return _is_number(mine) and _is_number(its) and same_size(_expression(mine), _expression(its))
+        if isinstance(mine, torch.fx.Node):
+            while mine in aliases:
+                mine = aliases[mine]
+            if not isinstance(its, torch.fx.Node):
+                return False
+            if _is_reference(mine) and mine.target == its.target:
+                return same((mine.op, mine.args), (its.op, its.args))
+            return counterpart.get(mine) is its or _is_device(mine, its)
+        if isinstance(mine, dict):
+            return (
+                isinstance(its, dict)
+                and list(mine) == list(its)
+                and all(same(mine[key], its[key]) for key in mine)
+            )
+        if isinstance(mine, (tuple, list)):
+            return type(mine) is type(its) and len(mine) == len(its) and all(map(same, mine, its))
+        if isinstance(mine, slice):
+            return isinstance(its, slice) and same(_parts(mine), _parts(its))
+        return same_value(mine, its)
+
+    for mine, its in pairs:
+        if mine.op != its.op or mine.target != its.target:
+            return False
+        if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):
+            return False
+        counterpart[mine] = its
+    return True
+
+
+def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
+    """Whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
+    for mine, its in pairs:
+        facts, others = list(_facts(mine.meta.get("val"))), list(_facts(its.meta.get("val")))
+        if len(facts) != len(others):
+            return False
+        for fact, fact_of_other in zip(facts, others, strict=True):
+            if isinstance(fact, sympy.Basic) and isinstance(fact_of_other, sympy.Basic):
+                if not same_size(fact, fact_of_other):
+                    return False
+            elif fact != fact_of_other:
+                return False
+    return True
+
+
+def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
+    """The symbol of the one graph for each of the other that stands for a number that only a run knows.
+
+    Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
+    """
+    names: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def pair(mine: Any, its: Any) -> bool:
+        if isinstance(its, sympy.Symbol) and symbol_is_type(its, _RUN_TIME):
+            return isinstance(mine, sympy.Symbol) and names.setdefault(its, mine) == mine
+        if isinstance(its, sympy.Basic) and isinstance(mine, sympy.Basic) and mine.func is its.func:
+            return len(mine.args) == len(its.args) and all(map(pair, mine.args, its.args))
+        return True  # for the comparison of sizes
+
+    for mine, its in pairs:
+        values = zip(_facts(mine.meta.get("val"), True), _facts(its.meta.get("val"), True), strict=False)
+        if not all(pair(*both) for both in values):
+            return None
+    return names if len(set(names.values())) == len(names) else None
+
+
+def same_constants(constants: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    """Whether both hold the same tensors under the same names, to the last bit."""
+    return list(constants) == list(others) and all(
+        mine.dtype == its.dtype
+        and mine.shape == its.shape
+        and mine.requires_grad == its.requires_grad
+        and torch.equal(mine, its)
+        and same_value(mine.tolist(), its.tolist())  # 0.0 and -0.0 are equal
+        for mine, its in zip(constants.values(), others.values(), strict=True)
+    )
+
+
+def calls_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The calls of a model; nodes that compute sizes, read the device, or name a tensor are arguments of calls."""
+    return list(filter(is_call, graph.nodes))
+
+
+def is_call(node: torch.fx.Node) -> bool:
+    """Whether a node is a call of the model, an input or the output."""
+    made = "stack_trace" in node.meta and not _is_reference(node)
+    return made or node.op in ("placeholder", "output")
+
+
+def _is_reference(node: torch.fx.Node) -> bool:
+    """Whether a node names a tensor of the model, or a part of a tuple: wherever it stands, it gives the same."""
+    if node.op == "get_attr":
+        return True
+    whole = node.args[0] if node.target is operator.getitem else None
+    return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
+
+
+def _is_device(mine: torch.fx.Node, its: torch.fx.Node) -> bool:
+    return mine.target is getattr and its.target is getattr and mine.args[1] == its.args[1] == "device"
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is a node that computes a size."""
+    return (
+        isinstance(value, torch.fx.Node)
+        and isinstance(value.meta.get("val"), SymbolicNumber)
+        and not is_call(value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return _is_size(value) or isinstance(value, int)
+
+
+def _expression(value: Any) -> Any:
+    """The sympy expression of a size."""
+    return value.meta["val"].node.expr if isinstance(value, torch.fx.Node) else sympy.sympify(value)
+
+
+def _facts(value: Any, original: bool = False) -> Iterator[Any]:
+    """What is known of a result: sizes as sympy expressions, dtypes, and how many there are.
+
+    `original` sizes are as they were made, before more was learned of them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value.dtype
+        yield value.dim()
+        for size in value.shape:
+            yield from _facts(size, original)
+    elif isinstance(value, SymbolicNumber):
+        yield value.node._expr if original else value.node.expr
+    elif isinstance(value, int):
+        yield sympy.sympify(value)
+    elif isinstance(value, (tuple, list)):
+        yield len(value)
+        for item in value:
+            yield from _facts(item, original)
+    elif isinstance(value, dict):
+        yield list(value)
+        for item in value.values():
+            yield from _facts(item, original)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _facts(getattr(value, field.name), original)
+
+
+def _parts(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step

@@ -1,0 +1,80 @@
+"""What completes a graph: names that its code can hold, and `val`, `nn_module_stack` and `stack_trace` on every node.
+
+The form of the metadata is that of torch.export: `nn_module_stack` is a dict, outermost module first, of (qualified name, class).
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fxopt.errors import TraceError
+
+# Functions of these modules compute with symbols; those of Python itself would ask for a number.
+_SYMBOLIC = (operator.add.__module__, "torch")
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def complete_metadata(graph: Graph, root: str) -> None:
+    """Give every node `val`, `nn_module_stack` and `stack_trace`; `root` is the class of the model."""
+    outside: tuple[Any, str] = ({"": ("", root)}, "")
+    place = outside
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output"):
+            place = outside
+        elif node.meta.get("nn_module_stack"):
+            place = node.meta["nn_module_stack"], node.meta["stack_trace"]
+        elif not node.users:  # a check of inputs or sizes
+            node.meta["nn_module_stack"], node.meta["stack_trace"] = outside
+            continue
+        # A node that computes a size stands before the one that it was written for.
+        node.meta["nn_module_stack"], node.meta["stack_trace"] = place
+    for node in graph.nodes:
+        if "val" not in node.meta:
+            node.meta["val"] = _value(node)
+
+
+def _value(node: Node) -> Any:
+    """What a node gives that builds an output or computes a number; None for what has no value."""
+    described: Any = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    args, kwargs = described
+    target: Any = node.target
+    if node.op == "output":
+        return args[0]
+    if target == "size" and isinstance(args[0], torch.Tensor):
+        return args[0].size(*args[1:])
+    if isinstance(target, type) and not issubclass(target, _NUMBERS):
+        return target(*args, **kwargs)
+    if getattr(target, "__module__", "") in _SYMBOLIC and all(isinstance(value, _NUMBERS) for value in args):
+        return target(*args, **kwargs)
+    return None
+
+
+def check_names(graph: torch.fx.Graph) -> None:
+    """Raise TraceError for a name that fx would write into code which Python cannot read.
+
+    fx writes `self.dense`, or `getattr(self, "my dense")` where a name is none of Python's. It takes `class` for one of
+    them, and a quotation mark for a part of the name.
+    """
+    for node in graph.nodes:
+        path = str(node.target)
+        if node.op == "placeholder":
+            name = path.lstrip("*")
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise TraceError(
+                    f"the input {name!r} has a name that is no name in Python, so that the forward of a graph module "
+                    "cannot take it; give it another one."
+                )
+        elif node.op in ("call_module", "get_attr"):
+            for name in path.split("."):
+                if keyword.iskeyword(name) or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+                    raise TraceError(
+                        f"the forward uses {path!r}, and torch.fx writes code that is wrong Python for the name {name!r} in "
+                        "it. Rename it, or make the module that holds it a leaf (leaf_modules=...)."
+                    )

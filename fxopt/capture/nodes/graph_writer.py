@@ -1,0 +1,305 @@
+"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs.
+
+One map from the identity of a tensor to its node; an in-place method returns the same object, so the map is rebound
+and later uses are right by themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.fake_model import FakeModel
+from fxopt.capture.nodes.call_targets import importable
+from fxopt.capture.nodes.mutable_objects import MutableObjects
+from fxopt.capture.nodes.size_nodes import SizeNodes
+from fxopt.capture.nodes.source_location import describe_location, model_frame, stack_trace
+from fxopt.errors import TraceError
+from fxopt.memory import storage_of
+from fxopt.objects import is_open, tensors_in
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
+
+
+@dataclasses.dataclass
+class Origin:
+    """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
+
+    source: torch.fx.Node | Callable[[], torch.fx.Node]
+    path: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def node(self) -> torch.fx.Node:
+        return self.source if isinstance(self.source, torch.fx.Node) else self.source()
+
+
+class GraphWriter:
+    """Writes the nodes of one capture.
+
+    `shell` knows the names of the model's tensors; `device` is the capture's, which the graph takes from its input.
+    """
+
+    def __init__(
+        self, graph: torch.fx.Graph, sizes: SizeNodes, shell: FakeModel, device: torch.device
+    ) -> None:
+        self.graph = graph
+        self.constants: dict[str, torch.Tensor] = {}
+        # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
+        self.fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
+        self._sizes = sizes
+        self._shell = shell
+        self.device = device
+        self._values: dict[int, Origin] = {}
+        self._alive: list[Any] = []
+        self._device_source: torch.fx.Node | None = None
+        self._device_node: torch.fx.Node | None = None
+        self._modules: list[tuple[str, str]] = []
+        self.containers = MutableObjects(graph, self._create_function, self.argument, self._bind_entry)
+        self._inputs: list[Any] = []
+
+    def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
+        """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
+        self._bind(tensor, Origin(node, path))
+        if self._device_source is None and tensor.device == self.device:
+            self._device_source = node if not path else None
+        self._sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
+
+    def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
+        """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
+        self.containers.add(value, functools.cache(lambda: self._follow(Origin(node, path))), bind=True)
+        self._inputs.append(value)
+
+    def add_output(self, value: Any) -> None:
+        """Write the output node, and give every run tensors of its own where the forward makes them from data."""
+        for changed in self._inputs:
+            self.containers.write_back(changed)
+        self.graph.output(self.argument(value))
+        self.containers.erase_unused()
+        returned = {storage_of(tensor) for tensor in tensors_in([value, self._inputs])}
+        for fake, version, node in self.fresh:
+            if fake._version != version or storage_of(fake) in returned:
+                with self.graph.inserting_after(node):
+                    clone = self.graph.call_method("clone", (node,))
+                clone.meta = dict(node.meta)
+                node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)  # type: ignore[misc]
+
+    def argument(self, value: Any) -> Any:
+        """`value` as an argument of a node; TraceError when code cannot name it."""
+        if isinstance(value, torch.Tensor):
+            return self._node_of(value)
+        if isinstance(value, SymbolicNumber):
+            return self._sizes.node(value)
+        if isinstance(value, torch.device):
+            return self._device_argument(value)
+        if isinstance(value, (enum.Enum, range)):
+            return value
+        if type(value).__module__ == "torch.return_types" and id(value) in self._values:
+            return self._values[id(value)].node
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            value = value.item()  # its repr is no Python literal
+        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.create(
+                "call_function", importable(type(value)), tuple(map(self.argument, value)), {}, None
+            )
+        if type(value) is list:
+            return [self.argument(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.argument(item) for item in value)
+        if type(value) is dict:
+            return {key: self.argument(item) for key, item in value.items()}
+        if type(value) is collections.OrderedDict:
+            pairs = [(key, self.argument(item)) for key, item in value.items()]
+            return self.create("call_function", collections.OrderedDict, (pairs,), {}, None)
+        if isinstance(value, slice):
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._construct(value)
+        if is_open(value):
+            return self.containers.node(value)
+        raise TraceError(
+            f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
+            f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"
+        )
+
+    def _construct(self, value: Any) -> torch.fx.Node:
+        """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        extra = set(value if isinstance(value, dict) else value.__dict__) - {field.name for field in fields}
+        if extra:
+            raise TraceError(
+                f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. "
+                f"{self.where()}"
+            )
+        given = {f.name: getattr(value, f.name) for f in fields}
+        kwargs = {f.name: self.argument(given[f.name]) for f in fields if given[f.name] is not f.default}
+        return self.create("call_function", importable(type(value)), (), kwargs, None)
+
+    def _node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
+        value = self._values.get(id(tensor))
+        if value is None:
+            return self._attribute(tensor)
+        if value.path:
+            value = Origin(self._follow(value))
+            value.node.meta["val"] = tensor
+            self._values[id(tensor)] = value
+        return value.node
+
+    def _follow(self, value: Origin) -> torch.fx.Node:
+        """The node at the end of a path, made the first time that something uses it."""
+        node = value.node
+        for kind, key in value.path:
+            target = operator.getitem if kind == "item" else getattr
+            node = self.create("call_function", target, (node, key), {}, None)
+        return node
+
+    def _attribute(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """A tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
+        name = self._shell.names.get(id(tensor))
+        if name is None and id(tensor) in self._shell.originals:
+            name = self.constant(self._shell.originals[id(tensor)])
+            self._shell.names[id(tensor)] = name
+        if name is None:
+            raise TraceError(
+                "a tensor was made out of sight of the capture (in a custom C++ function, or by a transform of torch.func). "
+                f"Make the module that makes it a leaf. {self.where()}"
+            )
+        return self.create("get_attr", name, (), {}, tensor)
+
+    def faked(self, value: Any) -> Any:
+        """`value` with a fake in the place of each real tensor, so that no call computes or writes anything."""
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+                return value
+            if isinstance(value, torch.nn.Parameter):
+                raise TraceError(
+                    "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
+                    f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
+                )
+            return self._shell.fake(value)
+        if type(value) in (tuple, list):
+            return type(value)(self.faked(item) for item in value)
+        if type(value) is dict:
+            return {key: self.faked(item) for key, item in value.items()}
+        return value
+
+    def constant(self, tensor: torch.Tensor) -> str:
+        name = f"_tensor_constant{len(self.constants)}"
+        self.constants[name] = tensor
+        return name
+
+    def _device_argument(self, device: torch.device) -> Any:
+        if device != self.device:
+            return device
+        if self._device_node is None:
+            if self._device_source is None:
+                return device
+            with self.graph.inserting_after(self._device_source):
+                self._device_node = self.graph.call_function(getattr, (self._device_source, "device"))
+                self._device_node.meta["val"] = device
+        return self._device_node
+
+    def makes_something(self, result: Any) -> bool:
+        """Whether a result holds a tensor or a number that only the graph can compute."""
+        if isinstance(result, torch.Tensor):
+            return True
+        if isinstance(result, SymbolicNumber):
+            return self._sizes.is_new(result)
+        if isinstance(result, (tuple, list)):
+            return any(self.makes_something(item) for item in result)
+        if isinstance(result, dict):
+            return any(self.makes_something(item) for item in result.values())
+        return False
+
+    def arguments(self, name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            return tuple(self.argument(arg) for arg in args), {
+                key: self.argument(arg) for key, arg in kwargs.items()
+            }
+        except TraceError as error:
+            raise TraceError(f"in an argument of {name!r}: {error}") from error
+
+    def create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> torch.fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs)
+        if result is not None:
+            node.meta["val"] = result
+        node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in self._modules}
+        node.meta["stack_trace"] = stack_trace(sys._getframe(1))
+        self.bind_result(result, Origin(node))
+        return node
+
+    def _create_function(self, target: Any, *args: Any) -> torch.fx.Node:
+        return self.create("call_function", target, args, {}, None)
+
+    def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
+        """Take `value` as an entry of what `node()` gives."""
+        if isinstance(value, (torch.Tensor, tuple, *SymbolicNumber)):
+            self.bind_result(value, Origin(node, ((kind, key),)))
+
+    def bind_result(self, result: Any, value: Origin) -> None:
+        if isinstance(result, torch.Tensor):
+            self._bind(result, value)
+            self._sizes.bind_shape(result, functools.partial(self._node_of, result))
+        elif isinstance(result, SymbolicNumber):
+            self._sizes.bind(result, functools.partial(self._follow, value))
+        elif isinstance(result, (tuple, list)):
+            if type(result).__module__ == "torch.return_types":
+                self._values[id(result)] = value
+                self._alive.append(result)
+            for index, item in enumerate(result):
+                self.bind_result(item, Origin(value.source, (*value.path, ("item", index))))
+        elif isinstance(result, dict):
+            for key, item in result.items():
+                self.bind_result(item, Origin(value.source, (*value.path, ("item", key))))
+        elif is_open(result):
+            self.containers.add(result, functools.cache(lambda: self._follow(value)), bind=True)
+
+    def _bind(self, tensor: torch.Tensor, value: Origin) -> None:
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+
+    @contextlib.contextmanager
+    def inside(self, name: str, module: torch.nn.Module) -> Iterator[None]:
+        self._modules.append((name, f"{type(module).__module__}.{type(module).__qualname__}"))
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
+    def origin(self, node: torch.fx.Node) -> str:
+        """What made the value of a node, in words: an input, or a call at a line of the model."""
+        if node.op == "placeholder":
+            return f"the input {str(node.target).lstrip('*')!r}"
+        if node.op == "get_attr":
+            return f"the tensor {node.target!r} of the model"
+        if "stack_trace" not in node.meta:  # it computes with a size, or follows a path into a result
+            sources = [self.origin(source).removeprefix("computed from ") for source in node.all_input_nodes]
+            return f"computed from {' and '.join(dict.fromkeys(sources))}"
+        module = list(node.meta["nn_module_stack"])[-1:]
+        lines = re.findall(r'^ *File "(.*)", line (\d+), ', node.meta["stack_trace"], re.MULTILINE)
+        file = ":".join(lines[-1]) if lines else "an unknown place"
+        return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
+
+    def location(self) -> str:
+        """`file:line` of the model's code that runs now."""
+        frame = model_frame(sys._getframe(1))
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+
+    def where(self) -> str:
+        """The module path, file, line and source text of the model's code that runs now."""
+        return describe_location(model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)

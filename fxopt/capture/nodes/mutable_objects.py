@@ -1,0 +1,242 @@
+"""The objects that a forward may change: which node each is, and what the graph has made of it so far.
+
+A decoder gets a cache, puts new tensors in the place of old ones, and hands it back. The graph does the same: an
+object among the inputs is its placeholder, one that the forward makes is built where something first needs it,
+and what the forward has changed since is written back before a layer or the caller sees the object again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.runtime.input_specs import same_value
+from fxopt.errors import TraceError
+from fxopt.objects import (
+    build_object,
+    entries,
+    find,
+    is_mutable,
+    is_open,
+    key_kind,
+    set_attributes,
+    set_items,
+)
+
+Node = torch.fx.Node
+
+
+@dataclasses.dataclass
+class _Known:
+    """A container that some node gives, and what was in it when the graph and the forward last agreed."""
+
+    container: Any
+    node: Callable[[], Node]
+    contents: dict[Any, Any]
+
+
+class MutableObjects:
+    """The open objects of one capture, with the lists and dicts inside them.
+
+    Args:
+        graph: the graph that is written.
+        create: writes a `call_function` node for a target and its arguments.
+        argument: writes a value of any other kind as an argument of a node.
+        bind: takes a value as the entry, of this kind and key, of what a node gives.
+    """
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        create: Callable[..., Node],
+        argument: Callable[[Any], Any],
+        bind: Callable[[Any, Callable[[], Node], str, Any], None],
+    ) -> None:
+        self._graph = graph
+        self._create = create
+        self._argument = argument
+        self._bind = bind
+        self._known: dict[int, _Known] = {}
+        # What is being built, and lists and dicts that are written inside the node of what holds them.
+        self._building: set[int] = set()
+        self._writing: set[int] = set()
+        self._kept: list[Node] = []
+
+    def add(self, container: Any, node: Callable[[], Node], bind: bool = False) -> None:
+        """Take a container, and those inside it, as what `node()` gives; `bind` its tensors as well."""
+        known = self._known[id(container)] = _Known(container, node, {})
+        self._accept(known, entries(container), bind)
+
+    def node(self, value: Any) -> Node:
+        """The node that gives an open object, as it is now."""
+        if id(value) not in self._known:
+            self._build(value)
+        self.write_back(value)
+        return self._known[id(value)].node()
+
+    def write_back(self, container: Any) -> None:
+        """Write what the forward has changed in a container, and in those inside it."""
+        if id(container) in self._writing:
+            raise TraceError(
+                f"the forward puts a {type(container).__name__} into itself, which a graph cannot follow."
+            )
+        self._writing.add(id(container))
+        known = self._known[id(container)]
+        now = entries(container)
+        changed = _changed(known, now)
+        removed = [key for key in known.contents if key not in now]
+        if changed or removed:
+            self._keep([known.contents[key] for key in (*changed, *removed) if key in known.contents])
+            if is_open(container):
+                parts = {key: self._part(now[key]) for key in changed}
+                self._create(set_attributes, known.node(), parts, *([removed] if removed else []))
+            else:
+                self._create(set_items, known.node(), self._contents(container))
+            self._accept(known, now)
+        for value in now.values():
+            if id(value) in self._known:
+                self.write_back(value)
+        self._writing.remove(id(container))
+
+    def any_in(self, arguments: Any) -> bool:
+        """Whether there is an open object among the arguments of a call."""
+        return next(self._reachable(arguments), None) is not None
+
+    def before_call(self, arguments: Any) -> None:
+        """Read all that is in the open objects among the arguments of a call, which may change them."""
+        for known in self._reachable(arguments):
+            self._keep(list(known.contents.values()))
+
+    def after_call(self, arguments: Any) -> None:
+        """Take over what a call has changed in the open objects among its arguments."""
+        with self._reading():
+            for known in list(self._reachable(arguments)):
+                self._accept(known, entries(known.container), bind=True)
+
+    def erase_unused(self) -> None:
+        """Erase what was read before a call changed it, and was not needed."""
+        for node in reversed(list(dict.fromkeys(self._kept))):
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def _accept(self, known: _Known, now: dict[Any, Any], bind: bool = False) -> None:
+        """Take what is in a container now as what the graph has there; `bind` where it did not come from nodes."""
+        changed = _changed(known, now)
+        known.contents = now
+        for key in changed:
+            value = now[key]
+            if not is_mutable(value):
+                if bind:
+                    self._bind(value, known.node, key_kind(known.container), key)
+            elif id(value) not in self._known:
+                self.add(value, self._entry(known, key), bind)
+
+    def _entry(self, known: _Known, key: Any) -> Callable[[], Node]:
+        """The node of what is at `key`, made the first time that something uses it."""
+        target = operator.getitem if key_kind(known.container) == "item" else getattr
+        made: list[Node] = []
+
+        def node() -> Node:
+            if not made:
+                made.append(self._create(target, known.node(), key))
+            return made[0]
+
+        return node
+
+    def _build(self, value: Any) -> None:
+        self._begin(value)
+        made = self._create(build_object, _qualified_name(type(value)), self._contents(value))
+        self.add(value, lambda: made)
+
+    def _begin(self, value: Any) -> None:
+        if id(value) in self._building:
+            raise TraceError(
+                f"a {type(value).__name__} that the forward makes is in two places of another object, or in itself, "
+                "which a graph cannot make."
+            )
+        self._building.add(id(value))
+
+    def _contents(self, container: Any) -> Any:
+        if isinstance(container, list):
+            return [self._part(item) for item in container]
+        return {key: self._part(item) for key, item in entries(container).items()}
+
+    def _part(self, value: Any) -> Any:
+        """A value inside a container as an argument of a node."""
+        if id(value) in self._known or is_open(value):
+            return self.node(value)
+        if type(value) in (list, dict):
+            self._begin(value)
+            return self._contents(value)
+        if isinstance(value, (type, types.FunctionType)):
+            return self._create(find, _qualified_name(value))
+        return self._argument(value)
+
+    def _keep(self, values: list[Any]) -> None:
+        """Read these values now, which will no longer be where they are."""
+        with self._reading():
+            for value in values:
+                if id(value) in self._known:
+                    self._known[id(value)].node()
+                elif isinstance(value, tuple):
+                    self._keep(list(value))
+                elif isinstance(value, (torch.Tensor, *SymbolicNumber)):
+                    self._argument(value)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Nodes written in the block are erased in the end where nothing uses them."""
+        last = self._graph._root.prev
+        yield
+        while last.next is not self._graph._root:
+            last = last.next
+            self._kept.append(last)
+
+    def _reachable(self, value: Any) -> Iterator[_Known]:
+        known = self._known.get(id(value))
+        if known is not None:
+            yield known
+        for part in _parts(value):
+            yield from self._reachable(part)
+
+
+def _changed(known: _Known, now: dict[Any, Any]) -> list[Any]:
+    return [
+        key
+        for key, value in now.items()
+        if key not in known.contents or not _same(value, known.contents[key])
+    ]
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, SymbolicNumber) and isinstance(other, SymbolicNumber):
+        return bool(value.node.expr == other.node.expr)
+    if isinstance(value, (bool, int, float, str)):
+        return same_value(value, other)
+    return value is other
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    return list(entries(value).values()) if isinstance(value, dict) or is_open(value) else []
+
+
+def _qualified_name(value: Any) -> str:
+    name = f"{value.__module__}.{value.__qualname__}"
+    try:
+        found = find(name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not value:
+        raise TraceError(
+            f"{name} cannot be imported by that name, so no graph can make one. Define it at the top level of a module."
+        )
+    return name

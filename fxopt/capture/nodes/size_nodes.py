@@ -1,0 +1,115 @@
+"""The nodes that compute with sizes.
+
+A free dimension is a SymInt of a `ShapeEnv`. When one becomes an argument of a call, its sympy expression is
+written as nodes; the leaves are `size` calls on the node of the tensor that has that dimension, or the node
+of the value (`item`) that it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from fxopt.errors import TraceError
+
+
+class SizeNodes:
+    """The nodes of one graph that compute sizes.
+
+    `bind` says where a symbol comes from; `node` gives the node for a SymInt, SymFloat or SymBool.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, shape_env: ShapeEnv) -> None:
+        self._tracer = GraphAppendingTracer(graph)
+        self._graph = graph
+        self._shape_env = shape_env
+        self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
+        self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
+
+    def bind(self, value: Any, origin: Callable[[], torch.fx.Node]) -> None:
+        """Take `origin` as the source of `value` if that is a symbol of its own that has no source yet."""
+        expression = value.node.expr
+        if isinstance(expression, sympy.Symbol):
+            self._origins.setdefault(expression, origin)
+        elif isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
+            # `.item()` of a boolean tensor is `Eq(symbol, 1)`.
+            self._origins.setdefault(expression.lhs, lambda: self._graph.call_function(int, (origin(),)))
+
+    def is_new(self, value: Any) -> bool:
+        """Whether `value` depends on a symbol that nothing has been taken as the source of."""
+        return not self._origins.keys() >= value.node.expr.free_symbols
+
+    def has_source(self, symbol: sympy.Symbol) -> bool:
+        """Whether something has been taken as the source of a symbol."""
+        return symbol in self._origins
+
+    def bind_shape(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
+        """Take the dimensions of `tensor`, made by `node()`, as sources of the symbols they consist of."""
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))
+
+    def node(self, value: Any) -> Any:
+        """The node that computes `value`, or a Python number when it is one after all."""
+        result = self.node_of(self._shape_env.replace(value.node.expr), value.node.pytype)
+        if isinstance(result, torch.fx.Node):
+            result.meta["val"] = value
+        return result
+
+    def node_of(self, expression: Any, number: type = bool) -> Any:
+        """The node that computes a sympy expression, or a Python number of this type."""
+        if expression.is_number or expression in (sympy.true, sympy.false):
+            return number(expression)
+        if expression not in self._nodes:
+            self._nodes[expression] = self._compute(expression)
+        return self._nodes[expression]
+
+    def _compute(self, expression: Any) -> torch.fx.Node:
+        leaves = {symbol: Proxy(self._leaf(symbol), self._tracer) for symbol in expression.free_symbols}
+        if isinstance(expression, sympy.Symbol):
+            return leaves[expression].node
+        result = sympy_interp(_Analysis, leaves, expression)
+        node: torch.fx.Node = result.node
+        return node
+
+    def _leaf(self, symbol: sympy.Symbol) -> torch.fx.Node:
+        if symbol not in self._nodes:
+            if symbol not in self._origins:
+                raise TraceError(
+                    f"The size {symbol} comes from a tensor that was made out of sight of the capture "
+                    "(in a custom C++ function, or by a transform of torch.func). Make the module that makes it a leaf."
+                )
+            self._nodes[symbol] = self._origins[symbol]()
+        return self._nodes[symbol]
+
+
+class _Analysis(PythonReferenceAnalysis):
+    """Python's arithmetic on proxies; rounding, which `math` does on numbers alone, becomes a node of its own."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.ceil, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.trunc, x)
+
+
+def _rounded(function: Callable[[Any], int], x: Any) -> Any:
+    return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)

@@ -1,0 +1,59 @@
+"""Places in the model's code: the frames of the stack that are neither torch's nor the capture's."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+from types import FrameType
+
+import sympy
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FXOPT = sys.modules["fxopt"].__path__[0] + os.sep
+# The function that runs the model's forward: below it on the stack, frames belong to the caller.
+RUN_FORWARD = "_run_forward"
+
+
+def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -> str:
+    """A place in the model's code in words: module path, file, line, source text."""
+    inside = f"In module {module[0] or 'the root'!r} ({module[1]})" if module else "In the forward"
+    if frame is None:
+        return f"{inside}."
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    return f"{inside}, at {file}:{line}: `{text}`." if text else f"{inside}, at {file}:{line}."
+
+
+_SYMPY = os.path.dirname(sympy.__file__) + os.sep
+
+
+def is_model_code(filename: str) -> bool:
+    """Whether a file belongs to the model rather than to torch or to the capture."""
+    return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
+
+
+def model_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not is_model_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def stack_trace(frame: FrameType | None) -> str:
+    """The model's part of the stack, outermost call first, as Python prints it."""
+    lines: list[str] = []
+    while frame is not None and frame.f_code.co_name != RUN_FORWARD:
+        code = frame.f_code
+        if is_model_code(code.co_filename):
+            lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return sys.intern("".join(reversed(lines)))  # layers share their lines
+
+
+@functools.lru_cache(maxsize=4096)
+def _frame_text(filename: str, line: int, function: str) -> str:
+    return (
+        f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}\n'
+    )

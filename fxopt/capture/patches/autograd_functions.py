@@ -1,0 +1,45 @@
+"""Custom `torch.autograd.Function`s: one node each, or the calls of their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxopt.capture.recording.recorder import Recorder, contains
+from fxopt.capture.runtime import modes
+
+
+def call_autograd_function(
+    recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward.
+
+    No node can hold modules, which some functions take; where no gradients are wanted, the calls that such a
+    function makes are recorded in its stead.
+    """
+    if contains([*args, *kwargs.values()], torch.nn.Module):
+        return _call_forward(recorder, cls, args, kwargs)
+    writer = recorder.writer
+    args, kwargs = writer.faked(args), writer.faked(kwargs)
+    with recorder.paused():
+        result = apply(*args, **kwargs)
+    node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
+    writer.create("call_function", modes.ApplyFunction(cls), node_args, node_kwargs, result)
+    return result
+
+
+def _call_forward(recorder: Recorder, cls: Any, args: Any, kwargs: Any) -> Any:
+    """Run the forward of a `torch.autograd.Function` without its backward."""
+    if torch.is_grad_enabled():
+        recorder.fail(
+            f"the autograd.Function {cls.__qualname__} takes a module, and a graph cannot hold the gradients that it "
+            "computes with it. Capture and run under torch.no_grad(), or make the module that calls it a leaf"
+        )
+    recorder.queries.note_mode("grad", False)
+    if cls.setup_context is not torch.autograd.Function.setup_context:
+        return cls.forward(*args, **kwargs)
+    context: Any = torch.autograd.function.FunctionCtx()
+    context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
+    return cls.forward(context, *args, **kwargs)

@@ -1,0 +1,47 @@
+"""What does not reach a `TorchFunctionMode` by itself, made to: for one capture, in one thread.
+
+`torch.inference_mode`, `sdpa_kernel` and `torch.autograd.Function` report to no mode. Their entry points are
+replaced while a capture runs, under a lock; calls from any other thread go straight to the originals.
+The compiling and exporting states of torch are set for the same time, as `torch.export` does: models that
+branch on them then take the branch that needs no data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from fxopt.capture.patches.mask_loops import patch_loops
+from fxopt.capture.patches.python_numbers import patch_numbers
+from fxopt.capture.patches.random_numbers import patch_random_numbers
+from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.torch_functions import patch_torch
+from fxopt.capture.patches.transformers_masks import patch_masks
+from fxopt.capture.recording.recorder import Recorder
+
+lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def patched_torch(recorder: Recorder) -> Iterator[None]:
+    """Report to `recorder` what this thread does inside the block."""
+    thread = threading.get_ident()
+
+    def active() -> bool:
+        return threading.get_ident() == thread and recorder.recording
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
+        stack.enter_context(replaced(torch.compiler, "_is_exporting_flag", True))
+        # It logs each error of an operator before raising it, and some are answers to questions asked here.
+        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        patch_torch(stack, recorder, active)
+        patch_numbers(stack, recorder, active)
+        patch_random_numbers(stack, recorder, active)
+        patch_masks(stack, recorder, active)
+        patch_loops(stack, recorder, active)
+        yield

@@ -1,0 +1,128 @@
+"""Random numbers that are not torch's, while a forward is captured: those of Python, numpy and the operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.recording.random_state import generators, reason, restore, state_of
+from fxopt.capture.recording.recorder import Recorder
+
+_NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
+_OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subclasshook__"}
+
+
+def patch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
+    _seeds(stack, recorder, active)
+    _states(stack, recorder, active)
+    _draws(stack, recorder, active)
+    _entropy(stack, recorder, active)
+
+
+def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What Python and numpy draw after a seed is the same each time, and no random number."""
+    for name in {"random", "numpy.random"} & sys.modules.keys():
+        original: Any = sys.modules[name].__dict__["seed"]
+
+        def seed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            if active() and (args or kwargs):
+                recorder.draws.seed(name)
+            original(*args, **kwargs)
+
+        stack.enter_context(replaced(sys.modules[name], "seed", seed))
+
+
+def _states(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What was drawn out of sight shows in the state, until that is restored."""
+    for name, function in (("random", "setstate"), ("numpy.random", "set_state")):
+        if name not in generators():
+            continue
+        original: Any = sys.modules[name].__dict__[function]
+
+        def restored(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            if active() and name in recorder.draws.drawn_from():
+                recorder.fail(reason(name))
+            original(*args, **kwargs)
+            if active():
+                recorder.draws.restored(name)
+
+        stack.enter_context(replaced(sys.modules[name], function, restored))
+
+
+def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """A number that a forward draws and does not use is harmless, as one that drops layers in training alone."""
+    for name, generator in generators().items():
+        for function, original in list(vars(sys.modules[name]).items()):
+            if getattr(original, "__self__", None) is not generator or function in _NO_DRAWS:
+                continue
+
+            def draw(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+                if not active() or recorder.draws.is_seeded(name):
+                    return original(*args, **kwargs)
+                before = state_of(name)
+                drawn = original(*args, **kwargs)
+                if not isinstance(drawn, numbers.Number):
+                    return drawn
+                restore(name, before)
+                return _UnusableNumber(lambda: recorder.fail(reason(name)))
+
+            stack.enter_context(replaced(sys.modules[name], function, draw))
+
+
+class _UnusableNumber:
+    """Stands for a number that nobody can know: whatever is done with it calls `refuse`, which raises.
+
+    It is no float, because functions in C read the number in a float without asking its class.
+    """
+
+    __slots__ = ("refuse",)
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        object.__setattr__(self, "refuse", refuse)
+
+    def __getattribute__(self, name: str) -> Any:
+        _use(self)
+
+
+def _use(number: _UnusableNumber, *args: Any, **kwargs: Any) -> None:
+    object.__getattribute__(number, "refuse")()
+
+
+# Python looks for what operators and builtins do in the class.
+for _name in {*dir(float), *dir(int)} - {*vars(_UnusableNumber), *_OF_CLASSES}:
+    setattr(_UnusableNumber, _name, _use)
+
+
+def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """What the operating system draws, for `secrets`, `uuid4`, and generators without a seed."""
+
+    def refuse() -> None:
+        if active():
+            recorder.fail(
+                "the forward draws random numbers from the operating system, as generators without a seed do, and a graph "
+                "would hold those that it drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)"
+            )
+
+    for module, name in ((os, "urandom"), (random, "_urandom")):
+        original: Any = module.__dict__[name]
+
+        def urandom(size: int, original: Any = original) -> bytes:
+            refuse()
+            return bytes(original(size))
+
+        stack.enter_context(replaced(module, name, urandom))
+    prepare: Any = random.Random.__init__
+
+    def __init__(self: Any, *seed: Any, **named: Any) -> None:
+        if seed in ((), (None,)) and not named:
+            refuse()
+        prepare(self, *seed, **named)
+
+    stack.enter_context(replaced(random.Random, "__init__", __init__))

@@ -1,0 +1,235 @@
+"""Masks that transformers leaves out for values that it does not read while it is traced.
+
+Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
+not as its module declares. A graph has the mask. Both are the same where the module declares what
+the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
+The graph then computes a mask that lets through what the module declares if padding hides nothing.
+
+A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the
+eager model has none; it is refused, or with `specialize=True` decided.
+
+A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
+eager model does. Some models rely on that, and could not use the mask if it were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.recording.recorder import Recorder
+
+# The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
+# both leave out masks in both directions.
+_SDPA, _EAGER = "sdpa", "eager"
+# What gives a mask, or rows and columns of it, as it is.
+_KEEPS = {
+    *("getitem", "expand", "unsqueeze", "squeeze", "view", "reshape", "repeat", "repeat_interleave"),
+    *("to", "bool", "type", "type_as", "float", "contiguous", "clone", "detach", "narrow", "select"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A mask that may be left out, how often it had been written then, whether it is causal, and what it was made from."""
+
+    mask: torch.Tensor
+    writes: int
+    is_causal: bool
+    options: dict[str, Any]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is left out for its padding alone: in a window, or with more keys than queries, it is not."""
+        padding, keys = self.options.get("attention_mask"), self.options["kv_length"]
+        whole = not self.options.get("local_size") and self.options["q_length"] == keys
+        return bool(whole and (padding is None or padding.shape[-1] == keys))
+
+    @property
+    def is_written(self) -> bool:
+        return _writes(self.mask) != self.writes
+
+
+def patch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
+    masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
+    if masking is None or modeling is None:
+        return
+    _leave_out_masks_without_padding(stack, masking, active)
+    watch = _SkippableMasks(recorder, active)
+    # What is registered for all; a user's own function in a registry goes before it, and stays.
+    masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
+    for interface, name, watched in (
+        (masks, _SDPA, watch.making),
+        (masks, _EAGER, watch.making),
+        (attentions, _SDPA, lambda name, attend: watch.attending(attend)),
+    ):
+        original = interface._global_mapping[name]
+        interface.register(name, watched(name, original))
+        stack.callback(interface.register, name, original)
+    get_interface: Any = attentions.get_interface
+
+    def get(self: Any, name: Any, default: Any) -> Any:
+        found = get_interface(self, name, default)
+        return watch.attending_with_masks_alone(found) if name == _EAGER else found
+
+    stack.enter_context(replaced(attentions, "get_interface", get))
+
+
+class _SkippableMasks:
+    """The masks of one capture that may be left out."""
+
+    def __init__(self, recorder: Recorder, active: Callable[[], bool]) -> None:
+        self._recorder, self._active = recorder, active
+        self._made: dict[torch.fx.Node, _Made] = {}
+        self._origins: dict[torch.fx.Node, list[_Made]] = {}
+        # The masks that attention gets in the place of one that says something else than it declares.
+        self._as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+
+    def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, of the implementation with this name, with note taken of the masks that it makes."""
+
+        def mask(*args: Any, **options: Any) -> Any:
+            made = make(*args, **options)
+            if self._active() and isinstance(made, torch.Tensor):
+                is_causal = options.get("allow_is_causal_skip", True)
+                if (is_causal and name == _SDPA) or options.get("allow_is_bidirectional_skip", False):
+                    node = self._recorder.writer.argument(made)
+                    self._made[node] = _Made(made, _writes(made), is_causal, options)
+            return made
+
+        return mask
+
+    def attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention that is causal or not, as its module declares, where it has no mask."""
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
+        ) -> Any:
+            one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
+            given = options.get("is_causal")
+            declared = bool(getattr(module, "is_causal", True) if given is None else given)
+            mask = attention_mask
+            for made in self._unchanged(module, attention_mask):
+                if made.is_causal != declared and not one_query:
+                    mask = self._declared(module, attention_mask, made, declared)
+            return attend(module, query, key, value, mask, *args, **options)
+
+        return attention
+
+    def attending_with_masks_alone(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention that sees every key where it has no mask."""
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
+        ) -> Any:
+            self._unchanged(module, attention_mask)
+            return attend(module, query, key, value, attention_mask, *args, **options)
+
+        return attention
+
+    def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
+        """What a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
+        if not (self._active() and self._made and isinstance(mask, torch.Tensor)):
+            return []
+        node = self._recorder.writer.argument(mask)
+        if node not in self._origins:
+            self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
+        for made in self._origins[node]:
+            if (made.is_written or not _is_part(node, self._made)) and not _is_there(self._recorder, made):
+                self._recorder.fail(_changed(type(module).__name__, self._recorder.writer.origin(node)))
+        return self._origins[node]
+
+    def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
+        """What an attention gets that declares to be causal and whose mask is not, or the other way round."""
+        node = self._recorder.writer.argument(mask)
+        if node not in self._made or not made.is_whole:
+            self._recorder.fail(_reason(type(module).__name__, declared))
+        if (node, declared) not in self._as_declared:
+            self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
+        return self._as_declared[node, declared]
+
+
+def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, active: Any) -> None:
+    """While torch is said to be exporting, transformers would not."""
+    original: Any = masking._ignore_bidirectional_mask_sdpa
+
+    def ignore(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        hides_nothing = padding_mask is None and local_attention_size is None
+        return (active() and hides_nothing) or bool(original(padding_mask, kv_length, local_attention_size))
+
+    masking._ignore_bidirectional_mask_sdpa = ignore
+    stack.callback(setattr, masking, original.__name__, original)
+
+
+def _is_there(recorder: Recorder, made: _Made) -> bool:
+    """Whether the eager model has this mask too, as the example inputs decide and the graph checks."""
+    padding: torch.Tensor | None = made.options.get("attention_mask")
+    if padding is None or not made.is_whole or not recorder.decisions.specialised:
+        return False
+    return not bool(padding.all())
+
+
+def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
+    """Whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
+    while mask not in made:
+        name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
+        source = mask.args[0] if mask.args else mask.kwargs.get("input")
+        if name not in _KEEPS or not isinstance(source, torch.fx.Node):
+            return False
+        mask = source
+    return True
+
+
+def _writes(mask: torch.Tensor) -> int:
+    """How often a mask has been written; under inference mode, torch does not count."""
+    return 0 if mask.is_inference() else mask._version
+
+
+def _as_declared(mask: torch.Tensor, made: dict[str, Any], is_causal: bool) -> torch.Tensor | None:
+    """The mask (batch, 1 or heads, queries, keys) of an attention that is causal, or not, where padding hides nothing."""
+    padding: torch.Tensor | None = made.get("attention_mask")
+    if padding is None:
+        return None
+    if not is_causal:
+        return mask | padding.all()
+    position = torch.arange(made["kv_length"], device=mask.device)
+    return mask & ((position[:, None] >= position) | ~padding.all())
+
+
+def _reason(attention: str, declared: bool) -> str:
+    with_mask, without = (
+        ("in both directions", "causally") if declared else ("causally", "in both directions")
+    )
+    return (
+        f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
+        "transformers then leaves the mask out, and the module declares "
+        f"is_causal={declared}. A graph cannot be both, for a mask of a window, or of other keys than queries, or for a "
+        f"part of one: with attn_implementation='eager' the model always attends {with_mask}"
+    )
+
+
+def _changed(attention: str, origin: str) -> str:
+    return (
+        f"the forward changes the attention mask that {attention} gets, which transformers leaves out where padding hides no "
+        "token: the change is then left out as well, and a graph has both. Give the change to "
+        "transformers as and_mask_function, with which the mask is always there; or capture with specialize=True and an "
+        "example in which padding hides a token. The mask that it gets is "
+        f"{origin}"
+    )
+
+
+def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """A mask and what it is made of; not what went into a layer that gives a part of it, such as a bias by position."""
+    seen, left = {node}, [node]
+    while left:
+        yield (taken := left.pop())
+        new = [source for source in taken.all_input_nodes if source not in seen and taken.op != "call_module"]
+        seen.update(new)
+        left.extend(new)

@@ -1,0 +1,67 @@
+"""The operators that calls come down to, recorded in their stead where the calls are made on tensors that no node has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.recording.squeeze import squeeze_with_guard, unbind_with_guard
+from fxopt.capture.runtime import modes
+from fxopt.effects import is_write
+
+aten = torch.ops.aten
+
+
+class DispatchRecorder(TorchDispatchMode):
+    """Records operators, as `torch.ops` names them."""
+
+    def __init__(self, writer: GraphWriter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writer = writer
+        self._grad_before = self._grad = torch.is_grad_enabled()
+        self._switched: torch.fx.Node | None = None
+
+    def restore_gradients(self) -> None:
+        """Switch gradients as they were before the first operator."""
+        self._switch_gradients(self._grad_before)
+
+    def _switch_gradients(self, mode: bool) -> None:
+        if mode != self._grad:
+            self._grad = mode
+            back = mode == self._grad_before  # to what the caller of the graph has set
+            node = self._writer.create(
+                "call_function", modes.set_grad_enabled, (self._switched if back else mode,), {}, None
+            )
+            self._switched = node
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
+        result: Any = None
+        if operator.overloadpacket is aten.squeeze:
+            result = squeeze_with_guard(self._select, self._squeeze, *args, **kwargs)
+            if result is not None:
+                return result
+        if operator.overloadpacket is aten.unbind:
+            result = unbind_with_guard(*args, **kwargs)
+        if result is None:
+            result = operator(*args, **kwargs)
+        if is_write(operator):
+            has_side_effect(operator)
+        elif not self._writer.makes_something(result):
+            return result
+        self._switch_gradients(torch.is_grad_enabled())
+        node_args, node_kwargs = self._writer.arguments(operator.__name__, args, kwargs)
+        self._writer.create("call_function", operator, node_args, node_kwargs, result)
+        return result
+
+    def _select(self, *args: Any) -> Any:
+        return self.__torch_dispatch__(aten.select.int, (), args)
+
+    def _squeeze(self, *args: Any) -> Any:
+        return self.__torch_dispatch__(aten.squeeze.dims, (), args)

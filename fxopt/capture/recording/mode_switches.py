@@ -1,0 +1,72 @@
+"""Where a forward switches modes: the nodes that enter a mode, and those that restore what the first ones found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast
+
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.runtime import modes
+
+_GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
+_GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
+_GRAD_BLOCKS = (
+    _GRAD_EXITS
+    | {block.__enter__.__code__ for block in _GRAD_CLASSES}
+    | {torch.set_grad_enabled.__init__.__code__}
+)
+
+
+class ModeSwitches:
+    """Writes the nodes of one capture that switch modes; the node that leaves a block takes what the first one gives."""
+
+    def __init__(self, writer: GraphWriter) -> None:
+        self._writer = writer
+        # For each block that has been entered, by identity, the block, kept alive, and the node.
+        self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
+
+    def enter(self, block: Any, function: Callable[..., Any], *args: Any) -> None:
+        """Write the node that enters a mode; `leave(block)` restores what it found."""
+        self._blocks[id(block)] = (block, self._writer.create("call_function", function, args, {}, None))
+
+    def leave(self, block: Any) -> None:
+        """Write the node that leaves the mode that `block` entered."""
+        self._writer.create("call_function", modes.leave, (self._blocks.pop(id(block))[1],), {}, None)
+
+    def entered(self, block: Any) -> bool:
+        """Whether `block` has entered a mode and not left it."""
+        return id(block) in self._blocks
+
+    def autocast(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Write the node for a call of `_enter_autocast` or `_exit_autocast`."""
+        # torch has switched the mode already; the frame that reports it is autocast's own method.
+        block = _caller(3).f_locals["self"]
+        if function is _enter_autocast:
+            device_type, dtype, enabled, cache_enabled = args
+            self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
+        else:
+            self.leave(block)
+
+    def set_grad_enabled(self, mode: bool) -> None:
+        """A block restores what it found: which block this call belongs to stands in the frames above it."""
+        torch._C._set_grad_enabled(mode)
+        frame = _caller(3)
+        while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
+            frame = frame.f_back  # no_grad switches through set_grad_enabled
+        block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
+        if frame.f_code in _GRAD_EXITS and self.entered(block):
+            previous = self._blocks.pop(id(block))[1]
+            self._writer.create("call_function", modes.set_grad_enabled, (previous,), {}, None)
+            return
+        node = self._writer.create("call_function", modes.set_grad_enabled, (mode,), {}, None)
+        if block is not None and not self.entered(block):
+            self._blocks[id(block)] = (block, node)
+
+
+def _caller(depth: int) -> FrameType:
+    return sys._getframe(depth + 1)

@@ -1,0 +1,298 @@
+"""The inputs of one capture: a placeholder and fakes for each example value, and what a later value must be like."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, symbolic_context
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.recording.property_reads import PropertyReads
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runtime.input_specs import (
+    ConstantSpec,
+    InputSpec,
+    NumberSpec,
+    Path,
+    StructureSpec,
+    TensorSpec,
+    layout,
+    same_value,
+    structure_keys,
+)
+from fxopt.capture.runtime.size_guards import python_expression
+from fxopt.errors import TraceError
+from fxopt.objects import entries, is_mutable, is_open, key_kind, rebuilt
+
+
+class Placeholders:
+    """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
+
+    `request` says which free dimensions are 1 this time, and which ints inside objects are free, because the forward
+    is known to change them. `examples` gets the real value for each fake, by its identity.
+    """
+
+    def __init__(
+        self,
+        writer: GraphWriter,
+        fake_mode: FakeTensorMode,
+        shape_env: CaptureShapeEnv,
+        free: DynamicDimensions,
+        request: Request,
+        examples: dict[int, Any],
+    ) -> None:
+        self.expected: list[InputSpec] = []
+        self._writer = writer
+        self._fake_mode = fake_mode
+        self._shape_env = shape_env
+        self._free = free
+        self._request = request
+        self._examples = examples
+        # Containers that must stay as they are, with the identities of what was in them.
+        self._fixed: list[tuple[str, Any, list[tuple[Any, int]]]] = []
+        self._constants: list[tuple[str, Any, Any]] = []
+        # Numbers in objects that may vary, should the forward change them: where, the object, the key and the number.
+        self._numbers: list[tuple[str, Any, Any, int]] = []
+        self._places: dict[int, str] = {}
+
+    def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
+        """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
+        node = self._writer.graph.placeholder(name, **options)
+        fake = self._fake(node, name.lstrip("*"), (), value, spec, False)
+        node.meta["val"] = _snapshot(fake)
+        return fake
+
+    def check_unchanged(self) -> None:
+        """Raise TraceError if the forward has changed an input that the graph would leave as it is."""
+        changed = [where for where, container, before in self._fixed if _entries(container) != before]
+        changed += [where for where, given, before in self._constants if not same_value(given, before)]
+        if changed:
+            raise TraceError(
+                f"the forward changes its {changed[0]}; a graph would not. Return the change instead."
+            )
+
+    def moved(self) -> set[str]:
+        """The numbers in objects that the forward has changed and that are not free yet."""
+        return {
+            where
+            for where, container, key, number in self._numbers
+            if where not in self._request.moving and not same_value(entries(container).get(key), number)
+        }
+
+    def final(self, queries: PropertyReads) -> list[InputSpec]:
+        """What is expected, with the sizes that are left free after the whole forward."""
+        return [self._final(expected, queries) for expected in self.expected]
+
+    # --- fakes
+
+    def _fake(self, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any, inside: bool) -> Any:
+        """The fake of one value; `inside` an open object it may be changed, and the change is written back."""
+        if isinstance(value, torch.Tensor):
+            return self._fake_tensor(node, name, path, value, spec, inside)
+        opened = _opens(value, inside)
+        if not opened and not _has_parts(value) and not (inside and is_mutable(value)):
+            return self._constant(name, path, value)
+        keys = structure_keys(value)
+        self.expected.append(StructureSpec(name, path, type(value), keys))
+        if opened or (inside and is_mutable(value)):
+            return self._fake_object(node, name, path, value, spec, inside)
+        items = {}
+        for position, key in enumerate(keys):
+            item = value[key] if isinstance(value, (tuple, list, dict)) else getattr(value, key)
+            part = spec if inside else _part(spec, key, position)
+            items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, inside)
+        container: Any
+        if isinstance(value, (tuple, list)):
+            named_tuple = hasattr(value, "_fields")
+            container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
+        else:
+            container = items if type(value) is dict else type(value)(**items)
+        self._fixed.append((_where(name, path), container, _entries(container)))
+        return container
+
+    def _fake_object(
+        self, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any, inside: bool
+    ) -> Any:
+        """An open object, or a list or dict inside one."""
+        where = _where(name, path)
+        other = self._places.setdefault(id(value), where)
+        if other != where:
+            raise TraceError(
+                f"one {type(value).__name__} is given twice, as {other} and as {where}; give two."
+            )
+        items = {}
+        for position, (key, item) in enumerate(entries(value).items()):
+            part = spec if _is_for_all(spec) else _part(spec, key, position)
+            items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, True)
+        made = rebuilt(value, items)
+        for key, item in items.items():
+            if type(item) is int and spec is not None:
+                self._numbers.append((_where(name, (*path, (key_kind(value), key))), made, key, item))
+        if not inside:
+            self._writer.add_object(made, node, path)
+        return made
+
+    def _fake_tensor(
+        self, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any, inside: bool
+    ) -> torch.Tensor:
+        where = _where(name, path)
+        if inside and _is_for_all(spec):
+            spec = {dim: choice for dim, choice in spec.items() if -value.dim() <= dim < value.dim()}
+        choices = dynamic_dimensions(spec, value, where)
+        with torch.no_grad():
+            # An object of its own: the same tensor given twice is two inputs.
+            example = value.detach().requires_grad_(value.requires_grad)
+            for dim in list(choices):
+                if (where, dim) in self._request.at_one:
+                    example = example.narrow(dim, 0, 1).contiguous()
+                    del choices[dim]
+        fake = self._fake_mode.from_tensor(
+            example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
+        )
+        sizes: Any = fake.shape
+        for dim, choice in choices.items():
+            self._free.dimensions.append(
+                DynamicDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
+            )
+        self._examples[id(fake)] = example
+        shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+        self.expected.append(
+            TensorSpec(
+                name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
+            )
+        )
+        if not inside:
+            self._writer.add_input(fake, node, path)
+        return fake
+
+    def _constant(self, name: str, path: Path, value: Any) -> Any:
+        where = _where(name, path)
+        if where in self._request.moving:
+            return self._number(name, path, value)
+        if isinstance(value, torch.nn.Module) or _hides_tensors(value):
+            raise TraceError(
+                f"{where} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
+                "tensors, and tuples, lists, dicts, dataclasses and plain objects of tensors."
+            )
+        given = copy.deepcopy(value)
+        if not same_value(given, value):
+            raise TraceError(
+                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one."
+            )
+        if path and value == self._writer.device:
+            return given  # where an object lives; another device is no error in itself
+        self._constants.append((where, given, value))
+        self.expected.append(ConstantSpec(name, path, copy.deepcopy(value)))
+        return given
+
+    def _number(self, name: str, path: Path, value: int) -> Any:
+        source = ConstantSource(_where(name, path))
+        if (source.name, None) in self._request.at_one:
+            self.expected.append(NumberSpec(name, path, 1))
+            return 1
+        symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self._free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
+        self.expected.append(NumberSpec(name, path, symbol))
+        number = self._shape_env.create_symintnode(symbol, hint=value, source=source)
+        self._examples[id(number)] = value
+        return number
+
+    def _final(self, expected: InputSpec, queries: PropertyReads) -> InputSpec:
+        if isinstance(expected, NumberSpec):
+            return dataclasses.replace(expected, value=self._resolved(expected.value))
+        if not isinstance(expected, TensorSpec):
+            return expected
+        shape = tuple(self._resolved(size) for size in expected.shape)
+        fixed = tuple(
+            (dim, self._free.origin(size))
+            for dim, size in enumerate(expected.shape)
+            if isinstance(size, sympy.Symbol) and isinstance(shape[dim], int)
+        )
+        return dataclasses.replace(
+            expected,
+            shape=shape,
+            fixed_by=fixed,
+            strict_dtype=expected.dtype in queries.dtypes_read_at,
+            layout=expected.layout if queries.layout_read_at is not None else None,
+            requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
+        )
+
+    def _resolved(self, size: Any) -> int | str:
+        expression = self._shape_env.replace(sympy.sympify(size))
+        return int(expression) if expression.is_number else python_expression(expression)
+
+
+def _where(name: str, path: Path) -> str:
+    return f"input {name}{''.join(f'[{key!r}]' if kind == 'item' else f'.{key}' for kind, key in path)}"
+
+
+def _is_for_all(spec: Any) -> bool:
+    """Whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
+    return (
+        isinstance(spec, Mapping)
+        and all(isinstance(key, int) for key in spec)
+        and not any(isinstance(choice, (Mapping, tuple, list)) for choice in spec.values())
+    )
+
+
+def _part(spec: Any, key: Any, position: int) -> Any:
+    """The entry of `dynamic_shapes` for a part of a container."""
+    return spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+
+
+def _opens(value: Any, inside: bool) -> bool:
+    """Whether the graph takes an object apart; one that can be compared and holds no tensors is a constant."""
+    if not is_open(value) or (dataclasses.is_dataclass(value) and not inside):
+        return False
+    cls: Any = type(value)
+    return cls.__eq__ is object.__eq__ or any(map(_has_parts, vars(value).values()))
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether there is a tensor, or an object that the graph takes apart, in a value."""
+    if isinstance(value, torch.Tensor) or _opens(value, False):
+        return True
+    if isinstance(value, dict):
+        return any(map(_has_parts, value.values()))
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_parts, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_has_parts(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def _snapshot(value: Any) -> Any:
+    """A fake as it is before the forward changes it."""
+    if not is_mutable(value):
+        return value
+    return rebuilt(value, {key: _snapshot(item) for key, item in entries(value).items()})
+
+
+def _hides_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is no known container holds tensors, or is an array."""
+    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
+        return True
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
+        return False
+    containers = (tuple, list, set, frozenset, collections.deque)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, containers) else ()
+    return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
+
+
+def _entries(container: Any) -> list[tuple[Any, int]]:
+    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
+    if items is None:
+        items = (container if isinstance(container, dict) else vars(container)).items()
+    return [(key, id(value)) for key, value in items]

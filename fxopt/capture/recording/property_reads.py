@@ -1,0 +1,59 @@
+"""What a forward asks besides sizes and values: strides, gradients, dtypes, global modes. A graph holds for those answers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxopt.capture.nodes.graph_writer import GraphWriter
+
+_LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
+GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
+_DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
+
+
+class PropertyReads:
+    """The questions of one forward whose answers the graph takes for granted, and where it asked first."""
+
+    def __init__(self, writer: GraphWriter) -> None:
+        self._writer = writer
+        # Where the forward first asked for strides.
+        self.layout_read_at: str | None = None
+        # Where it first asked whether a tensor takes gradients.
+        self.gradients_read_at: str | None = None
+        self._grad_enabled = torch.is_grad_enabled()
+        # Where it asked for each dtype, and for a global mode, with the answer.
+        self.dtypes_read_at: dict[torch.dtype, str] = {}
+        self.modes_read: dict[str, tuple[bool, str]] = {}
+
+    def note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Take note of a call with no tensor as its result, if it asks such a thing."""
+        if name in _LAYOUT_QUERIES and self.layout_read_at is None:
+            self.layout_read_at = self._writer.location()
+        if name in GRAD_QUERIES and self.gradients_read_at is None:
+            self.gradients_read_at = self._writer.location()
+            self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
+        if isinstance(result, torch.dtype):
+            self.dtypes_read_at.setdefault(result, self._writer.location())
+        elif name in _DTYPE_QUERIES:
+            self.dtypes_read_at.setdefault(args[0].dtype, self._writer.location())
+
+    def note_mode(self, mode: str, answer: bool) -> None:
+        """Keep where the forward relied on a global mode, `grad`, `autocast` or `inference_mode`."""
+        self.modes_read.setdefault(mode, (answer, self._writer.location()))
+
+    def answers(self) -> Any:
+        """What was asked, with the answers, to compare with another forward."""
+        answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
+        return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
+
+    def cover(self, other: PropertyReads) -> bool:
+        """Whether a graph that holds for these answers alone holds for those of `other` alone."""
+        modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
+        return (
+            (other.layout_read_at is None or self.layout_read_at is not None)
+            and (other.gradients_read_at is None or self.gradients_read_at is not None)
+            and self.dtypes_read_at.keys() >= other.dtypes_read_at.keys()
+            and all(modes.get(mode) == answer for mode, (answer, _) in other.modes_read.items())
+        )

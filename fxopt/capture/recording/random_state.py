@@ -1,0 +1,77 @@
+"""The random numbers of Python and numpy: a graph cannot draw them, and a capture leaves their states as they were."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+
+class PythonRandomState:
+    """Notices whether code draws such numbers, but for those that follow a seed and are the same each time."""
+
+    def __init__(self) -> None:
+        self._before = _states()
+        self._seeded: set[str] = set()
+
+    def drawn_from(self) -> list[str]:
+        """The modules (`random`, `numpy.random`) from which numbers have been drawn that nobody can know."""
+        now = _states()
+        return [
+            name
+            for name, (_, before) in self._before.items()
+            if now[name][1] != before and name not in self._seeded
+        ]
+
+    def seed(self, name: str) -> None:
+        """Take note that one of these modules is about to be seeded."""
+        if name not in self.drawn_from():
+            self._seeded.add(name)
+
+    def restored(self, name: str) -> None:
+        """Take note that one of these modules has been given a state: what follows the one that was found is not known."""
+        if _states()[name][1] == self._before[name][1]:
+            self._seeded.discard(name)
+
+    def is_seeded(self, name: str) -> bool:
+        """Whether the numbers of this module follow a seed."""
+        return name in self._seeded
+
+    def take_back(self) -> None:
+        """Restore the states that were found."""
+        for name, (state, _) in self._before.items():
+            restore(name, state)
+
+
+def generators() -> dict[str, Any]:
+    """The generator from which each module draws; the library does not need numpy, a model may."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return {"random": random._inst} | ({"numpy.random": numpy.mtrand._rand} if numpy else {})
+
+
+def state_of(name: str) -> Any:
+    """The state of the generator of a module."""
+    return random.getstate() if name == "random" else sys.modules[name].get_state()
+
+
+def restore(name: str, state: Any) -> None:
+    """Give the generator of a module a state that it had."""
+    generator = generators()[name]
+    generator.setstate(state) if name == "random" else generator.set_state(state)
+
+
+def reason(name: str) -> str:
+    """Why a number that a forward draws from one of these modules is refused."""
+    return (
+        f"the forward draws random numbers from Python's {name!r}, and a graph would hold those that it drew. Use "
+        "torch's, or make the module that draws them a leaf (leaf_modules=...)"
+    )
+
+
+def _states() -> dict[str, tuple[Any, Any]]:
+    """The state of each module, as it takes it back, and in a form that can be compared."""
+    states = {name: (state, state) for name in generators() for state in (state_of(name),)}
+    if "numpy.random" in states:
+        state, _ = states["numpy.random"]
+        states["numpy.random"] = state, (state[1].tobytes(), *state[2:])
+    return states

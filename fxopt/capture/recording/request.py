@@ -1,0 +1,94 @@
+"""What a capture is asked, and how the forward takes the inputs of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+
+from fxopt.capture.data_dependence.branches import Outcomes
+from fxopt.capture.fakes.call_cache import Earlier
+from fxopt.capture.fakes.fake_model import Changes
+from fxopt.capture.runtime.input_specs import same_value
+from fxopt.errors import TraceError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What one run of a forward is to be recorded for.
+
+    `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
+    modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
+    `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
+    inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `moving` names ints
+    inside objects that are free, because the forward changes them. `earlier` is the state of the model that an earlier
+    call left, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
+    whether functions of torch were seen to raise for one answer to a question, and `results`, what calls gave.
+    """
+
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+    dimensions: dict[str, Any]
+    layers: Set[int]
+    specialize: bool
+    at_one: Set[tuple[str, int | None]] = frozenset()
+    answers: Outcomes = dataclasses.field(default_factory=Outcomes)
+    reads_texts: bool = False
+    moving: Set[str] = frozenset()
+    earlier: Changes | None = None
+    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
+    results: Earlier = dataclasses.field(default_factory=dict)
+
+    def device(self) -> torch.device:
+        """The one device of the model (of the inputs, where it has no tensors)."""
+        devices = {
+            t.device: name for name, t in [*self.model.named_buffers(), *self.model.named_parameters()]
+        }
+        if len(devices) > 1:
+            places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise TraceError(
+                f"{type(self.model).__name__} is spread over several devices ({places}); move it to one."
+            )
+        if devices:
+            return next(iter(devices))
+        tensors = [value for value in self.inputs.values() if isinstance(value, torch.Tensor)]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Values for the inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
+        kinds = {
+            name: parameter.kind
+            for name, parameter in inspect.signature(self.model.forward).parameters.items()
+        }
+        variadic = any(name.startswith("*") for name in values)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, value in values.items():
+            kind = kinds.get(name)
+            if name.startswith("*"):
+                args.extend(value)
+            elif kind is inspect.Parameter.POSITIONAL_ONLY or (
+                variadic and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            ):
+                args.append(value)
+            else:
+                kwargs[name] = value
+        return args, kwargs
+
+    def default(self, name: str) -> dict[str, Any]:
+        """What equals the forward's own default can be left out, where no input without one follows."""
+        parameters = inspect.signature(self.model.forward).parameters
+        rest = list(self.inputs)[list(self.inputs).index(name) :]
+        if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):
+            return {"default_value": self.inputs[name]}
+        return {}
+
+
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    """Whether a value is the parameter's default, and generated code can hold it."""
+    literal = value is None or type(value) in (bool, int, float, str)
+    return parameter is not None and literal and same_value(value, parameter.default)

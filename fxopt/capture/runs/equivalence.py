@@ -1,0 +1,156 @@
+"""Compares two runs of one forward: does the graph of one compute what that of the other does, under which guards?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.nodes.comparison import (
+    Pairs,
+    matched_unbacked_symbols,
+    paired_calls,
+    same_calls,
+    same_constants,
+    same_expression,
+    same_results,
+)
+from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runtime.size_guards import SizeGuard
+
+
+def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
+    """Whether the graph of a capture computes what that of `other` does, which was made with other answers."""
+    pairs = paired_calls(capture.graph, other.graph)
+    names = None if pairs is None else matched_unbacked_symbols(pairs)
+    if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
+        return False
+    translated = _translation(capture, other, names)
+    same_size = _same_size(capture, translated)
+
+    return (
+        capture.changes == other.changes
+        and capture.state == other.state
+        and capture.recorder.queries.answers() == other.recorder.queries.answers()
+        and _same_guards(capture, other, translated)
+        and _same_graph(capture, other, same_size)
+        and same_results(pairs or (), same_size)
+    )
+
+
+def subsumes(
+    capture: ForwardRun, other: ForwardRun, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
+) -> bool:
+    """Whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
+
+    `pairs` are the calls of both, and `aliases` are nodes that give the value of another one.
+    """
+    names = matched_unbacked_symbols(pairs)
+    if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
+        return False
+    translated = _translation(capture, other, names)
+    same_size = _same_size(capture, translated)
+
+    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    return (
+        capture.changes == other.changes
+        and capture.state == other.state
+        and capture.recorder.queries.cover(other.recorder.queries)
+        and _same_dimensions(capture, other, translated)
+        and all(guard in guards for guard in guards_of(other.relied_on(), translated))
+        and constants.keys() >= others.keys()
+        and same_constants({name: constants[name] for name in others}, others)
+        and same_calls(pairs, same_size, aliases)
+        and same_results(pairs, same_size)
+    )
+
+
+def is_steady_state(capture: ForwardRun, again: ForwardRun) -> bool:
+    """Whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
+    translated = _translation(capture, again, {})
+    same_size = _same_size(capture, translated)
+
+    return (
+        _same_guards(capture, again, translated)
+        and _same_graph(capture, again, same_size)
+        and again.state == capture.state
+        and not again.changed_outside
+    )
+
+
+def size_one_guards(capture: ForwardRun, other: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
+    """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
+    if not _free(other).keys() <= _free(capture).keys():
+        return None  # at these sizes, the forward changes a number that it leaves alone otherwise
+    if capture.left_out.keys() != other.left_out.keys():
+        return None  # there, the graph would need checks that it does not have
+    translation = _translation(capture, other, {})
+
+    def at_one(expression: Any) -> Any:
+        return capture.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
+
+    def translated(expression: Any) -> Any:
+        return at_one(translation(expression))
+
+    if not _same_graph(capture, other, lambda mine, size: same_expression(at_one(mine), translated(size))):
+        return None
+    sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
+    return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
+
+
+def _same_size(capture: ForwardRun, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
+    """What compares a size of `capture` with one of another capture, which is translated first."""
+    return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
+
+
+def _free(capture: ForwardRun) -> dict[tuple[str, int | None], Any]:
+    """The symbol of each free dimension and number."""
+    return {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
+
+
+def _assumed_of_numbers(capture: ForwardRun, names: dict[Any, Any]) -> set[Any]:
+    """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
+    shape_env = capture.shape_env
+    asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
+    inputs = {free.symbol for free in capture.free.dimensions}
+    unused = {symbol for symbol in shape_env.dropped if not capture.sizes.has_source(symbol)}
+    limits = {
+        (names.get(symbol, symbol), limit)
+        for symbol, limit in shape_env.var_to_range.items()
+        if symbol not in inputs | unused
+    }
+    return limits | {(a.expr.xreplace(names), None) for a in asserts}
+
+
+def _translation(capture: ForwardRun, other: ForwardRun, names: dict[Any, Any]) -> Callable[[Any], Any]:
+    """What rewrites a size of `other` in the symbols of `capture`.
+
+    `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
+    """
+    mine = _free(capture)
+    all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}
+    return lambda expression: capture.shape_env.replace(
+        other.shape_env.replace(expression).xreplace(all_names)
+    )
+
+
+def _same_guards(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
+    """Whether both captures assume the same of the inputs' sizes."""
+    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
+
+
+def _same_dimensions(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
+    """Whether both captures found the same of which dimensions are fixed, and which are one."""
+    mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
+    return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
+
+
+def _same_graph(capture: ForwardRun, other: ForwardRun, same_size: Callable[[Any, Any], bool]) -> bool:
+    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+    pairs = paired_calls(capture.graph, other.graph)
+    return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)

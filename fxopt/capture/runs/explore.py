@@ -1,0 +1,134 @@
+"""Re-runs the forward until one graph is valid for every branch outcome, for repeated calls and for sizes of 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.export import Dim
+
+from fxopt.capture.data_dependence.branches import DataDependentBranch, DataDependentText, Outcomes
+from fxopt.capture.fakes.fake_model import refused_change
+from fxopt.capture.fakes.module_tree import recorded_modules
+from fxopt.capture.fakes.shape_env import forget_shape_envs
+from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
+from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runs.if_conversion import if_convert
+from fxopt.capture.runs.outside_state import ReachableState, refused_outside
+from fxopt.capture.runtime.size_guards import SizeGuard
+from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.errors import TraceError
+
+
+def capture_graph(request: Request) -> TracedModule:
+    """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
+    try:
+        with ReachableState(
+            module for _, module in recorded_modules(request.model, request.layers)
+        ).restored():
+            made = _settled(request)
+            guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
+            alternatives = [guards, *_size_one_alternatives(made, guards)]
+        made.free.check_asked()
+        return made.module(alternatives)
+    except DataDependentBranch as question:
+        raise TraceError(str(question)) from None
+    finally:
+        forget_shape_envs()
+
+
+def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
+    """A capture whose forward has run, with the questions on values settled that can be.
+
+    `like` are the answers of another capture of this forward, whose graph is to hold for this one.
+    """
+
+    def record(answers: Outcomes) -> ForwardRun:
+        nonlocal request
+        made = ForwardRun(dataclasses.replace(request, answers=answers))
+        try:
+            made.record()
+        except DataDependentText:
+            if request.reads_texts or not request.specialize:
+                raise
+            request = dataclasses.replace(request, reads_texts=True)
+            return record(answers)
+        moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
+        if not moved:
+            _check_next_call(made)
+            return made
+        # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
+        request = dataclasses.replace(request, moving=request.moving | moved)
+        return record(answers)
+
+    return (
+        record(Outcomes()) if request.specialize else explore_branches(record, equivalent, if_convert, like)
+    )
+
+
+def _check_next_call(made: ForwardRun) -> None:
+    """Raise TraceError if the forward has changed state that could alter what a later call computes.
+
+    It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
+    same calls under the same guards and leaves the same state: then so does every later one.
+    """
+    if made.changes:
+        refused = refused_change(next(iter(made.changes)))
+    elif made.changed_outside:
+        refused = refused_outside(next(iter(made.changed_outside)))
+    else:
+        return
+    if any(isinstance(value, list) for value in made.changes.values()) or any(made.changed_outside.values()):
+        raise refused
+    again = ForwardRun(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
+    try:
+        again.record()
+    except TraceError:
+        raise refused from None
+    if not is_steady_state(made, again):
+        raise refused
+
+
+def _size_one_alternatives(made: ForwardRun, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+    """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
+
+    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
+    the answer often changes nothing in the graph. Whether it does is settled by capturing there too, but for sizes that
+    `dynamic_shapes` says are larger.
+    """
+    hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
+    asked = guards_of(made.free.asked(), made.shape_env.replace)
+    larger = {guard.symbols for guard in asked if not guard.holds(dict.fromkeys(guard.symbols, 1))}
+    # Dimensions that carry one name are of size 1 together.
+    groups: dict[Any, tuple[Any, ...]] = {}
+    for symbol, free in made.free.roots():
+        if free.dim is not None:
+            name = free.choice.__name__ if isinstance(free.choice, Dim) else symbol
+            groups[name] = (*groups.get(name, ()), symbol)
+    subsets = []
+    for group in groups.values():
+        ones = dict.fromkeys(map(str, group), 1)
+        about = [guard for guard in guards if ones.keys() & set(guard.symbols)]
+        allowed = not any((name,) in larger for name in ones)
+        if allowed and not all(guard.holds({**hints, **ones}) for guard in about):
+            subsets.append(group)
+    if len(subsets) > 1:
+        subsets.append(tuple(itertools.chain(*subsets)))
+    found = (_captured_with_ones(made, subset) for subset in subsets)
+    return [alternative for alternative in found if alternative is not None]
+
+
+def _captured_with_ones(made: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
+    """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
+    narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
+    request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
+    try:
+        other = _settled(request, made.request.answers)
+    except TraceError:
+        return None  # sizes of 1 stay excluded, and the guard says so
+    return size_one_guards(made, other, ones)

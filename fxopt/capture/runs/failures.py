@@ -1,0 +1,69 @@
+"""What it means that a forward fails under capture: the error to raise for the one that it met, or caught."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.errors import TraceError
+
+_CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
+_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
+
+
+def classify_error(error: Exception, recorder: Recorder) -> Exception:
+    """What is to be raised for an exception of the forward: an open question, or a TraceError with the model's line."""
+    decisions = recorder.decisions
+    if decisions.open:
+        return decisions.open
+    if isinstance(error, TraceError):
+        return error
+    if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
+        return decisions.text_question
+    return error if _is_own(error) else _with_line(error, recorder.writer)
+
+
+def raise_caught(recorder: Recorder, shape_env: CaptureShapeEnv) -> None:
+    """Raise an error that the forward has caught: it may have gone another way than it would with real tensors.
+
+    So it may have where it made a text of a value.
+    """
+    if recorder.decisions.open or recorder.decisions.text_question:
+        raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
+    if recorder.failure or shape_env.failure:
+        raise recorder.failure or _with_line(shape_env.failure, recorder.writer)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    code = frame.f_code
+    # A function of torch's in C has no frame of its own: what it raises comes from the line that makes the model's call.
+    makes_calls = code.co_name in (
+        *("_result", "result_of", "_layer_result"),
+        *("__torch_function__", "__torch_dispatch__"),
+    )
+    return code.co_filename.startswith(_CAPTURE) and not makes_calls
+
+
+def _with_line(error: Any, writer: GraphWriter) -> TraceError:
+    """An exception of the forward as a TraceError that names the model's line."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
+    own = [frame for frame in frames[after:] if is_model_code(frame.f_code.co_filename)]
+    where = describe_location(own[-1], None) if own else writer.where()
+    if isinstance(error, _DATA_DEPENDENT):
+        return TraceError(
+            f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
+            "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")

@@ -1,0 +1,214 @@
+"""What the code of a model can reach by name outside of its modules: globals, closures, defaults, attributes of classes.
+
+A forward may count there, or draw from a random generator that is kept there, and so compute something else at each
+call. What its code names is compared before and after it ran; what stands behind functions in C is out of sight.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.errors import TraceError
+from fxopt.objects import is_open
+
+_METHODS = (property, staticmethod, classmethod)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module, *_METHODS)
+_HOLDERS = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+_ABSENT = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Where names are looked up, in words, with what is there; `write` and `remove` change what a name stands for."""
+
+    place: str
+    read: Callable[[], Mapping[str, Any]]
+    write: Callable[[str, Any], Any]
+    remove: Callable[[str], Any]
+
+
+class ReachableState:
+    """The values that the forwards of `modules`, and the functions and classes that they name, can reach."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._scopes: list[_Scope] = []
+        self._names: dict[int, set[str]] = {}
+        self._seen: set[int] = set()
+        # Functions under `functools.lru_cache`, with how often each had to be called so far.
+        self._caches: list[tuple[Any, int]] = []
+        for cls in {type(module): None for module in modules}:
+            attributes = {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
+            for value in (*cls.__mro__, cls.forward):
+                self._follow(value, attributes)
+        self._before = self._values()
+
+    def changed(self) -> dict[str, bool]:
+        """What is not as it was when this was made, in words, and whether there is a tensor in it now."""
+        now = self._values()
+        changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
+        return {
+            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now and now[scope, name].kept is None
+            for scope, name in sorted(changed)
+        }
+
+    def clear_caches(self) -> None:
+        """Empty each `functools.lru_cache` that has taken something up: it may be a fake tensor."""
+        for function, misses in self._caches:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give names back what they stood for, and all lists, dicts, sets and objects behind them what was in them."""
+        names = [(scope, dict(scope.read())) for scope in self._scopes]
+        holders = [(holder, copy.copy(holder)) for holder in _holders([values for _, values in names])]
+        try:
+            yield
+        finally:
+            for holder, before in holders:
+                if _identities(holder) != _identities(before):
+                    holder.clear()
+                    holder.update(before) if isinstance(holder, (dict, set)) else holder.extend(before)
+            for scope, values in names:
+                now = dict(scope.read())
+                for name in now.keys() - values.keys():
+                    scope.remove(name)
+                for name, value in values.items():
+                    if now.get(name, _ABSENT) is not value:
+                        scope.write(name, value)
+
+    def _values(self) -> dict[tuple[int, str], Snapshot]:
+        contents = SnapshotMaker(id)
+        return {
+            (number, name): contents(value)
+            for number, scope in enumerate(self._scopes)
+            for name, value in scope.read().items()
+            if not isinstance(value, _CODE)
+        }
+
+    def _follow(self, value: Any, methods: Mapping[str, Any]) -> None:
+        """Add what a function or class holds, and what a function names in turn: globals, or one of its class's methods."""
+        if isinstance(value, _METHODS):
+            value = value.fget if isinstance(value, property) else value.__func__
+        if isinstance(value, functools._lru_cache_wrapper) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._caches.append((value, value.cache_info().misses))
+            value = value.__wrapped__
+        if id(value) in self._seen or not isinstance(value, (type, types.FunctionType)):
+            return
+        self._seen.add(id(value))
+        package = (value.__module__ or "").partition(".")[0]
+        if package in sys.stdlib_module_names or package in ("torch", "fxopt", "numpy"):
+            return
+        place = f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, type):
+            self._scopes.append(
+                _Scope(
+                    place,
+                    lambda: {k: v for k, v in dict(vars(value)).items() if k[:2] != "__"},
+                    lambda name, held: setattr(value, name, held),
+                    lambda name: delattr(value, name),
+                )
+            )
+            return
+        names, known = set(_names(value.__code__)), value.__globals__
+        if id(known) not in self._names:
+            used = self._names[id(known)] = set()
+            self._scopes.append(
+                _Scope(
+                    value.__module__,
+                    lambda: {name: known[name] for name in used & known.keys()},
+                    known.__setitem__,
+                    known.__delitem__,
+                )
+            )
+        self._names[id(known)] |= names
+        cells, own = _cells(value), value.__dict__
+        self._scopes += [
+            _Scope(
+                place,
+                lambda: _held(value),
+                lambda name, held: setattr(cells[name], "cell_contents", held),
+                lambda name: delattr(cells[name], "cell_contents"),
+            ),
+            _Scope(place, lambda: dict(own), own.__setitem__, own.__delitem__),
+        ]
+        for name in names:
+            self._follow(known.get(name), methods)
+            self._follow(methods.get(name), methods)
+        for held in _held(value).values():
+            self._follow(held, methods)
+
+
+def refused_outside(change: str) -> TraceError:
+    """The error for state outside of the model that a later call would read."""
+    return TraceError(
+        f"the forward changes {change}: state outside of the model that differs from call to call, such as a counter or "
+        "a generator of random numbers, cannot live in a graph. Give it as an input, or make the module that does this a "
+        "leaf (leaf_modules=...)."
+    )
+
+
+def _holders(names: Any) -> list[Any]:
+    """The lists, dicts and the like in a value, and in what is in them; those that hold the attributes of objects, too."""
+    found: dict[int, Any] = {}
+    left = [names]
+    while left:
+        value = left.pop()
+        holder = vars(value) if is_open(value) else value
+        if id(holder) in found or type(holder) not in (*_HOLDERS, tuple):
+            continue
+        found[id(holder)] = holder
+        left += _items(holder)
+    return [holder for holder in found.values() if type(holder) is not tuple]
+
+
+def _items(holder: Any) -> list[Any]:
+    """What is in a list, dict or the like; the keys of a dict as well."""
+    return [*holder, *(holder.values() if isinstance(holder, dict) else ())]
+
+
+def _identities(holder: Any) -> list[int]:
+    """Which objects are in it."""
+    identities = map(id, _items(holder))
+    return sorted(identities) if isinstance(holder, set) else list(identities)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code, and in the functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around a function."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _held(function: types.FunctionType) -> dict[str, Any]:
+    """What a function holds: variables of the functions around it, and defaults."""
+    cells = _cells(function).items()
+    held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    held |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}
+    return held | (function.__kwdefaults__ or {})

@@ -1,0 +1,82 @@
+"""What a graph checks while it runs: numbers that it computes, and decisions on values. They are targets of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from fxopt.capture.runtime.input_specs import same_value
+from fxopt.errors import GuardError
+
+# Indices of these dtypes say where they are true.
+MASKS = (torch.bool, torch.uint8)
+
+
+@has_side_effect
+def check_value(condition: bool, message: str) -> None:
+    """Raise GuardError unless a condition on numbers that the graph computes is true."""
+    if not condition:
+        raise GuardError(f"{message}; this input is outside of that.")
+
+
+@has_side_effect
+def check_outcome(value: Any, decided: Any, where: str, otherwise: str) -> None:
+    """Raise GuardError unless `value` leads the forward to the decision of the capture.
+
+    `decided` is what Python made of the value: a bool or number, or a tensor for all values of an array.
+    `otherwise` is the error that the model itself raises for any other value, where it does.
+    """
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return  # nothing is computed
+    if isinstance(decided, torch.Tensor):
+        if value.shape != decided.shape or not torch.allclose(value, decided, 0, 0, equal_nan=True):
+            raise GuardError(
+                f"the forward reads all values of a tensor, and they are not those of the capture. {where}"
+            )
+        return
+    now = type(decided)(value)
+    if not same_value(now, decided):
+        raise GuardError(
+            f"the model raises {otherwise}. {where}"
+            if otherwise
+            else f"the forward decides on a value: it was {decided} when the graph was captured, and is {now} now. {where} "
+            "Capture again with inputs such as these."
+        )
+
+
+@has_side_effect
+def check_same_outcome(value: Any, earlier: bool | None, where: str) -> bool | None:
+    """Return `value` as a bool; raise GuardError if the question before it at this line had another answer."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return None  # nothing is computed
+    if earlier is not None and bool(value) != earlier:
+        raise GuardError(
+            f"the forward decides on values, and does not decide alike each time. {where} The graph was captured for "
+            "inputs with which all these decisions fall the same way: call the model itself, or capture with "
+            "specialize=True and inputs such as these."
+        )
+    return bool(value)
+
+
+@has_side_effect
+def check_no_write(value: Any, answer: bool, index: Any, where: str) -> None:
+    """Raise GuardError where the forward leaves out a write, as `value` is not `answer`, that would write something.
+
+    `index` says where it writes: nowhere, if a tensor in it has no entries, or is a mask that is true nowhere.
+    """
+    if value is None:
+        return  # nothing is computed
+    parts = [
+        part
+        for part in (index if isinstance(index, (tuple, list)) else (index,))
+        if isinstance(part, torch.Tensor)
+    ]
+    if any(part.numel() == 0 for part in parts) or bool(value) == answer:
+        return
+    if not any(part.dtype in MASKS and not part.any() for part in parts):
+        raise GuardError(
+            f"the forward decides on a value to leave out a part, and the graph would write something there. {where} Capture "
+            "with specialize=True and inputs such as these."
+        )

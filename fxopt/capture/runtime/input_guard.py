@@ -1,0 +1,244 @@
+"""What a graph assumes of its inputs, checked on entry.
+
+The check is a module without parameters, called by the first node after the placeholders: it travels with
+the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxopt.capture.runtime.input_specs import (
+    InputSpec,
+    NumberSpec,
+    StructureSpec,
+    TensorSpec,
+    describe,
+    dtype_kind,
+    layout,
+    same_value,
+    structure_keys,
+)
+from fxopt.capture.runtime.size_guards import SizeExpression, SizeGuard
+from fxopt.errors import GuardError
+from fxopt.objects import is_mutable, is_open
+
+
+class InputGuard(torch.nn.Module):
+    """Raises GuardError unless the inputs are such as the graph was captured for.
+
+    `alternatives` are sets of guards of which one must hold: a graph that was captured twice with the same
+    result, at sizes of 1 and at larger ones, holds where either capture does. `decisions` says what the graph itself
+    checks while it runs: decisions on values.
+    """
+
+    # torch.fx reads this: the call is kept though nothing uses its result.
+    _is_impure = True
+
+    checks_inputs = True
+
+    def __init__(
+        self,
+        inputs: Sequence[InputSpec],
+        alternatives: Sequence[Sequence[SizeGuard]],
+        decisions: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.decisions = tuple(decisions)
+        self.inputs = tuple(inputs)
+        self.alternatives = tuple(tuple(guards) for guards in alternatives)
+        # What each symbol is the size of: an input and a dimension, or a number among the inputs.
+        self.subjects = _subjects(self.inputs)
+        self._places = {
+            symbol: input if dim is None else f"{input}.shape[{dim}]"
+            for symbol, (input, dim) in self.subjects.items()
+        }
+        self._formulas = {guard.condition: guard.formula for guards in self.alternatives for guard in guards}
+        self._formulas |= {text: SizeExpression(text) for text in _expressions(self.inputs)}
+        # Each condition and expression in words of the inputs; made here, because torch.compile cannot.
+        self.words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
+
+    def forward(self, **named: Any) -> None:
+        """Check the placeholders, given by name."""
+        sizes: dict[str, int] = {}
+        deferred: list[Deferred] = []
+        objects: dict[int, str] = {}
+        for expected in self.inputs:
+            value = named[expected.name]
+            for kind, key in expected.path:
+                value = value[key] if kind == "item" else getattr(value, key)
+            if isinstance(expected, TensorSpec):
+                _check_tensor(expected, value, sizes, deferred)
+            elif isinstance(expected, StructureSpec):
+                _check_structure(expected, value, objects)
+            elif isinstance(expected, NumberSpec):
+                _check_number(expected, value, sizes, deferred)
+            elif not same_value(value, expected.value):
+                raise GuardError(
+                    f"input {describe(expected)!r} is {value!r}; the graph was captured for {expected.value!r}. "
+                    "Capture again with the value that you need."
+                )
+        for subject, size, expression in deferred:
+            wanted = self._formulas[expression].value(sizes)
+            if wanted != size:
+                raise GuardError(
+                    f"{subject} is {size}; it must be {wanted} ({self.words[expression]}) with the sizes of the "
+                    "other inputs."
+                )
+        if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
+            failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
+            raise GuardError(self._explain(failed, sizes))
+
+    def _in_words(self, formula: SizeExpression) -> str:
+        """`s0 + 1` with the inputs and dimensions that its symbols stand for."""
+        return re.sub(r"\b\w+\b", lambda word: self._places.get(word[0], word[0]), formula.text)
+
+    def conditions(self) -> list[str]:
+        """The guards in words of the inputs, one line each."""
+        return [f"{self.words[guard.condition]}  # {guard.source}" for guard in self.alternatives[0]]
+
+    def _explain(self, guard: SizeGuard, sizes: dict[str, int]) -> str:
+        symbols = [symbol for symbol in guard.symbols if symbol in sizes]
+        if len(symbols) != 1 or torch.compiler.is_compiling():  # compiled, a size is a symbol
+            return (
+                f"sizes {', '.join(f'{self._places[s]} = {sizes[s]}' for s in symbols)} are outside what the graph "
+                f"was captured for: {self.words[guard.condition]} (needed by {guard.source})."
+            )
+        (symbol,) = symbols
+        limit = guard.limit(symbol, sizes[symbol]) or f"it must satisfy {self.words[guard.condition]}"
+        input, dimension = self.subjects[symbol]
+        subject = f"input {input!r}" if dimension is None else f"input {input!r}, dimension {dimension}"
+        return f"{subject} is {sizes[symbol]}; {limit} (needed by {guard.source})."
+
+    def extra_repr(self) -> str:
+        return "\n".join([*self.conditions(), *self.decisions])
+
+
+def _expressions(inputs: Sequence[InputSpec]) -> set[str]:
+    """The expressions in symbols that sizes and numbers among the inputs must equal."""
+    found = [size for i in inputs if isinstance(i, TensorSpec) for size in i.shape]
+    found += [i.value for i in inputs if isinstance(i, NumberSpec)]
+    return {text for text in found if isinstance(text, str)}
+
+
+def _subjects(inputs: Sequence[InputSpec]) -> dict[str, tuple[str, int | None]]:
+    """For each symbol the first input, and dimension of it, that it is the size of."""
+    subjects: dict[str, tuple[str, int | None]] = {}
+    for expected in inputs:
+        if isinstance(expected, NumberSpec):
+            subjects.setdefault(str(expected.value), (describe(expected), None))
+        elif isinstance(expected, TensorSpec):
+            for dim, size in enumerate(expected.shape):
+                subjects.setdefault(str(size), (describe(expected), dim))
+    return {symbol: subject for symbol, subject in subjects.items() if symbol.isidentifier()}
+
+
+# What must equal an expression in sizes that are not known yet: its description, its value and the expression.
+Deferred = tuple[str, int, str]
+
+
+def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise GuardError(
+            f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
+        )
+    if value.dtype != expected.dtype and (
+        expected.strict_dtype or dtype_kind(value.dtype) != dtype_kind(expected.dtype)
+    ):
+        raise GuardError(
+            f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
+            "Convert the input, or capture the model in the dtype in which you run it."
+        )
+    if expected.layout is not None and layout(value) != expected.layout:
+        raise GuardError(
+            f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
+            "than the example; the forward reads strides. Call `.contiguous()`, or capture with such an input."
+        )
+    if expected.requires_grad is not None and value.requires_grad != expected.requires_grad:
+        raise GuardError(
+            f"input {describe(expected)!r} has requires_grad={value.requires_grad}, and the forward reads that: it was "
+            f"{expected.requires_grad} when the graph was captured. Capture again with an input such as this."
+        )
+    shape = value.shape
+    if len(shape) != len(expected.shape):
+        raise GuardError(
+            f"input {describe(expected)!r} has {len(shape)} dimensions; the graph was captured with {len(expected.shape)}."
+        )
+    for dim, (size, wanted) in enumerate(zip(shape, expected.shape, strict=True)):
+        if isinstance(wanted, int):
+            if size != wanted:
+                raise GuardError(
+                    f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured for {wanted} "
+                    f"alone. {_why_fixed(expected, dim)}"
+                )
+        elif size == 0:
+            raise GuardError(
+                f"input {describe(expected)!r}, dimension {dim} is 0; it takes at least 1, as all sizes that are free: "
+                "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
+                "with this size fixed."
+            )
+        elif not wanted.isidentifier():
+            deferred.append((f"input {describe(expected)!r}, dimension {dim}", size, wanted))
+        elif sizes.setdefault(wanted, size) != size:
+            raise GuardError(
+                f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
+                "as in the inputs before it."
+            )
+
+
+def _why_fixed(expected: TensorSpec, dim: int) -> str:
+    line = dict(expected.fixed_by).get(dim)
+    if line is None:
+        return "Name the dimension in `dynamic_shapes` to leave it free."
+    return f"The forward fixes it, at {line}: capture again with the size that you need."
+
+
+def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+    subject = f"input {describe(expected)!r}"
+    if type(value) is not int:
+        raise GuardError(f"{subject} is {value!r}; the graph takes an int there.")
+    if isinstance(expected.value, int):
+        if value != expected.value:
+            raise GuardError(
+                f"{subject} is {value}; the graph was captured for {expected.value}. "
+                "Capture again with the value that you need."
+            )
+    elif not expected.value.isidentifier():
+        deferred.append((subject, value, expected.value))
+    elif sizes.setdefault(expected.value, value) != value:
+        raise GuardError(
+            f"{subject} is {value}; it must be {sizes[expected.value]}, as in the inputs before it."
+        )
+
+
+def _check_structure(expected: StructureSpec, value: Any, objects: dict[int, str]) -> None:
+    if type(value) is not expected.type:
+        raise GuardError(
+            f"input {describe(expected)!r} is {type(value).__name__}; the graph takes {expected.type.__name__} there."
+        )
+    keys = structure_keys(value)
+    if keys != expected.keys and not (is_open(value) and set(keys) == set(expected.keys)):
+        raise GuardError(f"input {describe(expected)!r} {_difference(keys, expected)}")
+    if is_mutable(value) and objects.setdefault(id(value), describe(expected)) != describe(expected):
+        raise GuardError(
+            f"inputs {objects[id(value)]!r} and {describe(expected)!r} are one {type(value).__name__}; "
+            "the graph takes two."
+        )
+
+
+def _difference(keys: tuple[Any, ...], expected: StructureSpec) -> str:
+    if issubclass(expected.type, (list, tuple)):
+        return f"has {len(keys)} entries; the graph was captured with {len(expected.keys)}."
+    if issubclass(expected.type, dict) or dataclasses.is_dataclass(expected.type):
+        return f"has entries {list(keys)}; the graph was captured with {list(expected.keys)}."
+    missing, more = ([k for k in a if k not in b] for a, b in ((expected.keys, keys), (keys, expected.keys)))
+    words = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has also {', '.join(more)}"] * bool(more)
+    return (
+        f"{' and '.join(words)}, unlike the {expected.type.__name__} that the graph was captured with "
+        "(is one of them still empty?)."
+    )

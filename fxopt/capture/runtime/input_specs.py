@@ -1,0 +1,107 @@
+"""What a graph expects of each input: a description, made at capture and compared with what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+Path = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor.
+
+    `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
+    dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
+    is set when the forward read this dtype, `layout` when it read strides, `requires_grad` when it asked for gradients.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    fixed_by: tuple[tuple[int, str], ...] = ()
+    strict_dtype: bool = False
+    layout: tuple[Any, ...] | None = None
+    requires_grad: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantSpec:
+    """A value that is no tensor; the graph holds for this one alone."""
+
+    name: str
+    path: Path
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberSpec:
+    """An int that the forward changes from call to call: an expression in symbols, or the one value that it fixed."""
+
+    name: str
+    path: Path
+    value: int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class StructureSpec:
+    """A container or an object, of this type with these keys."""
+
+    name: str
+    path: Path
+    type: type
+    keys: tuple[Any, ...]
+
+
+InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
+
+
+def describe(expected: InputSpec) -> str:
+    """`past[0].keys`: the name of an input with the path inside it."""
+    return expected.name + "".join(
+        f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path
+    )
+
+
+def structure_keys(value: Any) -> tuple[Any, ...]:
+    """The keys of a container: indices of a sequence, keys of a mapping, names of fields or attributes."""
+    if isinstance(value, dict):
+        return tuple(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(range(len(value)))
+    if dataclasses.is_dataclass(value):
+        return tuple(field.name for field in dataclasses.fields(value))
+    return tuple(vars(value))
+
+
+def dtype_kind(dtype: torch.dtype) -> str:
+    """What a dtype must share with the one of the capture: floating, integer, complex or bool."""
+    if dtype == torch.bool:
+        return "bool"
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in memory: contiguous or not, the order of its strides, which with the sizes gives them all
+    where its elements fill their memory, and where it starts."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    dense = tensor.permute(order).is_contiguous()
+    return tensor.is_contiguous(), tuple(order), None if dense else strides, tensor.storage_offset()
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether two constants are the same to the last bit and type; unlike `==`, which holds for 1 and True."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, float):
+        return repr(value) == repr(expected)
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict):
+        return list(value) == list(expected) and all(same_value(value[key], expected[key]) for key in value)
+    return bool(value == expected)

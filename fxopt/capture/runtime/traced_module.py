@@ -1,0 +1,277 @@
+"""The result of a capture: a `torch.fx.GraphModule` that keeps what fx's own loses.
+
+fx pickles a graph module as its generated code and traces that code again: names change, guards and item
+assignments raise, output classes become dicts. Here the nodes are stored as data. The class also keeps the
+whole module tree of the model (unused parameters, non-persistent buffers, training flags), so that state
+dicts fit both ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx.node import _get_qualified_name, has_side_effect
+
+from fxopt.capture.runtime import modes
+from fxopt.effects import is_write
+from fxopt.errors import GuardError
+from fxopt.objects import find
+
+# What `torch.fx.GraphModule` derives from the graph; made anew when a module is rebuilt.
+_DERIVED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_containers", "_compiled_call_impl"}
+
+
+class TracedModule(torch.fx.GraphModule):
+    """A captured model.
+
+    It behaves as any `torch.fx.GraphModule`, and besides: it survives `copy.deepcopy`, `pickle` and `torch.save`
+    as the same graph under the same names; its `state_dict` is the model's; `config`, `device` and
+    `dtype` are the model's; it refuses to run in another training mode than the one it was captured in, and
+    with inputs that it was not captured for (GuardError).
+
+    The `torch.nn` layers and parameters are those of the model, shared until a pass replaces them: `.to()`
+    moves both. Take `copy.deepcopy` first where that matters.
+
+    Example:
+        >>> import copy, pickle, torch, fxopt
+        >>> traced = fxopt.trace(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), (torch.zeros(3, 4),))
+        >>> pickle.loads(pickle.dumps(traced)).code == copy.deepcopy(traced).code == traced.code
+        True
+        >>> traced(torch.zeros(5, 4))
+        Traceback (most recent call last):
+        ...
+        fxopt.errors.GuardError: input 'input', dimension 0 is 5; the graph was captured for 3 alone. ...
+    """
+
+    config: Any
+    # Each dtype that the forward read, and where, as `file:line`.
+    dtypes_read_at: dict[torch.dtype, str]
+    # A parameter of a dtype that the forward read, with that dtype: the model's `.half()` changes it in place.
+    read_parameter: tuple[torch.nn.Parameter, torch.dtype] | None
+    # Where it asked whether a tensor takes gradients, with the answer for each parameter at capture.
+    gradients_read: tuple[str, dict[str, bool]] | None
+    # Each global mode that it read (`grad`, `autocast`), with the answer and where.
+    modes_read: dict[str, tuple[bool, str]]
+    # Qualified name of each container -> its training flag at capture.
+    captured_training: dict[str, bool]
+
+    def __init__(
+        self, root: torch.nn.Module, graph: torch.fx.Graph, class_name: str = "TracedModule"
+    ) -> None:
+        super().__init__(torch.nn.Module(), torch.fx.Graph(), class_name)
+        self.training = root.training
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[registry] = root.__dict__[registry]
+        self.graph = graph
+        self.config = None
+        self.dtypes_read_at = {}
+        self.read_parameter = None
+        self.gradients_read = None
+        self.modes_read = {}
+        # A plain module is a container that the capture made; every other module is a layer of the model.
+        self.captured_training = {
+            name: module.training
+            for name, module in self.named_modules()
+            if type(module) is torch.nn.Module or not name
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_training_mode()
+        self._check_dtype()
+        self._check_gradients()
+        for mode, (captured, where) in self.modes_read.items():
+            if modes.is_enabled(mode, self.device.type) != captured:
+                raise GuardError(
+                    f"{self.__class__.__name__} was captured with {mode} {'on' if captured else 'off'}, which its forward "
+                    f"reads at {where}: run it so, or capture it in the mode in which you run it."
+                )
+        with modes.restored_on_error():
+            return super().__call__(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter or buffer; the CPU where there is none."""
+        return next((t.device for t in self._tensors()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating parameter or buffer; torch's default where there is none."""
+        return next((t.dtype for t in self._tensors() if t.is_floating_point()), torch.get_default_dtype())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.parameters()
+        yield from self.buffers()
+
+    def _check_training_mode(self) -> None:
+        modules = self.__dict__.get("_containers")
+        if modules is None:
+            named = dict(self.named_modules())
+            modules = [
+                (name, named[name], flag) for name, flag in self.captured_training.items() if name in named
+            ]
+            # Not through __setattr__, which would register the modules a second time.
+            self.__dict__["_containers"] = modules
+        for name, module, flag in modules:
+            if module.training != flag:
+                wanted = "train()" if flag else "eval()"
+                raise GuardError(
+                    f"{self.__class__.__name__}{'.' + name if name else ''} was captured in "
+                    f"{'training' if flag else 'eval'} mode, which functional dropout and branches of the forward "
+                    f"depend on: call .{wanted} first, or capture the model in the mode in which you run it."
+                )
+
+    def _check_dtype(self) -> None:
+        if self.read_parameter is None or self.read_parameter[0].dtype == self.read_parameter[1]:
+            return
+        now, captured = self.read_parameter[0].dtype, self.read_parameter[1]
+        raise GuardError(
+            f"{self.__class__.__name__} was captured in {captured}, which its forward reads at "
+            f"{self.dtypes_read_at[captured]}; its parameters are {now} now. A model shares them with its graph, so "
+            f"that converting one converts both: capture the converted model, or convert a copy.deepcopy of the model."
+        )
+
+    def _check_gradients(self) -> None:
+        if self.gradients_read is None:
+            return
+        where, captured = self.gradients_read
+        # A pass gives what it merges names of their own: such a parameter may be as any one of the capture.
+        any_of_them = set(captured.values())
+        for name, parameter in self.named_parameters():
+            allowed = {captured[name]} if name in captured else any_of_them
+            if allowed and parameter.requires_grad not in allowed:
+                raise GuardError(
+                    f"parameter {name!r} of {self.__class__.__name__} has requires_grad={parameter.requires_grad}, and its "
+                    f"forward reads at {where} whether a tensor takes gradients: it was {not parameter.requires_grad} "
+                    "when the graph was captured. Set it so, or capture the model again."
+                )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        if any(dtype.is_floating_point for dtype in self.dtypes_read_at):
+            for tensor in self._tensors():
+                if tensor.dtype in self.dtypes_read_at:
+                    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                    if fn(probe).dtype != tensor.dtype:
+                        raise GuardError(
+                            f"{self.__class__.__name__} cannot change its dtype to {fn(probe).dtype}: the forward "
+                            f"reads a dtype at {self.dtypes_read_at[tensor.dtype]}, and the graph holds what it read. "
+                            "Convert the model and capture it again, or use the pass ChangePrecision."
+                        )
+                    break
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        result = _empty(self._plain_class(), self.__class__.__name__)
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(self._state(), memo))
+        result.graph = _graph([(_node_data(node), copy.copy(node.meta)) for node in self.graph.nodes])
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        nodes = []
+        for node in self.graph.nodes:
+            data = _node_data(node)
+            if node.op == "call_function":
+                data["target"] = _Importable.of(node)
+            nodes.append((data, {key: value for key, value in node.meta.items() if _is_plain(value)}))
+        return _rebuild, (self._plain_class(), self.__class__.__name__, self._state(), nodes)
+
+    def _state(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in _DERIVED}
+
+    def _plain_class(self) -> type[TracedModule]:
+        """The class without the layer that fx puts on every instance."""
+        return next(c for c in type(self).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
+
+
+class _Reference:
+    """A node, by name, inside the stored arguments of another."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Importable:
+    """The target of a `call_function` node, by name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> Any:
+        target: Any = node.target
+        if isinstance(target, modes.ApplyFunction):
+            return target  # pickled as the class that it holds
+        name = (
+            f"{target.__module__}.{target.__qualname__}"
+            if isinstance(target, type)
+            else _get_qualified_name(target)
+        )
+        try:
+            found = find(name)
+        except (ImportError, AttributeError):
+            found = None
+        if found != target:
+            raise pickle.PicklingError(
+                f"node {node.name!r} calls {name}, which cannot be imported by that name, so the graph cannot be "
+                "pickled. Define it at the top level of a module."
+            )
+        return cls(name)
+
+
+def _node_data(node: torch.fx.Node) -> dict[str, Any]:
+    """The node as data, arguments that are nodes replaced by their names."""
+    name: Any = lambda node: _Reference(node.name)  # noqa: E731
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), name)
+    return {
+        "op": node.op,
+        "target": node.target,
+        "args": args,
+        "kwargs": kwargs,
+        "name": node.name,
+        "type_expr": node.type,
+    }
+
+
+def _graph(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> torch.fx.Graph:
+    """The graph that `_node_data` described."""
+    graph = torch.fx.Graph()
+    made: dict[str, torch.fx.Node] = {}
+
+    def resolve(value: Any) -> Any:
+        return made[value.name] if isinstance(value, _Reference) else value
+
+    for data, meta in nodes:
+        target = find(data["target"].name) if isinstance(data["target"], _Importable) else data["target"]
+        if data["op"] == "call_function" and is_write(target):
+            has_side_effect(target)
+        args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)
+        node = graph.create_node(data["op"], target, args, kwargs, data["name"], data["type_expr"])
+        node.meta = meta
+        made[data["name"]] = node
+    return graph
+
+
+def _empty(cls: type[TracedModule], class_name: str) -> TracedModule:
+    module = cls.__new__(cls)
+    type(module).__name__ = class_name
+    return module
+
+
+def _rebuild(cls: type[TracedModule], class_name: str, state: dict[str, Any], nodes: Any) -> TracedModule:
+    module = _empty(cls, class_name)
+    module.__dict__.update(state)
+    module.graph = _graph(nodes)
+    return module
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a piece of `node.meta` is data that means the same in another process; fake tensors do not."""
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool, torch.dtype))

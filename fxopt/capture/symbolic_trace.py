@@ -1,0 +1,193 @@
+"""`symbolic_trace`: capture a transformers model without giving inputs, at any batch size and sequence length."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from fxopt.capture.decoding_inputs import CACHES, decoding_step, output_of
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.capture.trace import trace
+from fxopt.errors import GuardError, TraceError
+
+# Example sizes. Only shapes matter to a capture; these are unlikely to equal a size of the model.
+_BATCH = 3
+_SEQUENCE = 7
+_DECODER_SEQUENCE = 5
+
+_FIXED_IMAGES = {0: Dim.AUTO}
+
+Example = tuple[torch.Tensor, dict[int, Any]]
+
+
+def symbolic_trace(
+    model: torch.nn.Module,
+    input_names: Iterable[str] | None = None,
+    disable_check: bool = False,
+    *,
+    specialize: bool = False,
+) -> TracedModule:
+    """Capture a transformers model for any batch size and sequence length that it takes.
+
+    The signature is that of `transformers.utils.fx.symbolic_trace` in transformers 4.
+
+    Args:
+        model: a transformers model, in the training mode and dtype in which the graph will run.
+        input_names: names of the tensor inputs of the graph, in any order; `None` takes the model's main input
+            (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. With
+            `past_key_values` among them the graph is one step of decoding: it takes one token and the cache of
+            those before, which it updates as the model does. Without it, a decoder's graph returns a new cache.
+        disable_check: accepted for compatibility. The ancestor checked the class against a list of supported
+            architectures; here every capture checks itself, so there is nothing to turn off.
+        specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that
+            later inputs decide likewise. The examples are made up: token ids, masks, embeddings and pixels are all 1,
+            class labels 0. So masks mask nothing; where the decision must be another, give `fxopt.trace` real data.
+
+    Returns:
+        A `TracedModule` with batch and sequence dimensions free within what the model takes; a size outside
+        raises `GuardError`, which names input, dimension and limit. Images have the `image_size` of the config. Where
+        it names none, as for a ResNet, height and width are free too, unless the graph would then refuse single
+        images. To leave them free in another model, give `fxopt.trace` an example and `dynamic_shapes`.
+
+    Raises:
+        TraceError: for an input name that the forward does not have, an input whose shape cannot be told from
+            the config (use `fxopt.trace` with an example), or a forward that cannot be a graph.
+
+    Example:
+        >>> import torch, fxopt
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+        >>> traced = fxopt.symbolic_trace(BertModel(config).eval(), input_names=["input_ids", "attention_mask"])
+        >>> ids = torch.randint(0, 100, (2, 9))
+        >>> traced(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape
+        torch.Size([2, 9, 32])
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise TraceError(
+            f"{type(model).__name__} has no config to make example inputs from; "
+            "use fxopt.trace(model, example_inputs) for modules that are not transformers models."
+        )
+    names = _input_names(model, input_names)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def example(name: str) -> Example:
+        return _example(name, config, dtype, device, type(model).__name__)
+
+    made = [name for name in names if name in (*CACHES, "encoder_outputs")]
+    examples = {name: example(name) for name in names if name not in made}
+    kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
+    dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
+    if "encoder_outputs" in made:
+        encoder: Any = model.get_encoder()  # type: ignore[operator]
+        given, free = example(encoder.main_input_name)
+        kwargs["encoder_outputs"] = output_of(encoder, {encoder.main_input_name: given})
+        dimensions["encoder_outputs"] = {
+            "last_hidden_state": {0: Dim.AUTO, 1: Dim.AUTO} if 1 in free else free
+        }
+    for cache in made:
+        if cache != "encoder_outputs":
+            kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
+    if len(dimensions.get("pixel_values", ())) > 1:
+        # Free heights and widths must not cost the capture, nor single images.
+        with contextlib.suppress(TraceError):
+            traced = trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+            if _takes(traced, {name: tensor[:1] for name, (tensor, _) in examples.items()}):
+                return traced
+        dimensions["pixel_values"] = _FIXED_IMAGES
+    return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+
+
+def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether the sizes of these inputs, which are all that the graph has, are within its guards."""
+    (guard,) = (module for module in traced.modules() if isinstance(module, InputGuard))
+    try:
+        guard(**inputs)
+    except GuardError:
+        return False
+    return True
+
+
+def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> list[str]:
+    """The names in the order of the forward's signature."""
+    parameters = list(inspect.signature(model.forward).parameters)
+    if input_names is None:
+        input_names = [getattr(model, "main_input_name", "input_ids")]
+    if isinstance(input_names, str):
+        raise TraceError(f'input_names must be a list of names: write ["{input_names}"].')
+    names = list(input_names)
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise TraceError(f"{type(model).__name__}.forward has no input {unknown}; it takes {parameters}.")
+    return sorted(names, key=parameters.index)
+
+
+def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, model: str) -> Example:
+    make = _EXAMPLES.get(name)
+    if make is None:
+        raise TraceError(
+            f"no example of input {name!r} of {model} can be made from its config. Known are {sorted(_EXAMPLES)}. "
+            f"Give an example yourself: fxopt.trace(model, kwargs={{{name!r}: ...}}, dynamic_shapes=...)."
+        )
+    tensor, free = make(config)
+    return (tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)), free
+
+
+def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Example]:
+    """Token ids or masks, (batch, sequence)."""
+
+    def make(config: Any) -> Example:
+        longest = _read(config, "max_position_embeddings", "n_positions") or length
+        return torch.ones(_BATCH, min(length, longest), dtype=dtype), {0: Dim.AUTO, 1: Dim.AUTO}
+
+    return make
+
+
+def _embeddings(config: Any) -> Example:
+    """Token embeddings, (batch, sequence, hidden size)."""
+    hidden = _read(config, "embedding_size", "hidden_size", "d_model", "n_embd")
+    return torch.ones(_BATCH, _SEQUENCE, hidden), {0: Dim.AUTO, 1: Dim.AUTO}
+
+
+def _pixels(config: Any) -> Example:
+    """Images, (batch, channels, height, width), of the size in the config; of any where it has none."""
+    size = _read(config, "image_size")
+    free = _FIXED_IMAGES if size else {**_FIXED_IMAGES, 2: Dim.AUTO, 3: Dim.AUTO}
+    height, width = size if isinstance(size, (tuple, list)) else (size or 224, size or 224)
+    return torch.ones(_BATCH, _read(config, "num_channels") or 3, height, width), free
+
+
+def _class_labels(config: Any) -> Example:
+    """One class per example, (batch,)."""
+    return torch.zeros(_BATCH, dtype=torch.long), {0: Dim.AUTO}
+
+
+_EXAMPLES: dict[str, Callable[[Any], Example]] = {
+    "input_ids": _tokens(_SEQUENCE),
+    "attention_mask": _tokens(_SEQUENCE),
+    "token_type_ids": _tokens(_SEQUENCE),
+    "position_ids": _tokens(_SEQUENCE),
+    "decoder_input_ids": _tokens(_DECODER_SEQUENCE),
+    "decoder_attention_mask": _tokens(_DECODER_SEQUENCE),
+    "inputs_embeds": _embeddings,
+    "pixel_values": _pixels,
+    "next_sentence_label": _class_labels,
+}
+
+
+def _read(config: Any, *names: str) -> Any:
+    """The first of these attributes that the config has, or one of its text and vision parts."""
+    parts = [config, *(getattr(config, part, None) for part in ("text_config", "vision_config", "encoder"))]
+    for part in parts:
+        for name in names:
+            value = getattr(part, name, None)
+            if value is not None:
+                return value
+    return None
