@@ -29,6 +29,7 @@ from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
+from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
@@ -62,6 +63,7 @@ __all__ = [
     "PassError",
     "QuantizeLinears",
     "Refusal",
+    "RemoveCopies",
     "RemoveIdentity",
     "ReplaceActivation",
     "ReversibleRewrite",

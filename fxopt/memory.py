@@ -12,6 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -207,10 +208,11 @@ class Memory:
         for node, index in self._position.items():
             if node.op in ("placeholder", "get_attr"):
                 parent[root(index)] = root(outside.setdefault(self._memory(node), index))
-            elif node.op != "output" and not self.gives_new_memory(node):
+            elif node.op != "output" and not self.gives_new_memory(node) and not _is_number(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
                 for value in self._written[node] or node.all_input_nodes:
-                    parent[root(index)] = root(self._position[value])
+                    if not _is_number(value):
+                        parent[root(index)] = root(self._position[value])
         return {node: root(index) for node, index in self._position.items()}
 
     @functools.cached_property
@@ -270,6 +272,12 @@ class Memory:
         return storage_of(value) if isinstance(value, Tensor) else id(value)
 
 
+def _is_number(node: Node) -> bool:
+    """Tell whether the value of `node` is a number, a dtype, or a shape, which has no memory that could be written."""
+    return isinstance(graph.value_of(node), _NUMBERS)
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 
 

@@ -59,6 +59,7 @@ IDLE = (
     FuseAttention,
     fxopt.FuseEpilogues,
     fxopt.QuantizeLinears,
+    fxopt.RemoveCopies,
     RemoveIdentity,
 )
 """Passes with nothing to do in the model here."""

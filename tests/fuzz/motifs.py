@@ -222,9 +222,9 @@ class _Builder:
         for _ in range(3):
             layer = self.layer("nn.Linear(4, 4)")
             out = self.call(layer, value, (*value.shape[:-1], 4))
-            heads = self.add(
-                f"{out.name}.view({batch}, {length}, 2, 2).transpose(1, 2)", (batch, 2, length, 2), False
-            )
+            spelling = f"{out.name}.view({batch}, {length}, 2, 2).transpose(1, 2)"
+            copied = ".contiguous()" if self.chance(0.3) else ""
+            heads = self.add(spelling + copied, (batch, 2, length, 2), False)
             names.append(heads.name)
         shapes = {"b": batch, "n": length, "q": names[0], "k": names[1], "v": names[2]}
         scores, weighted = self.draw.choice(_ATTENTION)

@@ -117,6 +117,14 @@ SITES: dict[str, Site] = {
         ROWS,
         (),
     ),
+    "copy": Site(
+        fxopt.RemoveCopies(),
+        lambda m, x: x.transpose(0, 1).contiguous().transpose(0, 1).reshape(20) + 1,
+        dict,
+        ROWS,
+        (),
+        ("own",),
+    ),
     "duplicate": Site(
         fxopt.EliminateCommonSubexpressions(), lambda m, x: torch.sin(x) * torch.sin(x), dict, ROWS, ()
     ),

@@ -91,6 +91,13 @@ class Attention(nn.Module):
         return (weights @ rows)[0]
 
 
+class Copies(nn.Module):
+    """A copy into the default layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous().transpose(0, 1).reshape(2, WIDTH) + 1
+
+
 class Checks(nn.Module):
     """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
@@ -109,6 +116,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
         "QuantizeLinears": Wide,
+        "RemoveCopies": Copies,
     }
     if name in own:
         return own[name]
@@ -120,7 +128,7 @@ def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
     shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
-    if kind is Constant:  # there are no constants where nobody checks sizes
+    if kind in (Constant, Copies):  # there are none where nobody checks sizes
         graph_module.add_submodule("checks", Checks())
         (x,) = graph_module.graph.find_nodes(op="placeholder")
         with graph_module.graph.inserting_after(x):
