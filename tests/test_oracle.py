@@ -180,6 +180,38 @@ class Wrapped2(Wrapped):
         return out if out.dtype == torch.float64 else (out.view(torch.int32) + self.steps).view(torch.float32)
 
 
+def test_in_its_own_dtype_an_output_may_be_twice_as_far_off_and_no_farther():
+    class Off(nn.Module):
+        """So far off in float32, at one place or the other."""
+
+        def __init__(self, place, error):
+            super().__init__()
+            self.place, self.error = place, error
+
+        def forward(self, x):
+            out = torch.ones(3, dtype=x.dtype)
+            if x.dtype == torch.float32:
+                out[self.place] += self.error
+            return out
+
+    oracle = Oracle(Off(0, 1e-4), [X])
+    for factor, grade in [(1.0, Grade.ACCURATE), (1.9, Grade.ACCURATE), (2.2, Grade.WRONG)]:
+        assert oracle.judge(Off(1, factor * 1e-4)).grade is grade
+
+
+def test_where_the_original_overflows_the_candidate_overflows_at_the_same_places():
+    class Overflows(Wrapped2):
+        def after(self, x, out):
+            return super().after(x, out) if out.dtype == torch.float64 else out / 0.0
+
+    model = layer()
+    assert Oracle(model, [X]).judge(Overflows(model, 0)).grade is Grade.WRONG
+    oracle = Oracle(Overflows(model, 0), [X])
+    assert oracle.unproved == "output"
+    assert oracle.judge(Overflows(model, 0)).grade is Grade.BIT_EXACT
+    assert oracle.judge(model).grade is Grade.WRONG
+
+
 def test_units_in_the_last_place():
     one = torch.tensor([1.0, 0.0, float("nan")])
     assert ulps(one, one.clone()) == 0

@@ -46,6 +46,11 @@ class Oracle:
         tolerance: an error in float64 and in its own dtype that is accepted, as `within tolerance`.
         strides: whether outputs must be laid out in memory as those of the reference.
 
+    Attributes:
+        probes: the inputs on which candidates are judged.
+        expected: what the reference does on those in its own dtype.
+        unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
+
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(2, 3)
@@ -77,6 +82,7 @@ class Oracle:
         self._tensors = list(floating(reference))
         wide = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
+        again = observe(reference, [given]), observe(wide, [given.cast(torch.float64)])
         large = _first_taken(
             large_values(given), lambda call: observe(wide, [call.cast(torch.float64)]), captured
         )
@@ -87,11 +93,9 @@ class Oracle:
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
         self.expected = observe(reference, self._calls)
         self._truth = observe(wide, self._wide_calls)
-        self._unstable = self._changes(
-            observe(wide, self._wide_calls[:1]), self._truth, rtol
-        ) or self._changes(
-            observe(reference, self._calls[:1]), self.expected, floor * epsilon(self.expected[0].output)
-        )
+        self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
+        self._unstable = _unlike(again[0], self.expected, floor * epsilon(self.expected[0].output))
+        self._unstable = self._unstable or _unlike(again[1], self._truth, rtol)
 
     def judge(self, candidate: nn.Module, float64: nn.Module | None = None) -> Verdict:
         """Call a candidate on the inputs that the reference was called on, and compare.
@@ -152,6 +156,7 @@ class Oracle:
             error.where,
             ulps=max(ulps(one.output, two.output) for one, two in zip(self.expected, seen, strict=True)),
             probes=self.probes,
+            own_limit=limit,
             float64=worst,
             own=error,
             baseline=baseline,
@@ -189,6 +194,9 @@ class Oracle:
             baseline = max(self._differences(call, truth, expected, dtypes=False), key=_max_rel)
             error = max(self._differences(call, truth, actual, dtypes=False), key=_max_rel)
             step = epsilon(expected.output)
+            if baseline.max_rel == float("inf"):  # an overflow: float64 is no measure of it
+                baseline = max(self._differences(call, expected, expected), key=_max_rel)
+                error = max(self._differences(call, expected, actual), key=_max_rel)
             limit = self._factor * baseline.max_rel + self._floor * step
             yield (
                 call,
@@ -222,21 +230,20 @@ class Oracle:
             raise AssertionError(f"{where}{error}") from error
         return found
 
-    def _changes(self, again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
-        """What two runs on the same inputs have not in common, beyond a limit."""
-        if unchanged(again[0].output, first[0].output):
-            return ""
-        try:
-            difference = compare(first[0].output, again[0].output)
-        except AssertionError as error:
-            text = str(error)
-        else:
-            text = (
-                f"{difference.where} is {difference.max_rel:.3g} off"
-                if not difference.max_rel <= limit
-                else ""
-            )
-        return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
+
+def _unlike(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
+    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
+    if unchanged(again[0].output, first[0].output):
+        return ""
+    try:
+        difference = compare(first[0].output, again[0].output)
+    except AssertionError as error:
+        text = str(error)
+    else:
+        text = (
+            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
+        )
+    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
 
 
 def _first_taken(

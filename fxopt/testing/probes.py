@@ -124,16 +124,12 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
         if len(expected.shape) == tensor.ndim:
             known |= {s: n for s, n in zip(expected.shape, tensor.shape, strict=True) if isinstance(s, str)}
     symbols = [symbol for symbol in sorted(known) if symbol.isidentifier() and symbol not in fixed]
-    smaller = {
-        s: n // 2 - 1 if n >= 6 else n + 1 + i for i, (s, n) in enumerate((s, known[s]) for s in symbols)
-    }
-    larger = {s: known[s] + 1 + i for i, s in enumerate(symbols)}
-    for sizes in (
-        smaller,
-        larger,
-        *({s: n} for s, n in larger.items()),
-        *({s: n} for s, n in smaller.items()),
-    ):
+    # Sizes that are equal stay so: a graph may have a symbol for the batch of each input.
+    distinct = sorted({known[symbol] for symbol in symbols})
+    smaller = {n: n // 2 - 1 if n >= 6 else n + 1 for n in distinct}
+    larger = {n: n + 1 + i for i, n in enumerate(distinct)}
+    for new in (smaller, larger, *({n: larger[n]} for n in distinct), *({n: smaller[n]} for n in distinct)):
+        sizes = {symbol: new[known[symbol]] for symbol in symbols if known[symbol] in new}
         wanted = {s: n for s, n in known.items() if s.isidentifier()} | sizes
         if sizes and any(all(g.holds(wanted) for g in guards) for guards in guard.alternatives):
             shapes = {
@@ -175,11 +171,14 @@ def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False) -> Tensor:
 
 
 def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
-    """The tensor cut, or continued with what it begins with; the first rows of a batch change places."""
+    """The tensor with some entries left out, or repeated, in their order: a mask hides the end; but for the first dimension,
+    where they change places.
+    """
     resized = tensor.detach().clone()
     for dim, size in enumerate(shapes.get(id(tensor), ())):
-        rows = torch.arange(size, device=tensor.device) + (dim == 0)
-        resized = resized.index_select(dim, rows % tensor.shape[dim])
+        old = tensor.shape[dim]
+        entries = torch.arange(size, device=tensor.device) * old // size
+        resized = resized.index_select(dim, (entries + (dim == 0)) % old)
     return resized
 
 

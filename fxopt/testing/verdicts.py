@@ -49,6 +49,7 @@ class Verdict:
         ulps: the largest distance from the output of the original, in units in the last place.
         probes: the inputs on which it was judged.
         float64: the candidate against the original, both in float64, where they differ most.
+        own_limit: of the error of `own`.
         own: the candidate in its own dtype against the original in float64, where they differ most.
         baseline: the original in its own dtype against itself in float64, on the same inputs.
     """
@@ -60,6 +61,7 @@ class Verdict:
     reason: str = ""
     ulps: float = float("inf")
     probes: tuple[str, ...] = ()
+    own_limit: float = float("inf")
     float64: Difference = NOTHING
     own: Difference = NOTHING
     baseline: Difference = NOTHING

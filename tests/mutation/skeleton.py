@@ -37,7 +37,7 @@ SKELETON = (
     Fault("effects: a foreign function writes nothing", "effects.py", "        return None if node.is_impure() else tuple(node.all_input_nodes)", "        return ()", SITE),
     Fault("effects: inplace modules write nothing", "effects.py", 'any(getattr(part, "inplace", False) for part in parts(module))', "False", SITE),
     Fault("effects: max_norm writes nothing", "effects.py", "and part.max_norm is not None", "and False"),
-    Fault("testing: NaN equals anything", "testing.py", "    same = (wide == other) | (wide.isnan() & other.isnan())", "    same = (wide == other) | wide.isnan() | other.isnan()"),
-    Fault("testing: a comparison of nothing passes", "testing.py", "    if not tensors or not values:", "    if False:"),
-    Fault("testing: values of a round trip are not compared", "testing.py", "if other is not None and not _same_bits(tensor, other):", "if False:"),
+    Fault("testing: NaN equals anything", "testing/differences.py", "    same = (wide == other) | (wide.isnan() & other.isnan())", "    same = (wide == other) | wide.isnan() | other.isnan()"),
+    Fault("testing: a comparison of nothing passes", "testing/differences.py", "    if not tensors or not values:", "    if False:"),
+    Fault("testing: values of a round trip are not compared", "testing/round_trips.py", "if other is not None and not same_bits(tensor, other):", "if False:"),
 )  # fmt: skip
