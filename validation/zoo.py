@@ -80,6 +80,8 @@ class Input(_Strict):
             raise ValueError(f"`integers` is the range [low, high), which {list(self.integers)} leaves empty")
         if self.padding and len(self.shape) != 2:
             raise ValueError(f"a padding mask has the shape [batch, length], not {list(self.shape)}")
+        if self.padding and 1 in self.shape:
+            raise ValueError(f"a padding mask of {list(self.shape)} hides nothing: give two rows and two columns")
         return self
 
 

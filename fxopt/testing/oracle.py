@@ -215,8 +215,12 @@ class Oracle:
         for name in expected.buffers.keys() ^ (actual.buffers.keys() & self._buffers):
             writes = "does not write" if name in expected.buffers else "writes"
             raise AssertionError(f"{where}it {writes} the buffer {name}, unlike the original")
+        if expected.writes != actual.writes:
+            raise AssertionError(
+                f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
+            )
         parts = [("output", expected.output, actual.output)]
-        if expected.writes or actual.writes:
+        if expected.writes:
             parts.append(("input", expected.inputs, actual.inputs))
         if expected.buffers:
             parts.append(
