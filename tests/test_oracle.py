@@ -180,8 +180,9 @@ def test_grades():
     assert str(Oracle(model, [X]).judge(Wrapped2(model, 2))).startswith("within 2 ULP")
     assert Oracle(model, [X], floor=100).judge(Wrapped2(model, 50)).grade is Grade.ULP
     assert Oracle(model, [X]).judge(Wrapped2(model, 50)).grade is Grade.WRONG
-    assert Oracle(model, [X], tolerance=1e-5).judge(Wrapped2(model, 50)).grade is Grade.TOLERANCE
-    assert Oracle(model, [X], tolerance=1e-9).judge(Wrapped2(model, 50)).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-4).grade is Grade.TOLERANCE
+    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-9).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Wrapped2(model, 0), tolerance=1e-4).grade is Grade.BIT_EXACT
 
 
 class Wrapped2(Wrapped):

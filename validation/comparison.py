@@ -15,7 +15,9 @@ from validation.subject import Subject
 V = TypeVar("V")
 
 
-def judge_graph(subject: Subject, graph: Callable[[torch.dtype], nn.Module]) -> Finding:
+def judge_graph(
+    subject: Subject, graph: Callable[[torch.dtype], nn.Module], pipeline: tuple[str, ...] = ()
+) -> Finding:
     """Compare the model, run eagerly, with its graph, in float64 and in each dtype of the entry, until one fails.
 
     The grade of each dtype becomes a fact of the record.
@@ -24,7 +26,7 @@ def judge_graph(subject: Subject, graph: Callable[[torch.dtype], nn.Module]) -> 
     for dtype in subject.dtypes:
         wide, module, oracle = graph(torch.float64), graph(dtype), subject.oracle(dtype)
         with subject.entering("run the graph"):
-            verdict = oracle.judge(module, wide)
+            verdict = oracle.judge(module, wide, tolerance=subject.entry.tolerance(pipeline))
         measurements |= per_dtype(dtype, subject.dtypes[0], _measured(verdict))
         subject.facts |= per_dtype(dtype, subject.dtypes[0], {"grade": str(verdict.grade)})
         reason = verdict.reason

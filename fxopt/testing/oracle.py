@@ -43,7 +43,6 @@ class Oracle:
         rtol: tolerance in float64, relative to the largest value of each tensor.
         factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
         floor: and this many units in the last place farther: the reference may be exact by chance.
-        tolerance: an error in float64 and in its own dtype that is accepted, as `within tolerance`.
         strides: whether outputs must be laid out in memory as those of the reference.
 
     Attributes:
@@ -73,11 +72,10 @@ class Oracle:
         rtol: float = RTOL_FLOAT64,
         factor: float = 2.0,
         floor: float = 4.0,
-        tolerance: float = 0.0,
         strides: bool = False,
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
-        self._tolerance, self._strides = tolerance, strides
+        self._strides = strides
         self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
         wide = in_float64(reference) if float64 is None else float64
@@ -97,12 +95,15 @@ class Oracle:
         self._unstable = _unlike(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or _unlike(again[1], self._truth, rtol)
 
-    def judge(self, candidate: nn.Module, float64: nn.Module | None = None) -> Verdict:
+    def judge(
+        self, candidate: nn.Module, float64: nn.Module | None = None, *, tolerance: float = 0.0
+    ) -> Verdict:
         """Call a candidate on the inputs that the reference was called on, and compare.
 
         Args:
             candidate: the module to judge.
             float64: the candidate in float64; by default, a converted deep copy.
+            tolerance: an error that is accepted although it is too large, in float64 or in its own dtype.
 
         Returns:
             The verdict. What the candidate raises is not caught.
@@ -115,7 +116,7 @@ class Oracle:
         seen = observe(candidate, self._calls)
         computed = float64 is None and has_new_weights(self._tensors, candidate)
         try:
-            return self._verdict(wide, seen, computed)
+            return self._verdict(wide, seen, computed, tolerance)
         except AssertionError as error:
             return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
 
@@ -136,7 +137,9 @@ class Oracle:
             return str(error)
         return ""
 
-    def _verdict(self, wide: Sequence[Observation], seen: Sequence[Observation], computed: bool) -> Verdict:
+    def _verdict(
+        self, wide: Sequence[Observation], seen: Sequence[Observation], computed: bool, tolerance: float
+    ) -> Verdict:
         exact = [
             (call, difference)
             for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True)
@@ -163,8 +166,9 @@ class Oracle:
         )
         change = functools.partial(dataclasses.replace, verdict)
         far = not error.max_rel <= limit
-        if (off or far) and max(worst.max_rel, error.max_rel) <= self._tolerance:
-            return change(grade=Grade.TOLERANCE, limit=self._tolerance)
+        too_large = [*(each.max_rel for _, each in off), *([error.max_rel] if far else [])]
+        if too_large and max(too_large) <= tolerance:
+            return change(grade=Grade.TOLERANCE, error=max(too_large), limit=tolerance)
         if off and (far or not computed or not worst.max_rel <= limit):
             text = (
                 f"in float64{_with(call)}, {worst.where} differs by {worst.max_rel:.3g} of its largest value "

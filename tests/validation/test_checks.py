@@ -86,6 +86,29 @@ def test_equivalence_fails_a_wrong_rewrite(pass_: type[Transformation]) -> None:
     assert "was taken back: " in finding.reason
 
 
+@pytest.mark.parametrize(
+    ("error", "until", "outcome"),
+    [
+        (1e-6, "2999-01-01", Outcome.PASS),
+        (1e-8, "2999-01-01", Outcome.FAIL),
+        (1e-6, "2026-01-01", Outcome.FAIL),
+    ],
+)
+def test_a_tolerance_of_the_zoo_holds_for_its_pipeline_until_its_day(
+    error: float, until: str, outcome: Outcome
+) -> None:
+    said = {
+        "pipeline": "AlmostInverse",
+        "relative_error": error,
+        "reason": "a divisor in float32",
+        "until": until,
+    }
+    finding = run(Check.EQUIVALENCE, AlmostInverse, tolerances=[said])
+    assert finding.outcome is outcome
+    other = run(Check.EQUIVALENCE, AlmostInverse, tolerances=[{**said, "pipeline": "Inverse"}])
+    assert other.outcome is Outcome.FAIL
+
+
 def test_equivalence_of_an_idle_pass_is_no_op() -> None:
     assert run(Check.EQUIVALENCE, Idle).outcome is Outcome.NO_OP
 
