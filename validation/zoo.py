@@ -247,12 +247,14 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
         seen.add(entry.name)
         if "sites" in entry.model_fields_set:
             yield (*here, "sites"), "not written by hand: `fxopt-validation sites` counts and records them"
-        named = [("known_failures", each) for each in enumerate(entry.known_failures)]
-        named += [("tolerances", each) for each in enumerate(entry.tolerances)]
-        for field, (number, each) in named:
-            for name in each.pipeline.split("+") if each.pipeline else ():
+        pipelines = {
+            **{("known_failures", number): each.pipeline for number, each in enumerate(entry.known_failures)},
+            **{("tolerances", number): each.pipeline for number, each in enumerate(entry.tolerances)},
+        }
+        for place, pipeline in pipelines.items():
+            for name in pipeline.split("+") if pipeline else ():
                 if name not in {*passes, "all", "exact"}:
-                    where = (*here, field, number, "pipeline")
+                    where = (*here, *place, "pipeline")
                     yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
         if entry.requires:
             continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
