@@ -77,8 +77,8 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
         ("[1, 99]", "[99, 1]", 7, ["tiny-bert", "inputs.input_ids", "empty"]),
         ("integers: [1, 99]", "padding: true, integers: [1, 9]", 7, ["inputs.input_ids", "not both"]),
         (
-            "shape: [2, 16], integers: [1, 99]",
-            "shape: [1, 16], padding: true",
+            "shape: [2, 8], integers: [1, 99]",
+            "shape: [1, 8], padding: true",
             7,
             ["inputs.input_ids", "hides nothing"],
         ),
