@@ -168,7 +168,21 @@ def reorder(gm):
     gm._modules["a"] = gm._modules.pop("a")
 
 
+def transpose(gm):
+    gm.a.weight = nn.Parameter(gm.a.weight.detach().t().contiguous().t())
+
+
+def hook(module, args, output):
+    pass
+
+
 DAMAGES = {
+    "hooks: ": lambda gm: gm.a.register_forward_hook(hook),
+    "hooks:": lambda gm: gm.norm.register_full_backward_hook(hook),
+    "attributes: a.in_features differs": lambda gm: setattr(gm.a, "in_features", 5),
+    "attributes: was_fused differs": lambda gm: setattr(gm, "was_fused", True),
+    "attributes: norm.table differs": lambda gm: setattr(gm.norm, "table", {"a": [torch.ones(1)]}),
+    "tensors: .*weight": transpose,
     "nodes: ": retarget,
     "nodes:": lambda gm: setattr(next(iter(gm.graph.nodes)), "name", "renamed"),
     "code: ": lambda gm: (gm.graph.call_function(torch.relu, (next(iter(gm.graph.nodes)),)), gm.recompile()),

@@ -61,6 +61,6 @@ def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
         return torch.randint(*spec.integers, spec.shape, generator=generator)
     if spec.padding:
         batch, length = spec.shape
-        lengths = length - (length // 4) * torch.arange(batch).clamp(max=3)
+        lengths = length - max(length // 4, 1) * torch.arange(batch).clamp(max=3)
         return (torch.arange(length) < lengths[:, None].clamp(min=1)).long()
     return torch.randn(spec.shape, generator=generator)

@@ -20,11 +20,19 @@ from torch.fx import GraphModule
 
 from fxopt import capture
 from fxopt.errors import VerificationWarning
+from fxopt.rewriting.composition import compose
+from fxopt.rewriting.history import history, undo
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
+from fxopt.testing import Oracle
 from validation import build, plan
 from validation.zoo import Entry
 
 E = TypeVar("E")
+
+FLOOR = 8.0
+"""In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place
+farther: the model may be exact by chance.
+"""
 Refusals = tuple[tuple[str, str, str], ...]
 
 
@@ -95,7 +103,7 @@ class Subject(Staged[Entry]):
         super().__init__(entry, device, passes, entered)
         self.dtype = "+".join(entry.dtypes)
         self._models: dict[torch.dtype, nn.Module] = {}
-        self._outputs: dict[torch.dtype, Any] = {}
+        self._oracles: dict[torch.dtype, Oracle] = {}
         self._traced: dict[torch.dtype, GraphModule] = {}
         self._rewritten: dict[tuple[tuple[str, ...], torch.dtype], Rewritten] = {}
 
@@ -118,13 +126,15 @@ class Subject(Staged[Entry]):
         """Fresh inputs, floating ones in `dtype`."""
         return build.cast(build.make_inputs(self.entry), dtype, self.device)
 
-    def output(self, dtype: torch.dtype) -> Any:
-        """The output of the model itself, run eagerly."""
-        if dtype not in self._outputs:
-            model = self.model(dtype)
+    def oracle(self, dtype: torch.dtype) -> Oracle:
+        """What judges graphs against the model itself, run eagerly."""
+        if dtype not in self._oracles:
+            model, wide, captured = self.model(dtype), self.model(torch.float64), self.traced(dtype)
             with self.entering("run the model"):
-                self._outputs[dtype] = self.run(model, dtype)
-        return self._outputs[dtype]
+                self._oracles[dtype] = Oracle(
+                    model, kwargs=self.inputs(dtype), float64=wide, captured=captured, floor=FLOOR
+                )
+        return self._oracles[dtype]
 
     def traced(self, dtype: torch.dtype) -> GraphModule:
         """The captured graph of the model; it shares its leaves with the model, so rewrite a copy."""
@@ -164,14 +174,28 @@ class Subject(Staged[Entry]):
             members[0][1](module, verify=True)
         return [str(each.message) for each in caught if each.category is VerificationWarning]
 
-    def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> GraphModule:
-        """A copy of the graph with the pipeline applied and undone."""
-        module = copy.deepcopy(self.rewritten(pipeline, dtype).module)
+    def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Iterator[tuple[str, GraphModule]]:
+        """Copies of the graph with the pipeline applied and undone, in the ways that users have, and their names."""
+        passes = [pass_ for _, pass_ in self._members(pipeline)]
+        whole = passes[0] if len(passes) == 1 else compose(*passes)
+        assert isinstance(whole, ReversibleTransformation)
+        one_by_one = self.rewritten(pipeline, dtype).module
+        if len(passes) == 1:
+            module = copy.deepcopy(one_by_one)
+        else:
+            with self.entering("transform"):
+                module = whole(copy.deepcopy(self.traced(dtype)))
+            with self.entering("compare"):
+                if module.code != one_by_one.code:
+                    raise AssertionError("composed, the passes make another graph than one after the other")
         with self.entering("reverse"):
-            for _, pass_ in reversed(self._members(pipeline)):
-                assert isinstance(pass_, ReversibleTransformation)
-                module = pass_(module, reverse=True)
-        return module
+            restored = whole(module, reverse=True)
+        yield "its reverse", restored
+        if len(pipeline) == 1:  # of a pair, this says no more than of its passes
+            module = copy.deepcopy(one_by_one)
+            with self.entering("reverse"):
+                restored = undo(module, len(history(module)))
+            yield "`undo`", restored
 
     def _members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
         return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
@@ -187,7 +211,7 @@ def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
 def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> Rewritten:
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
-    kept = dict(module.named_modules())
+    kept, kept_tensors = dict(module.named_modules()), tensors(module)
     sites: list[int] = []
     refusals: list[tuple[str, str, str]] = []
     for name, pass_ in passes:
@@ -197,7 +221,7 @@ def _rewrite(traced: GraphModule, passes: list[tuple[str, Transformation]]) -> R
         before = copy.deepcopy(module) if sites else traced
         module = pass_(module)
         sites.append(sites_of(pass_, before, module))
-    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept)))
+    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept, kept_tensors)))
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
@@ -230,8 +254,11 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return facts == other and torch.equal(*raw)
 
 
-def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Name what differs between the leaves of the graph and those of its copy, which a pipeline has had since."""
+def _tampered(
+    traced: GraphModule, kept: Mapping[str, nn.Module], kept_tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
+    yield from (name for name, tensor in tensors(traced).items() if not _same(tensor, kept_tensors[name]))
     for name, module in traced.named_modules():
         if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
             continue  # the containers are the graph module's own
@@ -239,4 +266,6 @@ def _tampered(traced: GraphModule, kept: Mapping[str, nn.Module]) -> Iterator[st
         mine, its = (tensors(m, recurse=False) for m in (module, other))
         if (repr(module), module.training, [*mine]) != (repr(other), other.training, [*its]):
             yield name
-        yield from (f"{name}.{key}" for key in mine if key in its and not _same(mine[key], its[key]))
+        yield from (
+            f"{name}.{key}" for key in mine if key in its and its[key] is not kept_tensors[f"{name}.{key}"]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import inspect
@@ -80,6 +81,10 @@ class Input(_Strict):
             raise ValueError(f"`integers` is the range [low, high), which {list(self.integers)} leaves empty")
         if self.padding and len(self.shape) != 2:
             raise ValueError(f"a padding mask has the shape [batch, length], not {list(self.shape)}")
+        if self.padding and 1 in self.shape:
+            raise ValueError(
+                f"a padding mask of {list(self.shape)} hides nothing: give two rows and two columns"
+            )
         return self
 
 
@@ -95,6 +100,19 @@ class KnownFailure(_Strict):
         """True if `case` is one of those that fail."""
         same_device = self.device in (None, case.device)
         return same_device and (self.check, self.pipeline) == (case.check, "+".join(case.pipeline))
+
+
+class Tolerance(_Strict):
+    """An error that a pipeline may make in a model although it is too large for a right rewrite: how large, why, and
+    until which day; from then on it counts again.
+
+    `relative_error` is relative to the largest value of a tensor; `pipeline` is written as in `KnownFailure`.
+    """
+
+    pipeline: str
+    relative_error: PositiveFloat
+    reason: Reason
+    until: datetime.date
 
 
 class Entry(_Strict):
@@ -123,6 +141,14 @@ class Entry(_Strict):
     timeout: PositiveFloat = 300.0  # seconds a case may take
     sites: dict[str, int | None] = {}
     known_failures: tuple[KnownFailure, ...] = ()
+    tolerances: tuple[Tolerance, ...] = ()
+
+    def tolerance(self, pipeline: tuple[str, ...]) -> float:
+        """The error that is accepted of a pipeline today; 0 for most."""
+        today, name = datetime.date.today(), "+".join(pipeline)
+        return max(
+            (t.relative_error for t in self.tolerances if t.pipeline == name and today < t.until), default=0.0
+        )
 
 
 class _File(_Strict):
@@ -221,10 +247,14 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
         seen.add(entry.name)
         if "sites" in entry.model_fields_set:
             yield (*here, "sites"), "not written by hand: `fxopt-validation sites` counts and records them"
-        for number, failure in enumerate(entry.known_failures):
-            where = (*here, "known_failures", number, "pipeline")
-            for name in failure.pipeline.split("+") if failure.pipeline else ():
+        pipelines = {
+            **{("known_failures", number): each.pipeline for number, each in enumerate(entry.known_failures)},
+            **{("tolerances", number): each.pipeline for number, each in enumerate(entry.tolerances)},
+        }
+        for place, pipeline in pipelines.items():
+            for name in pipeline.split("+") if pipeline else ():
                 if name not in {*passes, "all", "exact"}:
+                    where = (*here, *place, "pipeline")
                     yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
         if entry.requires:
             continue  # importing what only this entry needs takes seconds: its mistakes show when it is run

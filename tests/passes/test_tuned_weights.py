@@ -56,6 +56,7 @@ def tuned(module, inputs, steps=3):
 
 def assert_same_state(expected, actual):
     assert expected.keys() == actual.keys()
+    expected, actual = dict(expected), dict(actual)
     compare(expected, actual)
     difference = compare({n: t.double() for n, t in expected.items()}, actual, dtypes=False)
     assert difference.max_rel < 1e-7, difference

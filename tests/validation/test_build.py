@@ -48,6 +48,12 @@ def test_statistics_scales_and_biases_are_random() -> None:
         assert len(tensor.unique()) == 6
 
 
+def test_a_short_padding_mask_hides_something_too() -> None:
+    for length in (2, 3, 4, 5):
+        made = build.make_inputs(entry(inputs={"x": {"shape": [2, length], "padding": True}}))
+        assert made["x"].tolist() == [[1] * length, [1] * (length - 1) + [0]]
+
+
 def test_a_padding_mask_has_ragged_rows() -> None:
     fields = {"inputs": {"x": {"shape": [4, 8], "padding": True}}}
     assert build.make_inputs(entry(**fields))["x"].sum(1).tolist() == [8, 6, 4, 2]

@@ -76,6 +76,12 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
         ("[2, 8]", "two", 7, ["tiny-bert", "inputs.input_ids.shape"]),
         ("[1, 99]", "[99, 1]", 7, ["tiny-bert", "inputs.input_ids", "empty"]),
         ("integers: [1, 99]", "padding: true, integers: [1, 9]", 7, ["inputs.input_ids", "not both"]),
+        (
+            "shape: [2, 8], integers: [1, 99]",
+            "shape: [1, 8], padding: true",
+            7,
+            ["inputs.input_ids", "hides nothing"],
+        ),
         ("input_ids:", "token_ids:", 7, ["tiny-bert", "inputs.token_ids", "input_ids"]),
         ("[MergeLinears]", "[FuseBiasInLinear, MergeLinear]", 1, ["order.1", "no such pass", "MergeLinears"]),
         ("tags: [small]", "sites: {MergeLinears: 2}", 8, ["tiny-bert", "sites", "fxopt-validation sites"]),

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.testing import compare, leaves
+from fxopt.testing.probes import not_finite
 from validation import digits, metrics
-from validation.comparison import not_finite, per_dtype
+from validation.comparison import per_dtype
 from validation.records import Finding, Outcome
 from validation.subject import Subject
 from validation.zoo import TrainedWeights
@@ -30,15 +31,21 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         rewritten = subject.rewritten(pipeline, dtype)
         if not sum(rewritten.sites):
             return Finding(Outcome.NO_OP, "nothing to rewrite")
-        original = subject.output(dtype)
+        oracle = subject.oracle(dtype)
         with subject.entering("run the graph"):
-            output = subject.run(rewritten.module, dtype)
+            seen = oracle.observe(rewritten.module)
         with subject.entering("compare"):
-            measured = _measure(original, output)
-            if bad := not_finite(original) or not_finite(output):
+            if fault := oracle.fault(seen):
+                return Finding(Outcome.FAIL, fault, measurements)
+            measured, *others = [
+                _measure(expected.output, actual.output)
+                for expected, actual in zip(oracle.expected, seen, strict=True)
+            ]
+            outputs = [each.output for each in (*oracle.expected, *seen)]
+            if bad := next(filter(None, map(not_finite, outputs)), ""):
                 problems.append(f"{bad} is not finite")
-            if not measured["cosine"] >= LEAST_COSINE:
-                problems.append(f"the cosine with the original is {measured['cosine']:.4f}")
+            if not (cosine := min(each["cosine"] for each in (measured, *others))) >= LEAST_COSINE:
+                problems.append(f"the cosine with the original is {cosine:.4f}")
         if isinstance(subject.entry.weights, TrainedWeights):
             task = _task(subject, pipeline, dtype)
             problems += _task_problems(task)
@@ -48,7 +55,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 
 def _measure(original: Any, output: Any) -> dict[str, float | int]:
-    compared = compare(original, output, dtypes=False)
+    compared = compare(original, output)
     reference, candidate = _floating(original), _floating(output)
     measured = {name: metric(reference, candidate) for name, metric in metrics.available().items()}
     return {**measured, "tensors_compared": compared.tensors}

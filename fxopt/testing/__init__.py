@@ -1,0 +1,28 @@
+"""The oracle: whether two modules compute the same, and whether an undo gave everything back.
+
+Fresh weights hide faults (BatchNorm statistics are 0 and 1, biases 0), so call `randomise` first.
+"""
+
+from fxopt.testing.differences import Difference, compare, leaves, ulps
+from fxopt.testing.equivalence import Equivalence, assert_equivalent
+from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
+from fxopt.testing.precision import in_float64
+from fxopt.testing.random_values import randomise
+from fxopt.testing.round_trips import assert_round_trip
+from fxopt.testing.verdicts import Grade, Verdict
+
+__all__ = [
+    "RTOL_FLOAT64",
+    "Difference",
+    "Equivalence",
+    "Grade",
+    "Oracle",
+    "Verdict",
+    "assert_equivalent",
+    "assert_round_trip",
+    "compare",
+    "in_float64",
+    "leaves",
+    "randomise",
+    "ulps",
+]

@@ -1,0 +1,244 @@
+"""How far two outputs are apart, every tensor of them, whatever containers they are in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.capture.writer import tensors_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What `compare` measured.
+
+    Attributes:
+        tensors: how many tensors were compared.
+        values: how many numbers they hold.
+        max_abs: the largest absolute difference.
+        max_rel: the largest difference of a tensor, relative to the largest value of that tensor.
+        where: the path of the tensor with the largest relative difference, such as `output.logits`.
+    """
+
+    tensors: int
+    values: int
+    max_abs: float
+    max_rel: float
+    where: str
+
+
+def compare(
+    expected: object, actual: object, dtypes: bool = True, *, strides: bool = False, path: str = "output"
+) -> Difference:
+    """Compare every tensor of two outputs: nested tuples, lists, mappings, model outputs, caches.
+
+    Args:
+        expected: the output that is right.
+        actual: the output to judge.
+        dtypes: whether tensors must have the same dtype.
+        strides: whether tensors must be laid out alike in memory.
+        path: what the outputs are called in `where` and in messages.
+
+    Returns:
+        The largest differences. Values that are NaN or infinite in both, at the same place, are equal.
+
+    Raises:
+        AssertionError: the type of a container, a key, shape, dtype or a non-tensor value differs, or there is
+            nothing to compare.
+
+    Example:
+        >>> import torch
+        >>> compare({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 1.5])}).max_abs
+        0.5
+    """
+    tensors = values = 0
+    max_abs = max_rel = 0.0
+    where = ""
+    for place, left, right in _pairs(expected, actual, path):
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            if type(left) is not type(right) or (left != right and not _both_nan(left, right)):
+                raise AssertionError(f"{place}: expected {left!r}, got {right!r}")
+            continue
+        if left.shape != right.shape or (dtypes and left.dtype != right.dtype):
+            raise AssertionError(
+                f"{place}: expected {left.dtype} {list(left.shape)}, got {right.dtype} {list(right.shape)}"
+            )
+        if strides and _strides(left) != _strides(right):
+            raise AssertionError(
+                f"{place}: expected the strides {left.stride()}, got {right.stride()}; `view` takes one of them alone"
+            )
+        absolute, relative = _distance(left, right)
+        tensors, values = tensors + 1, values + left.numel()
+        if not where or not relative <= max_rel:  # also true for NaN, which must not be lost
+            max_rel, where = relative, place
+        max_abs = absolute if not absolute <= max_abs else max_abs
+    if not tensors or not values:
+        raise AssertionError(f"the {path}s hold no tensor with values, so nothing was compared")
+    return Difference(tensors, values, max_abs, max_rel, where)
+
+
+def ulps(expected: object, actual: object) -> float:
+    """The largest distance of two numbers of like outputs, in units in the last place; 0 only if the same bits.
+
+    Example:
+        >>> import torch
+        >>> ulps(torch.tensor([1.0]), torch.tensor([1 + 2**-22]))
+        2.0
+    """
+    pairs = _pairs(expected, actual, "output")
+    return max(
+        (_ulps(a, b) for _, a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)), default=0.0
+    )
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """True where two tensors have the same shape, dtype and values, bit for bit."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.device.type == "meta" or not left.numel():
+        return True
+    raw = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (left, right)]
+    return torch.equal(*(t.flatten().view(torch.uint8) for t in raw))
+
+
+def unchanged(left: object, right: object) -> bool:
+    """True where two values have the same structure, and the same bits in every tensor."""
+    try:
+        pairs = list(_pairs(left, right, ""))
+    except AssertionError:
+        return False
+    return all(
+        same_bits(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b or _both_nan(a, b)
+        for _, a, b in pairs
+    )
+
+
+def leaves(value: object, path: str = "output") -> Iterator[tuple[str, object]]:
+    """The leaves of a nested output with their paths: tensors, numbers, strings, `None`.
+
+    Example:
+        >>> [path for path, _ in leaves({"logits": 1.0, "states": (2, 3), 1: None})]
+        ['output.logits', 'output.states[0]', 'output.states[1]', 'output[1]']
+    """
+    return ((place, item) for place, item in _walk(value, path) if _entries(item) is None)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A deep copy of nested values, with `function(tensor)` for each tensor."""
+    return copy.deepcopy(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
+
+
+def first_difference(before: Any, after: Any) -> str:
+    """The first of two sequences of lines or entries that differs, in words."""
+    if isinstance(before, str):
+        before, after = before.splitlines(), after.splitlines()
+    for old, new in zip(before, after, strict=False):
+        if old != new:
+            return f"{old!r} became {new!r}"
+    longer, word = (before, "is gone") if len(before) > len(after) else (after, "is new")
+    return f"{longer[min(len(before), len(after))]!r} {word}"
+
+
+def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
+    yield path, value
+    for key, item in _entries(value) or ():
+        yield from _walk(item, path + key)
+
+
+def _entries(value: object) -> list[tuple[str, object]] | None:
+    """What is in a container, by the end of its path; `None` for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [(_key(key), item) for key, item in value.items()]
+    if isinstance(value, tuple | list):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value):
+        return [(f".{key}", item) for key, item in vars(value).items()]  # a cache object, or a dataclass
+    return None
+
+
+def _key(key: object) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def _pairs(expected: object, actual: object, path: str) -> list[tuple[str, Any, Any]]:
+    """The leaves of two values, side by side; raises `AssertionError` where they differ in structure."""
+    sides = [list(_walk(value, path)) for value in (expected, actual)]
+    for (place, left), (_, right) in zip(*sides, strict=False):
+        containers = [_entries(value) is not None for value in (left, right)]
+        if any(containers) and type(left) is not type(right):
+            raise AssertionError(f"{place}: expected {_a(left)}, got {_a(right)}")
+    left_paths, right_paths = ([place for place, _ in side] for side in sides)
+    if left_paths != right_paths:
+        raise AssertionError(f"the outputs differ in structure: {first_difference(left_paths, right_paths)}")
+    return [
+        (place, left, right)
+        for (place, left), (_, right) in zip(*sides, strict=True)
+        if _entries(left) is None
+    ]
+
+
+def _a(value: object) -> str:
+    return (
+        repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
+    )
+
+
+def _both_nan(left: object, right: object) -> bool:
+    return isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides that count: those of dimensions with more than one entry."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _distance(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    if not expected.numel():
+        return 0.0, 0.0
+    if expected.is_complex():
+        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+    # Also integers and booleans in float64: exact up to 2**53, and one rule for all.
+    wide, other = expected.detach().double().cpu(), actual.detach().double().cpu()
+    same = (wide == other) | (wide.isnan() & other.isnan())
+    distance = torch.where(same, 0.0, (wide - other).abs())
+    if distance.isnan().any() or distance.isinf().any():
+        return float("inf"), float("inf")
+    finite = wide[wide.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    absolute = float(distance.max())
+    return absolute, absolute / largest if largest else (0.0 if absolute == 0 else float("inf"))
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _ulps(expected: Tensor, actual: Tensor) -> float:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return float("inf")
+    if same_bits(expected, actual):
+        return 0.0
+    if expected.is_complex():
+        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+    if not expected.is_floating_point() or (expected.isnan() != actual.isnan()).any():
+        return float("inf")
+    left, right = (_steps_from_zero(t[~t.isnan()]) for t in (expected, actual))
+    # Of numbers on the two sides of zero the whole way: one after the other, because int64 could not hold the sum.
+    across = left.abs().double() + right.abs().double()
+    apart = torch.where((left < 0) == (right < 0), (left - right).abs().double(), across)
+    return (
+        max(1.0, float(apart.max())) if apart.numel() else 1.0
+    )  # zeros of unlike sign are not the same bits
+
+
+def _steps_from_zero(values: Tensor) -> Tensor:
+    bits = values.detach().cpu().contiguous().view(_BITS[values.element_size()]).long()
+    lowest = -(2 ** (8 * values.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)

@@ -1,0 +1,284 @@
+"""The oracle: whether one module computes what another does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxopt.errors import GuardError
+from fxopt.testing.differences import Difference, compare, ulps, unchanged
+from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
+from fxopt.testing.probes import (
+    GIVEN,
+    Call,
+    Observation,
+    large_values,
+    not_finite,
+    observe,
+    other_sizes,
+    other_values,
+)
+from fxopt.testing.verdicts import Grade, Verdict
+
+RTOL_FLOAT64 = 1e-9
+"""How well a correct rewrite agrees in float64, relative to the largest value of a tensor."""
+
+
+class Oracle:
+    """Judges candidates against one module, which it calls once for all of them.
+
+    Args:
+        reference: the module that is right.
+        args: positional inputs, in the module's own dtype.
+        kwargs: keyword inputs.
+        float64: the reference in float64; by default, a converted deep copy.
+        captured: a graph of the reference: which sizes are free is read from its guards, and what it refuses
+            to take is not asked of candidates.
+        rtol: tolerance in float64, relative to the largest value of each tensor.
+        factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
+        floor: and this many units in the last place farther: the reference may be exact by chance.
+        strides: whether outputs must be laid out in memory as those of the reference.
+
+    Attributes:
+        probes: the inputs on which candidates are judged.
+        expected: what the reference does on those in its own dtype.
+        unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 3)
+        >>> oracle = Oracle(layer, [torch.randn(4, 2)])
+        >>> twice = torch.nn.Sequential(layer, torch.nn.Identity())
+        >>> oracle.judge(twice).probes
+        ('the given inputs', 'other values')
+        >>> print(oracle.judge(torch.nn.Sequential(layer, torch.nn.ReLU())))
+        wrong: in float64, output differs by ... of its largest value (...); a correct rewrite agrees to 1e-09
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        float64: nn.Module | None = None,
+        captured: nn.Module | None = None,
+        rtol: float = RTOL_FLOAT64,
+        factor: float = 2.0,
+        floor: float = 4.0,
+        strides: bool = False,
+    ) -> None:
+        self._rtol, self._factor, self._floor = rtol, factor, floor
+        self._strides = strides
+        self._buffers = {name for name, _ in reference.named_buffers()}
+        self._tensors = list(floating(reference))
+        wide = in_float64(reference) if float64 is None else float64
+        given = Call(tuple(args), dict(kwargs or {}))
+        again = observe(reference, [given]), observe(wide, [given.cast(torch.float64)])
+        large = _first_taken(
+            large_values(given), lambda call: observe(wide, [call.cast(torch.float64)]), captured
+        )
+        others = itertools.chain(other_sizes(given, captured), other_values(given))
+        other = _first_taken(others, lambda call: observe(reference, [call]), captured)
+        self._calls = [call for call in (given, other) if call is not None]
+        self._wide_calls = [call.cast(torch.float64) for call in (given, large, other) if call is not None]
+        self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
+        self.expected = observe(reference, self._calls)
+        self._truth = observe(wide, self._wide_calls)
+        self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
+        self._unstable = _unlike(again[0], self.expected, floor * epsilon(self.expected[0].output))
+        self._unstable = self._unstable or _unlike(again[1], self._truth, rtol)
+
+    def judge(
+        self, candidate: nn.Module, float64: nn.Module | None = None, *, tolerance: float = 0.0
+    ) -> Verdict:
+        """Call a candidate on the inputs that the reference was called on, and compare.
+
+        Args:
+            candidate: the module to judge.
+            float64: the candidate in float64; by default, a converted deep copy.
+            tolerance: an error that is accepted although it is too large, in float64 or in its own dtype.
+
+        Returns:
+            The verdict. What the candidate raises is not caught.
+        """
+        if self._unstable:
+            return Verdict(
+                Grade.UNSTABLE, float("inf"), self._rtol, reason=self._unstable, probes=self.probes
+            )
+        wide = observe(in_float64(candidate) if float64 is None else float64, self._wide_calls)
+        seen = observe(candidate, self._calls)
+        computed = float64 is None and has_new_weights(self._tensors, candidate)
+        try:
+            return self._verdict(wide, seen, computed, tolerance)
+        except AssertionError as error:
+            return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
+
+    def observe(self, candidate: nn.Module) -> list[Observation]:
+        """What a candidate does on the inputs of `expected`."""
+        return observe(candidate, self._calls)
+
+    def fault(self, seen: Sequence[Observation]) -> str:
+        """How a candidate that may give other values differs nevertheless; empty where it does not.
+
+        It may not differ in the types of containers, shapes and dtypes, in what it writes, nor change a result that
+        it has given.
+        """
+        try:
+            for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
+                self._differences(call, expected, actual)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    def _verdict(
+        self, wide: Sequence[Observation], seen: Sequence[Observation], computed: bool, tolerance: float
+    ) -> Verdict:
+        exact = [
+            (call, difference)
+            for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True)
+            for difference in self._differences(call, truth, actual, "in float64, ")
+        ]
+        if fault := self.fault(seen):
+            raise AssertionError(fault)
+        off = [each for each in exact if not each[1].max_rel <= self._rtol]
+        call, worst = off[0] if off else max(exact, key=lambda each: each[1].max_rel)
+        at, baseline, error, limit = max(
+            self._own(seen), key=lambda each: each[2].max_rel / (each[3] or 1e-300)
+        )
+        verdict = Verdict(
+            Grade.ACCURATE,
+            error.max_rel,
+            limit,
+            error.where,
+            ulps=max(ulps(one.output, two.output) for one, two in zip(self.expected, seen, strict=True)),
+            probes=self.probes,
+            own_limit=limit,
+            float64=worst,
+            own=error,
+            baseline=baseline,
+        )
+        change = functools.partial(dataclasses.replace, verdict)
+        far = not error.max_rel <= limit
+        too_large = [*(each.max_rel for _, each in off), *([error.max_rel] if far else [])]
+        if too_large and max(too_large) <= tolerance:
+            return change(grade=Grade.TOLERANCE, error=max(too_large), limit=tolerance)
+        if off and (far or not computed or not worst.max_rel <= limit):
+            text = (
+                f"in float64{_with(call)}, {worst.where} differs by {worst.max_rel:.3g} of its largest value "
+                f"({worst.max_abs:.3g}); a correct rewrite agrees to {self._rtol:.0e}"
+            )
+            wrong = {"error": worst.max_rel, "limit": self._rtol, "where": worst.where, "reason": text}
+            return change(grade=Grade.WRONG, **wrong)
+        if far:
+            text = (
+                f"in its own dtype{_with(at)}, {error.where} is {error.max_rel:.3g} of its largest value away from the "
+                f"float64 output; the original is {baseline.max_rel:.3g} away, so the limit is {limit:.3g}"
+            )
+            return change(grade=Grade.WRONG, reason=text)
+        if off:
+            text = (
+                f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
+                "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
+            )
+            return change(reason=text)
+        exact_grade = Grade.ULP if verdict.ulps else Grade.BIT_EXACT
+        return change(grade=exact_grade) if verdict.ulps <= self._floor else verdict
+
+    def _own(self, seen: Sequence[Observation]) -> Iterator[tuple[Call, Difference, Difference, float]]:
+        """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""
+        truths = (self._truth[0], self._truth[-1])
+        for call, truth, expected, actual in zip(self._calls, truths, self.expected, seen, strict=False):
+            baseline = max(self._differences(call, truth, expected, dtypes=False), key=_max_rel)
+            error = max(self._differences(call, truth, actual, dtypes=False), key=_max_rel)
+            step = epsilon(expected.output)
+            if baseline.max_rel == float("inf"):  # an overflow: float64 is no measure of it
+                baseline = max(self._differences(call, expected, expected), key=_max_rel)
+                error = max(self._differences(call, expected, actual), key=_max_rel)
+            limit = self._factor * baseline.max_rel + self._floor * step
+            yield (
+                call,
+                baseline,
+                error,
+                max(limit, self._rtol) if step == torch.finfo(torch.float64).eps else limit,
+            )
+
+    def _differences(
+        self, call: Call, expected: Observation, actual: Observation, where: str = "", *, dtypes: bool = True
+    ) -> list[Difference]:
+        """Output, written inputs and written buffers of one call; raises `AssertionError` where they differ in form."""
+        where = f"{where}with {call.name}, " if call.name != GIVEN else where
+        if expected.kept and not actual.kept:
+            raise AssertionError(f"{where}a later call changes the result that this one returned")
+        for name in expected.buffers.keys() ^ (actual.buffers.keys() & self._buffers):
+            writes = "does not write" if name in expected.buffers else "writes"
+            raise AssertionError(f"{where}it {writes} the buffer {name}, unlike the original")
+        if expected.writes != actual.writes:
+            raise AssertionError(
+                f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
+            )
+        parts = [("output", expected.output, actual.output)]
+        if expected.writes:
+            parts.append(("input", expected.inputs, actual.inputs))
+        if expected.buffers:
+            parts.append(
+                ("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers})
+            )
+        try:
+            found = [compare(left, right, dtypes, path=path) for path, left, right in parts]
+            if self._strides and dtypes:
+                compare(expected.result, actual.result, strides=True)
+        except AssertionError as error:
+            raise AssertionError(f"{where}{error}") from error
+        return found
+
+
+def _unlike(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
+    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
+    if unchanged(again[0].output, first[0].output):
+        return ""
+    try:
+        difference = compare(first[0].output, again[0].output)
+    except AssertionError as error:
+        text = str(error)
+    else:
+        text = (
+            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
+        )
+    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
+
+
+def _first_taken(
+    calls: Iterable[Call], run: Callable[[Call], list[Observation]], captured: nn.Module | None
+) -> Call | None:
+    """The first call that the reference takes, with a finite result, and that its graph does not refuse."""
+    for call in calls:
+        try:
+            (seen,) = run(call)
+        except Exception:  # whatever it raises: the model does not take such inputs
+            continue
+        if not_finite(seen.output):
+            continue
+        if captured is not None:
+            try:
+                observe(captured, [call])
+            except GuardError:
+                continue
+            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
+                return call
+        return call
+    return None
+
+
+def _with(call: Call) -> str:
+    return f", with {call.name}" if call.name != GIVEN else ""
+
+
+def _max_rel(difference: Difference) -> float:
+    return difference.max_rel

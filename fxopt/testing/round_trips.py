@@ -1,0 +1,152 @@
+"""Whether an undo gave everything back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from fxopt.rewriting.record import RECORD
+from fxopt.testing.differences import first_difference, same_bits
+
+
+def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
+    """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
+
+    Compared are the nodes (names, order, operations, targets, arguments), the modules (names, order, types,
+    options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
+    bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
+    generated code.
+
+    Args:
+        before: a deep copy of the graph module, made before the pass.
+        after: the graph module after the pass and its undo.
+
+    Returns:
+        The number of values compared bit for bit.
+
+    Raises:
+        AssertionError: something differs; the message names all kinds of differences found.
+
+    Example:
+        >>> import copy, torch
+        >>> from fxopt import FuseBiasInLinear
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+        >>> before, fuse = copy.deepcopy(traced), FuseBiasInLinear()
+        >>> assert_round_trip(before, fuse(fuse(traced), reverse=True))
+        9
+    """
+    views: dict[str, Callable[[GraphModule], Any]] = {
+        "nodes": _nodes,
+        "modules": _modules,
+        "hooks": _hooks,
+        "tensors": _tensor_facts,
+        "ties": _ties,
+        "state_dict": lambda gm: list(gm.state_dict()),
+        "code": lambda gm: gm.code,
+    }
+    problems = [
+        f"{name}: {first_difference(view(before), view(after))}"
+        for name, view in views.items()
+        if view(before) != view(after)
+    ]
+    problems += [f"attributes: {name} differs" for name in _changed_attributes(before, after)]
+    values = 0
+    others = dict(_tensors(after))
+    for name, tensor in _tensors(before):
+        other = others.get(name)
+        if other is not None and not same_bits(tensor, other):
+            problems.append(f"values: {name} differs")
+        values += tensor.numel()
+    if problems:
+        raise AssertionError("the round trip is not exact:\n  " + "\n  ".join(problems))
+    return values
+
+
+def _nodes(gm: GraphModule) -> list[str]:
+    return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
+
+
+def _modules(gm: GraphModule) -> list[tuple[str, str, str, bool]]:
+    named = gm.named_modules(remove_duplicate=False)
+    return [(name, type(m).__qualname__ if name else "", m.extra_repr(), m.training) for name, m in named]
+
+
+def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
+    """The hooks of each module: functions as they are, which a deep copy keeps, other callables by their types."""
+    return [
+        (name, table, [hook if inspect.isfunction(hook) else type(hook) for hook in hooks.values()])
+        for name, module in gm.named_modules(remove_duplicate=False)
+        for table, hooks in vars(module).items()
+        if table in _OF_EVERY_MODULE and "hooks" in table and hooks
+    ]
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
+
+
+def _changed_attributes(before: GraphModule, after: GraphModule) -> Iterator[str]:
+    """The attributes of modules that are no parameters, buffers, modules or hooks, and that differ."""
+    others = dict(after.named_modules(remove_duplicate=False))
+    for name, module in before.named_modules(remove_duplicate=False):
+        if name in others and name != RECORD:  # which names the graph module itself
+            left, right = _attributes(module), _attributes(others[name])
+            for key in sorted(left.keys() | right.keys()):
+                if key not in left or key not in right or not _same(left[key], right[key]):
+                    yield f"{name}.{key}" if name else key
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    if isinstance(module, GraphModule):  # its private ones are caches, which a run fills
+        return {
+            key: value
+            for key, value in vars(module).items()
+            if key not in _OF_EVERY_GRAPH_MODULE and not key.startswith("_")
+        }
+    return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return same_bits(left, right) and left.stride() == right.stride()
+    if isinstance(left, dict):
+        return [*left] == [*right] and all(_same(item, right[key]) for key, item in left.items())
+    if isinstance(left, tuple | list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    plain = isinstance(
+        left, int | float | complex | str | bytes | frozenset | set | torch.dtype | torch.device
+    )
+    return not plain or left == right or left != left
+
+
+def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:
+    parameters = list(gm.named_parameters(remove_duplicate=False))
+    return [*parameters, *gm.named_buffers(remove_duplicate=False)]
+
+
+def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, torch.dtype, torch.device, bool, torch.Size, Any]]:
+    return [
+        (name, type(t).__name__, t.dtype, t.device, t.requires_grad, t.shape, _strides(t))
+        for name, t in _tensors(gm)
+    ]
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout == torch.strided else None
+
+
+def _ties(gm: GraphModule) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors(gm):
+        names.setdefault(id(tensor), []).append(name)
+    return sorted(group for group in names.values() if len(group) > 1)

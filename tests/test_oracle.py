@@ -1,0 +1,337 @@
+"""The oracle calls a module on more than one input: what is right on the example alone is wrong."""
+
+import copy
+import dataclasses
+import operator
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import FuseBatchNorm2dInConv2d
+from fxopt.testing import Grade, Oracle, assert_equivalent, compare, leaves, randomise, ulps
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def layer():
+    return randomise(nn.Linear(4, 3))
+
+
+class Wrapped(nn.Module):
+    """A candidate: a layer, and something done to its output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.after(x, self.layer(x))
+
+
+class Remembers(Wrapped):
+    first = None
+
+    def after(self, x, out):
+        self.first = out if self.first is None else self.first
+        return self.first
+
+
+class RemembersShapes(Wrapped):
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.seen = {}
+
+    def after(self, x, out):
+        return self.seen.setdefault(x.shape, out)
+
+
+class ReusesMemory(Wrapped):
+    memory = None
+
+    def after(self, x, out):
+        if self.memory is None or self.memory.shape != out.shape:
+            self.memory = torch.empty_like(out)
+        return self.memory.copy_(out)
+
+
+class Clamps(Wrapped):
+    def after(self, x, out):
+        return out.clamp(-6, 6)
+
+
+class WritesItsInput(Wrapped):
+    def after(self, x, out):
+        x.add_(1)
+        return out
+
+
+class AddsNoise(Wrapped):
+    def after(self, x, out):
+        return out + random.random()
+
+
+class Coarse(Wrapped):
+    """Right to a few bits in float32, and right in float64."""
+
+    def after(self, x, out):
+        return out if out.dtype == torch.float64 else out * (1 + 3 * 2.0**-23)
+
+
+class Tuples(Wrapped):
+    def after(self, x, out):
+        return (out,)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"),
+    [
+        (Remembers, "with other values, output differs"),
+        (RemembersShapes, "with other values, output differs"),
+        (ReusesMemory, "a later call changes the result that this one returned"),
+        (Clamps, "with other values, output differs"),
+        (WritesItsInput, "writes its inputs, unlike"),
+        (Tuples, "expected a Tensor, got a tuple"),
+    ],
+)
+def test_what_is_right_on_one_call_alone_is_wrong(candidate, reason):
+    model = layer()
+    verdict = Oracle(model, [X]).judge(candidate(model))
+    assert verdict.grade is Grade.WRONG
+    with pytest.raises(AssertionError, match=reason):
+        assert_equivalent(model, candidate(model), [X])
+
+
+def test_sizes_that_a_graph_leaves_free_are_varied():
+    class Mean(nn.Module):
+        def forward(self, x, mask):
+            return (x * mask[..., None]).sum(1) / x.shape[1]
+
+    model, inputs = Mean(), {"x": torch.randn(2, 16, 4), "mask": torch.ones(2, 16)}
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    free = {"x": {0: batch, 1: length}, "mask": {0: batch, 1: length}}
+    traced = fxopt.trace(model, kwargs=inputs, dynamic_shapes=free)
+    oracle = Oracle(model, kwargs=inputs, captured=traced)
+    assert oracle.probes == ("the given inputs", "other values", "other sizes")
+    assert oracle.judge(traced).grade is Grade.BIT_EXACT
+    (division,) = traced.graph.find_nodes(op="call_function", target=operator.truediv)
+    division.args = (division.args[0], 16)
+    traced.recompile()
+    assert "with other sizes" in oracle.judge(traced).reason
+    fixed = fxopt.trace(model, kwargs=inputs)
+    assert "other sizes" not in Oracle(model, kwargs=inputs, captured=fixed).probes
+
+
+def test_inputs_are_compared_after_the_call():
+    class Writes(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def forward(self, x):
+            x.add_(self.step)
+            return torch.zeros(2)
+
+    assert assert_equivalent(Writes(1), Writes(1), [X.clone()]).grade is Grade.BIT_EXACT
+    with pytest.raises(AssertionError, match=r"input\[0\]\[0\] differs"):
+        assert_equivalent(Writes(1), Writes(2), [X.clone()])
+
+
+class Counts(nn.Module):
+    """Writes into its buffers, as a batch normalisation does in training."""
+
+    def __init__(self, step=1):
+        super().__init__()
+        self.step = step
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("other", torch.zeros(1))
+
+    def forward(self, x):
+        if self.step:
+            self.calls += self.step
+        return x + 1
+
+
+def test_buffers_are_compared_after_the_calls_and_put_back():
+    model = Counts()
+    assert_equivalent(model, Counts(), [X])
+    assert model.calls == 0
+    with pytest.raises(AssertionError, match=r"buffer\.calls differs by 1 "):
+        assert_equivalent(model, Counts(2), [X])
+    with pytest.raises(AssertionError, match="does not write the buffer calls"):
+        assert_equivalent(model, Counts(0), [X])
+    with pytest.raises(AssertionError, match="writes the buffer calls, unlike"):
+        assert_equivalent(Counts(0), model, [X])
+
+
+def test_a_model_that_does_not_repeat_itself_is_unstable():
+    model = AddsNoise(layer())
+    verdict = Oracle(model, [X]).judge(model)
+    assert verdict.grade is Grade.UNSTABLE
+    with pytest.raises(AssertionError, match="the original does not repeat itself"):
+        assert_equivalent(model, model, [X])
+
+
+def test_grades():
+    model = layer()
+    assert str(Oracle(model, [X]).judge(Wrapped2(model, 0))) == "bit-exact"
+    assert str(Oracle(model, [X]).judge(Wrapped2(model, 2))).startswith("within 2 ULP")
+    assert Oracle(model, [X], floor=100).judge(Wrapped2(model, 50)).grade is Grade.ULP
+    assert Oracle(model, [X]).judge(Wrapped2(model, 50)).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-4).grade is Grade.TOLERANCE
+    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-9).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Wrapped2(model, 0), tolerance=1e-4).grade is Grade.BIT_EXACT
+
+
+class Wrapped2(Wrapped):
+    """So many units in the last place off in float32, and right in float64."""
+
+    def __init__(self, layer, steps):
+        super().__init__(layer)
+        self.steps = steps
+
+    def after(self, x, out):
+        return out if out.dtype == torch.float64 else (out.view(torch.int32) + self.steps).view(torch.float32)
+
+
+def test_in_its_own_dtype_an_output_may_be_twice_as_far_off_and_no_farther():
+    class Off(nn.Module):
+        """So far off in float32, at one place or the other."""
+
+        def __init__(self, place, error):
+            super().__init__()
+            self.place, self.error = place, error
+
+        def forward(self, x):
+            out = torch.ones(3, dtype=x.dtype)
+            if x.dtype == torch.float32:
+                out[self.place] += self.error
+            return out
+
+    oracle = Oracle(Off(0, 1e-4), [X])
+    for factor, grade in [(1.0, Grade.ACCURATE), (1.9, Grade.ACCURATE), (2.2, Grade.WRONG)]:
+        assert oracle.judge(Off(1, factor * 1e-4)).grade is grade
+
+
+def test_where_the_original_overflows_the_candidate_overflows_at_the_same_places():
+    class Overflows(Wrapped2):
+        def after(self, x, out):
+            return super().after(x, out) if out.dtype == torch.float64 else out / 0.0
+
+    model = layer()
+    assert Oracle(model, [X]).judge(Overflows(model, 0)).grade is Grade.WRONG
+    oracle = Oracle(Overflows(model, 0), [X])
+    assert oracle.unproved == "output"
+    assert oracle.judge(Overflows(model, 0)).grade is Grade.BIT_EXACT
+    assert oracle.judge(model).grade is Grade.WRONG
+
+
+def test_units_in_the_last_place():
+    one = torch.tensor([1.0, 0.0, float("nan")])
+    assert ulps(one, one.clone()) == 0
+    assert ulps(one, torch.tensor([1.0, -0.0, float("nan")])) == 1
+    assert ulps(torch.tensor([1e-45]), torch.tensor([-1e-45])) == 2
+    assert ulps(one, torch.tensor([1.0, 0.0, 1.0])) == float("inf")
+    assert (
+        ulps(torch.tensor([1.0], dtype=torch.float64), torch.tensor([1 + 2**-50], dtype=torch.float64)) == 4
+    )
+    assert ulps(torch.tensor([1.0]).bfloat16(), torch.tensor([1 + 2**-6]).bfloat16()) == 2
+    assert ulps(torch.tensor([-1e308]).double(), torch.tensor([1e308]).double()) > 2**63
+    assert ulps(torch.tensor([1]), torch.tensor([2])) == float("inf")
+
+
+def test_the_fold_of_a_batch_normalisation_is_right_on_a_float32_model():
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())).eval()
+    image = torch.randn(2, 3, 8, 8)
+    traced = fxopt.trace(model, (image,))
+    folded = FuseBatchNorm2dInConv2d()(fxopt.trace(model, (image,)))
+    verdict = assert_equivalent(traced, folded, [image])
+    assert verdict.grade is Grade.ACCURATE
+    assert "weights were computed in float32" in verdict.reason
+    assert "apply the pass to the model in float64" in verdict.reason
+    wide = copy.deepcopy(model).double()
+    pair = (
+        fxopt.trace(wide, (image.double(),)),
+        FuseBatchNorm2dInConv2d()(fxopt.trace(wide, (image.double(),))),
+    )
+    assert not Oracle(traced, [image], float64=pair[0]).judge(folded, pair[1]).reason
+
+
+def test_a_fold_that_is_wrong_is_so_in_float32_as_well():
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).eval()
+    image = torch.randn(2, 3, 8, 8)
+    folded = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(model))
+    with torch.no_grad():
+        folded.get_submodule("0").weight.mul_(1 + 1e-5)  # such as an epsilon that was left out
+    with pytest.raises(AssertionError, match="in float64, output differs"):
+        assert_equivalent(model, folded, [image])
+
+
+class MyDict(dict):
+    pass
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual"),
+    [
+        ([X], (X,)),
+        ({"a": X}, MyDict(a=X)),
+        ({"logits": X}, Output(X)),
+        ({1: X, "1": X + 1}, {"1": X + 1, 1: X}),
+        ({1: X}, {"1": X}),
+        ([X], {0: X}),
+        ([X, []], [X, ()]),
+        ({"a": X, "b": {}}, {"a": X, "b": None}),
+    ],
+)
+def test_containers_must_be_of_the_same_type_with_the_same_keys(expected, actual):
+    compare(expected, expected)
+    with pytest.raises(AssertionError, match="structure|expected"):
+        compare(expected, actual)
+
+
+def test_no_tensor_is_skipped_because_two_keys_read_alike():
+    assert len(dict(leaves({1: X, "1": X}))) == 2
+    assert compare({1: X, "1": X}, {1: X + 1, "1": X}).max_abs > 0.9
+    assert compare({1: X, "1": X}, {1: X, "1": X + 1}).max_abs > 0.9
+
+
+def test_a_model_output_is_no_dict():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    with pytest.raises(AssertionError, match="expected a BaseModelOutput, got a dict"):
+        compare(outputs.BaseModelOutput(last_hidden_state=X), {"last_hidden_state": X})
+
+
+def test_strides_are_compared_where_they_are_promised():
+    image = torch.randn(2, 3, 4, 4)
+    last = image.contiguous(memory_format=torch.channels_last)
+    assert compare(image, last).max_abs == 0
+    with pytest.raises(AssertionError, match="expected the strides"):
+        compare(image, last, strides=True)
+    compare(image[:1, :1], last[:1, :1].clone(), strides=False)
+
+    class Channels(nn.Module):
+        def forward(self, x):
+            return (x + 1).contiguous(memory_format=torch.channels_last)
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    assert Oracle(Plain(), [image]).judge(Channels()).grade is Grade.BIT_EXACT
+    assert "strides" in Oracle(Plain(), [image], strides=True).judge(Channels()).reason
+
+
+def test_numbers_that_are_nan_in_both_are_equal():
+    compare((X, float("nan")), (X, float("nan")))
+    with pytest.raises(AssertionError, match="expected nan, got 1"):
+        compare((X, float("nan")), (X, 1.0))

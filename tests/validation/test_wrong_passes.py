@@ -1,0 +1,86 @@
+"""Wrong passes are caught, each by the check that is there for it; the right one that they come from passes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torch.fx import GraphModule
+
+from fxopt import Transformation
+from tests.validation.wrong_passes import (
+    ACCURACY,
+    EFFECT,
+    EQUIVALENCE,
+    ROUND_TRIP,
+    Wrong,
+    WrongAndInexact,
+    WrongReverse,
+)
+from validation.records import Case, Check, Outcome, Record
+from validation.run import Runner
+from validation.zoo import Entry
+
+CASES = [
+    *((Check.EQUIVALENCE, Wrong(name)) for name in EQUIVALENCE),
+    *((Check.ACCURACY, WrongAndInexact(name)) for name in ACCURACY),
+    *((Check.EFFECT, Wrong(name)) for name in EFFECT),
+    *((Check.ROUND_TRIP, WrongReverse(name)) for name in ROUND_TRIP),
+]
+
+
+PARTS = {"model": "tests.validation.wrong_passes.Parts", "sizes": "fixed", "inputs": {"x": {"shape": [5, 4]}}}
+
+
+def found(check: Check, pass_: Transformation, **fields: object) -> Record:
+    entry = Entry.model_validate({"name": "wrong-parts", **(fields or PARTS)})
+    return Runner([entry], {"Planted": pass_}).run(Case(entry.name, ("Planted",), "cpu", check))
+
+
+@pytest.mark.parametrize(("check", "pass_"), CASES, ids=[f"{check}: {pass_.name}" for check, pass_ in CASES])
+def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> None:
+    record = found(check, pass_)
+    assert record.outcome is Outcome.FAIL
+    assert record.reason
+
+
+@pytest.mark.parametrize("check", [Check.EQUIVALENCE, Check.ACCURACY, Check.EFFECT, Check.ROUND_TRIP])
+def test_a_right_pass_is_not(check: Check) -> None:
+    record = found(check, WrongReverse(""))
+    assert record.outcome is Outcome.PASS, record.reason
+
+
+BERT = {
+    "model": "BertModel",
+    "sizes": "dynamic",
+    "config": {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 20,
+        "max_position_embeddings": 24,
+    },
+    "inputs": {
+        "input_ids": {"shape": [2, 16], "integers": [1, 20]},
+        "attention_mask": {"shape": [2, 16], "padding": True},
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bakes(Transformation):
+    """Builds the sizes of the example in."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_method", target="size"):
+            node.replace_all_uses_with({0: 2, 1: 16}[node.args[1]])  # type: ignore[arg-type, index]
+        return graph_module
+
+
+def test_a_pass_that_builds_batch_and_length_in_is_caught() -> None:
+    record = found(Check.EQUIVALENCE, Bakes(), **BERT)
+    assert record.outcome is Outcome.ERROR
+    assert "(with other sizes)" in record.reason

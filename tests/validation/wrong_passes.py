@@ -1,0 +1,280 @@
+"""Wrong passes, each a function of a graph module: what a fold, a kernel or an undo can get wrong, one thing each.
+
+`EQUIVALENCE`, `ACCURACY`, `EFFECT` and `ROUND_TRIP` say which check has to catch them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxopt import ReversibleTransformation, Transformation
+
+
+class Parts(nn.Module):
+    """A little of everything: a class token, a clamp, buffers, a batch normalisation, outputs of each type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.linspace(-1, 1, 4))
+        self.first, self.norm, self.second = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.clamp = nn.Hardtanh(-6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.5))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        first = self.first(x + self.token)
+        hidden = self.clamp(first)
+        logits = self.second(torch.relu(self.norm(hidden))) / 7.0 * self.scale
+        return {"logits": logits, "states": [hidden, logits + first]}
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Any, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seen.setdefault(self.key(x), x)
+
+    def key(self, x: Tensor) -> Any:
+        return None
+
+
+class RemembersShapes(Remembers):
+    def key(self, x: Tensor) -> Any:
+        return x.shape, x.dtype
+
+
+class ReusesMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = self.memory if self.memory.shape == x.shape else torch.empty_like(x)
+        return self.memory.copy_(x)
+
+
+class SecondCall(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if self.calls == 1 else x + 1
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _find(gm: GraphModule, target: object) -> Node:
+    return next(node for node in gm.graph.nodes if node.target == target)
+
+
+def after(target: object, layer: Callable[[], nn.Module]) -> Callable[[GraphModule], None]:
+    """Puts a layer behind the first node with a target."""
+
+    def change(gm: GraphModule) -> None:
+        node = _find(gm, target)
+        gm.add_submodule("planted", layer())
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_module("planted", (node,))
+        node.replace_all_uses_with(new, lambda user: user is not new)
+
+    return change
+
+
+def dropped(target: str) -> Callable[[GraphModule], None]:
+    def change(gm: GraphModule) -> None:
+        node = _find(gm, target)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    return change
+
+
+def replaced(target: str, make: Callable[[nn.Module], nn.Module]) -> Callable[[GraphModule], None]:
+    return lambda gm: setattr(gm, target, make(gm.get_submodule(target)))
+
+
+def output(make: Callable[[dict[str, Any]], Any]) -> Callable[[GraphModule], None]:
+    def change(gm: GraphModule) -> None:
+        (node,) = gm.graph.find_nodes(op="output")
+        node.args = (make(dict(node.args[0])),)
+
+    return change
+
+
+def _without_bias(layer: Any) -> nn.Module:
+    new = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype)
+    new.weight = layer.weight
+    return new
+
+
+def _norm(**changes: Any) -> Callable[[Any], nn.Module]:
+    def make(norm: Any) -> nn.Module:
+        new = nn.BatchNorm1d(6).to(norm.weight.dtype).eval()
+        new.load_state_dict(norm.state_dict())
+        for name, value in changes.items():
+            setattr(new, name, value)
+        return new
+
+    return make
+
+
+def _other_divisor(gm: GraphModule) -> None:
+    node = _find(gm, operator.truediv)
+    node.args = (node.args[0], 7.0 * (1 + 1e-8))
+
+
+def _writes_buffer(gm: GraphModule) -> None:
+    node = _find(gm, operator.mul)
+    with gm.graph.inserting_after(node):
+        gm.graph.call_method("add_", (node.args[1], 1e-3))
+
+
+def _writes_input(gm: GraphModule) -> None:
+    first = _find(gm, "first")
+    with gm.graph.inserting_after(first):
+        gm.graph.call_method("mul_", (gm.graph.find_nodes(op="placeholder")[0], 2))
+
+
+def _doubled(gm: GraphModule) -> None:
+    node = _find(gm, operator.mul)
+    with gm.graph.inserting_after(node):
+        wide = gm.graph.call_method("double", (node,))
+    node.replace_all_uses_with(wide, lambda user: user is not wide)
+
+
+EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
+    "a clamp that the inputs do not reach is dropped": dropped("clamp"),
+    "a clamp is tighter": replaced("clamp", lambda _: nn.Hardtanh(-5.9, 6)),
+    "values above 50 are cut off": after("first", lambda: nn.Hardtanh(-50, 50)),
+    "a batch normalisation is dropped": dropped("norm"),
+    "a bias is dropped": replaced("second", _without_bias),
+    "an epsilon is dropped": replaced("norm", _norm(eps=0.0)),
+    "a normalisation is left in training mode": replaced("norm", _norm(training=True)),
+    "a constant is off by 1e-8": _other_divisor,
+    "it divides zero by zero": after("clamp", lambda: Function(lambda x: x * (x / x))),
+    "it rounds to float32 on the way": after("norm", lambda: Function(lambda x: x.float().to(x.dtype))),
+    "it rounds to bfloat16, but not in float64": after(
+        "norm", lambda: Function(lambda x: x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype))
+    ),
+    "an activation is another one": after("norm", nn.GELU),
+    "it draws random numbers": after("norm", lambda: nn.Dropout(0.1).train()),
+    "it remembers its first result": after(operator.mul, Remembers),
+    "it remembers a result for each shape": after("first", RemembersShapes),
+    "it reuses the memory of its result": after(operator.mul, ReusesMemory),
+    "it goes wrong at the second call": after("norm", SecondCall),
+    "it writes its input": _writes_input,
+    "it writes a buffer": _writes_buffer,
+    "a list becomes a tuple": output(lambda out: {**out, "states": tuple(out["states"])}),
+    "two outputs change places": output(lambda out: {**out, "states": [*reversed(out["states"])]}),
+    "an output is lost": output(lambda out: {"logits": out["logits"]}),
+    "an output has another name": output(lambda out: {"logit": out["logits"], "states": out["states"]}),
+    "the order of the outputs is another": output(lambda out: dict(reversed(out.items()))),
+    "the dtype of an output is another": _doubled,
+}
+
+ACCURACY = {
+    "the dtype of an output is another": _doubled,
+    "a list becomes a tuple": EQUIVALENCE["a list becomes a tuple"],
+    "it reuses the memory of its result": after(operator.mul, ReusesMemory),
+    "it remembers its first result": after(operator.mul, Remembers),
+    "it writes its input": _writes_input,
+}
+
+
+def _harmless(gm: GraphModule) -> None:
+    _find(gm, operator.truediv).args = (_find(gm, operator.truediv).args[0], 7)
+
+
+def _in_place(change: Callable[[GraphModule], object]) -> Callable[[GraphModule], None]:
+    def both(gm: GraphModule) -> None:
+        with torch.no_grad():
+            change(gm)
+        _harmless(gm)
+
+    return both
+
+
+EFFECT = {
+    "a class token is written": _in_place(lambda gm: gm.token.mul_(2)),
+    "a class token is written behind the back of autograd": _in_place(lambda gm: gm.token.data.mul_(2)),
+    "a buffer of the model is written": _in_place(lambda gm: gm.scale.mul_(2)),
+    "a weight is written": _in_place(lambda gm: gm.first.weight.mul_(2)),
+    "a parameter is frozen": _in_place(lambda gm: gm.first.weight.requires_grad_(False)),
+    "an option of a layer of the model is changed": _in_place(lambda gm: setattr(gm.norm, "eps", 0.0)),
+    "a layer of the model is put in training mode": _in_place(lambda gm: gm.norm.train()),
+}
+
+
+def _transposed(gm: GraphModule) -> None:
+    weight = gm.first.weight
+    gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
+
+
+def _hook(module: nn.Module, args: Any, result: Tensor) -> None:
+    pass
+
+
+ROUND_TRIP: dict[str, Callable[[GraphModule], object]] = {
+    "a hook is left": lambda gm: gm.second.register_forward_hook(_hook),
+    "an attribute is left": lambda gm: setattr(gm, "was_fused", True),
+    "an attribute of a layer is changed": lambda gm: setattr(gm.second, "in_features", 7),
+    "a weight is laid out otherwise": _transposed,
+    "a value is off by one unit in the last place": lambda gm: gm.first.bias.data.copy_(
+        torch.nextafter(gm.first.bias.data, torch.tensor(9.0, dtype=gm.first.bias.dtype))
+    ),
+    "a layer is left in training mode": lambda gm: gm.norm.train(),
+    "a module is left": lambda gm: gm.add_submodule("left", nn.ReLU()),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Transformation):
+    """Does to a graph what a table says."""
+
+    name: str
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        tables: tuple[dict[str, Any], ...] = (EQUIVALENCE, EFFECT)
+        next(table[self.name] for table in tables if self.name in table)(graph_module)
+        return graph_module
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongAndInexact(Wrong):
+    preserves_computation = False
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongReverse(ReversibleTransformation):
+    """A right pass; its undo does what a table says as well."""
+
+    name: str
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        _harmless(graph_module)
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        node = _find(graph_module, operator.truediv)
+        node.args = (node.args[0], 7.0)
+        if self.name:
+            with torch.no_grad():
+                ROUND_TRIP[self.name](graph_module)
+        return graph_module
