@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxopt.capture.writer import tensors_in
+from fxopt.objects import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)

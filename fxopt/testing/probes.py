@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxopt.capture.expected import NumberInput, TensorInput
-from fxopt.capture.guards import InputGuard
-from fxopt.capture.size_guards import Formula
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
+from fxopt.capture.runtime.size_guards import SizeExpression
 from fxopt.testing.differences import leaves, mapped, unchanged
 
 GIVEN, VALUES, SIZES = "the given inputs", "other values", "other sizes"
@@ -118,7 +118,7 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     if graph is None or guard is None:
         return
     tensors = _guarded_tensors(given, graph, guard)
-    fixed = {str(each.value) for each in guard.inputs if isinstance(each, NumberInput)}
+    fixed = {str(each.value) for each in guard.inputs if isinstance(each, NumberSpec)}
     known: dict[str, int] = {}
     for expected, tensor in tensors:
         if len(expected.shape) == tensor.ndim:
@@ -133,7 +133,9 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
         wanted = {s: n for s, n in known.items() if s.isidentifier()} | sizes
         if sizes and any(all(g.holds(wanted) for g in guards) for guards in guard.alternatives):
             shapes = {
-                id(tensor): [Formula(n).value(wanted) if isinstance(n, str) else n for n in expected.shape]
+                id(tensor): [
+                    SizeExpression(n).value(wanted) if isinstance(n, str) else n for n in expected.shape
+                ]
                 for expected, tensor in tensors
             }
             yield given.changed(functools.partial(_resized, shapes=shapes), SIZES)
@@ -182,7 +184,7 @@ def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
     return resized
 
 
-def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorInput, Tensor]]:
+def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorSpec, Tensor]]:
     """Each tensor of a call, beside what the graph expects there."""
     try:
         named: Mapping[str, Any] = (
@@ -192,7 +194,7 @@ def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[t
         return []
     found = []
     for expected in guard.inputs:
-        if isinstance(expected, TensorInput) and expected.name in named:
+        if isinstance(expected, TensorSpec) and expected.name in named:
             value = named[expected.name]
             for kind, key in expected.path:
                 value = value[key] if kind == "item" else getattr(value, key)
