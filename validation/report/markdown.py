@@ -54,7 +54,7 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
     own = table[table["model"] == model]
     return page(
         f"# {escape(model)}",
-        headline(own),
+        headline(own.assign(plan="")),
         LEGEND,
         "## Passes and devices",
         pipes(tables.compatibility(table, model)),
@@ -81,7 +81,8 @@ def headline(table: pd.DataFrame) -> str:
     counted = table["outcome"].value_counts()
     failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}."
+    part = f" Partial: {tables.missing(table):,} planned cases were not run." if tables.missing(table) > 0 else ""
+    return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
 
 
 def escape(text: object) -> str:
