@@ -56,14 +56,23 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[tuple[Any
         left = one.loc[one.index.difference(other.index)]
         if not gone:
             failing = left[left["outcome"].isin(FAILING)]
-            for case, outcome, reason in zip(failing.index, failing["outcome"], failing["reason"], strict=True):
+            for case, outcome, reason in zip(
+                failing.index, failing["outcome"], failing["reason"], strict=True
+            ):
                 yield True, "new failure", case, "", "none", outcome, reason
             left = left.drop(failing.index)
         for column in ("model", "device"):
             counts = left[column].value_counts()
             for name in sorted(set(counts.index) - set(other[column])):
                 values = (f"{counts[name]} cases", "none")
-                yield gone, f"{column} {word}", name, "", *values[:: 1 if gone else -1], "it is in one run only"
+                yield (
+                    gone,
+                    f"{column} {word}",
+                    name,
+                    "",
+                    *values[:: 1 if gone else -1],
+                    "it is in one run only",
+                )
             left = left[left[column].isin(set(other[column]))]
         for case, outcome in left["outcome"].items():
             values = (outcome, "none")
@@ -136,16 +145,31 @@ def _measurements(
                 text = f"{name} is not a number, or not measured any more"
                 yield True, metric.kind, case, name, _shown(name, before), "nan", text
             elif change := metric.changed(before, after):
-                yield change > 0, metric.kind, case, name, *(_shown(name, value) for value in (before, after)), _change(name, before, after)
+                yield (
+                    change > 0,
+                    metric.kind,
+                    case,
+                    name,
+                    *(_shown(name, value) for value in (before, after)),
+                    _change(name, before, after),
+                )
 
 
 def _change(name: str, was: float, now: float) -> str:
     metric, word = metric_of(name), "rose" if now > was else "fell"
     if metric is UNKNOWN:
         return f"{name} {word}: declare in validation/metric.py whether that is good"
-    by = f"by {abs(now - was):.4g}" if metric.difference is not None or not was else f"to {now / was:.3g} times"
+    by = (
+        f"by {abs(now - was):.4g}"
+        if metric.difference is not None or not was
+        else f"to {now / was:.3g} times"
+    )
     noise = metric.difference if metric.difference is not None else f"a factor of {metric.factor:g}"
-    return f"{name} {word} {by}; {noise} is noise" if metric.factor > 1 or metric.difference else f"{name} {word}"
+    return (
+        f"{name} {word} {by}; {noise} is noise"
+        if metric.factor > 1 or metric.difference
+        else f"{name} {word}"
+    )
 
 
 def _shown(name: str, value: float) -> str:
@@ -155,4 +179,3 @@ def _shown(name: str, value: float) -> str:
 def _text(table: pd.DataFrame, name: str) -> pd.Series[str]:
     """A column of words, empty where the table has none."""
     return table[name].fillna("") if name in table else pd.Series("", table.index)
-

@@ -19,10 +19,11 @@ from pathlib import Path
 import filelock
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fxopt.errors import FxoptError
-from validation.records import Record
+from validation.records import FAILING, Record
 
 REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
 
@@ -171,10 +172,41 @@ def read_table(path: Path) -> pa.Table:
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
     """One table of several: of each case the row that started last, so that merging it again changes nothing."""
-    joined = pa.concat_tables([table.replace_schema_metadata() for table in tables], promote_options="default")
+    joined = pa.concat_tables(
+        [table.replace_schema_metadata() for table in tables], promote_options="default"
+    )
     rows = joined.select(["id", "started"]).to_pandas().sort_values("started", kind="stable")
     chosen = rows.drop_duplicates("id", keep="last").sort_values("id", kind="stable")
     return _stamped(joined.take(pa.array(chosen.index)))
+
+
+def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
+    """Puts the row of one case into a baseline, with the reason, or takes it out where `current` lacks it.
+
+    Raises `ReportError` for a case that neither has, that fails, or that a partial run may just not have run.
+    """
+    new, old = read_table(current), read_table(baseline)
+    rest, row = (
+        old.filter(pc.not_equal(old["id"], case)),
+        new.filter(pc.equal(new["id"], case)),
+    )
+    if row.num_rows:
+        found = row.to_pylist()[0]
+        if found["outcome"] in FAILING:
+            known = {"check": found["check"], "pipeline": found["pipeline"], "stage": found["stage"]}
+            entry = ", ".join(
+                f"{key}: {json.dumps(value)}" for key, value in {**known, "reason": reason}.items()
+            )
+            raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{{{entry}}}]")
+        row = row.set_column(row.column_names.index("accepted"), "accepted", pa.array([reason]))
+    elif rest.num_rows == old.num_rows:
+        raise ReportError(f"{case}: neither {current} nor {baseline} has this case")
+    elif missing(new.to_pandas()):
+        raise ReportError(f"{case}: {current} is a part of a run, and may just not have run it")
+    joined = pa.concat_tables(
+        [part.replace_schema_metadata() for part in (rest, row)], promote_options="default"
+    )
+    replace(file_of(baseline), _parquet(_stamped(joined.sort_by("id"))))
 
 
 def seconds_by_group(directory: Path) -> dict[str, float]:

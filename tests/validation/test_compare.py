@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,15 @@ def test_regressions_come_first(changes):
     before = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.FAIL)]
     after = [Record(CASE, Outcome.FAIL), Record(OTHER, Outcome.PASS)]
     assert changes(before, after)["regression"].tolist() == [True, False]
+
+
+def test_a_hundred_thousand_rows_are_merged_and_compared_in_half_a_minute(run):
+    """And in 2 GiB, by `python -m validation.bench runs`, which has a process of its own."""
+    from validation.bench.runs import made
+
+    before, after = made(run, 100_000, seed=0), made(run, 100_000, seed=1)
+    started = time.process_time()
+    merged = store.merge([before, after.slice(0, 50_000)])
+    assert merged.num_rows == 100_000
+    assert not compare.compare(before.to_pandas(), after.to_pandas()).empty
+    assert time.process_time() - started < 30

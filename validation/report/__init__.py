@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from validation import store
-from validation.report import architectures, html, markdown
+from validation.report import architectures, changes, html, markdown
 from validation.report.terminal import terminal_summary
 
-__all__ = ["Written", "terminal_summary", "write_run", "write_views"]
+__all__ = ["Written", "changes", "terminal_summary", "write_run", "write_views"]
 
 T = TypeVar("T")
 

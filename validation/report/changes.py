@@ -18,4 +18,6 @@ def document(changes: pd.DataFrame, most: int = 100) -> str:
     worse = changes[changes["regression"]].drop(columns="regression")
     others = changes[~changes["regression"]]["kind"].value_counts().rename_axis("other changes")
     more = f"... and {len(worse) - most:,} more regressions" if len(worse) > most else ""
-    return page(f"# {headline(changes)}", pipes(worse.head(most)), more, pipes(others.reset_index(name="rows")))
+    return page(
+        f"# {headline(changes)}", pipes(worse.head(most)), more, pipes(others.reset_index(name="rows"))
+    )

@@ -81,8 +81,14 @@ def headline(table: pd.DataFrame) -> str:
     counted = table["outcome"].value_counts()
     failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    part = f" Partial: {tables.missing(table):,} planned cases were not run." if tables.missing(table) > 0 else ""
-    return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
+    part = (
+        f" Partial: {tables.missing(table):,} planned cases were not run."
+        if tables.missing(table) > 0
+        else ""
+    )
+    return (
+        f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
+    )
 
 
 def escape(text: object) -> str:

@@ -110,7 +110,11 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
         "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
-        **({"partial": f"{lacking:,} of {lacking + len(table):,} planned cases were not run"} if lacking > 0 else {}),
+        **(
+            {"partial": f"{lacking:,} of {lacking + len(table):,} planned cases were not run"}
+            if lacking > 0
+            else {}
+        ),
     }
 
 
