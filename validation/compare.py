@@ -119,6 +119,7 @@ def _measurements(
     """Each metric by itself. An architecture is right or not: its error in units of float32 is the machine's."""
     ended_alike = (old["outcome"] == new["outcome"]).to_numpy()
     swept = (new["check"] == Check.ARCHITECTURE).to_numpy()
+    cases = new.index.tolist()
     same_machine = (old[["device_name", "threads"]] == new[["device_name", "threads"]]).all(axis=1).to_numpy()
     for name in had:
         metric = metric_of(name)
@@ -139,8 +140,8 @@ def _measurements(
             comparable = comparable & ~((now_low <= was_high) & (was_low <= now_high))
         with np.errstate(invalid="ignore"):
             differ = comparable & (was != now) & ~(np.isnan(was) & np.isnan(now))
-        for row in np.flatnonzero(differ):
-            case, before, after = new.index[row], float(was[row]), float(now[row])
+        for row in np.flatnonzero(differ).tolist():
+            case, before, after = cases[row], float(was[row]), float(now[row])
             if np.isnan(after) and ended_alike[row] and metric.better:
                 text = f"{name} is not a number, or not measured any more"
                 yield True, metric.kind, case, name, _shown(name, before), "nan", text

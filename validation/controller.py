@@ -49,6 +49,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
         self._message = ""
+        self._sigint: Any = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
@@ -59,6 +60,8 @@ class Controller:
             self._journal = store.Journal(self._directory, self._run)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
+        if threading.current_thread() is threading.main_thread():
+            self._sigint = signal.signal(signal.SIGINT, _once)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -109,10 +112,13 @@ class Controller:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._journal is None:
             return
-        with _uninterrupted():
-            if self._records:
-                self._write(session)
-            self._journal.close(written=not self._problems)
+        if self._sigint is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._records:
+            self._write(session)
+        self._journal.close(written=not self._problems)
+        if self._sigint is not None:
+            signal.signal(signal.SIGINT, self._sigint)
 
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
@@ -145,13 +151,7 @@ def _is_case(item: pytest.Item) -> bool:
     return "case" in getattr(item, "fixturenames", ()) and item.name.startswith("test_case[")
 
 
-class _uninterrupted:
-    """A second Ctrl-C does not stop the writing of what the first one left."""
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
+def _once(*_: object) -> None:
+    """The first Ctrl-C ends the cases. Any more would end the writing of what came of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

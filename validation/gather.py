@@ -30,7 +30,8 @@ def case_id(nodeid: str) -> str:
 
 def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Iterable[pytest.TestReport]:
     """What pytest would report if it had run the case itself: the call, and that it was cleared up."""
-    outcome, longrepr = "passed", None
+    outcome = "passed"
+    longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
         outcome, longrepr = "failed", failure(record)
     elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
@@ -60,7 +61,7 @@ def _report(
     return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
-        keywords={name: 1 for name in item.keywords},
+        keywords=dict.fromkeys(item.keywords, 1),
         outcome=outcome,  # type: ignore[arg-type]
         longrepr=longrepr,  # type: ignore[arg-type]
         when=when,  # type: ignore[arg-type]

@@ -144,7 +144,8 @@ def read_run(path: Path) -> pd.DataFrame:
 
     Raises `ReportError` when there is no such file, or when it is not the table of a run.
     """
-    return read_table(path).to_pandas()
+    frame: pd.DataFrame = read_table(path).to_pandas()
+    return frame
 
 
 def read_table(path: Path) -> pa.Table:
@@ -165,7 +166,7 @@ def read_table(path: Path) -> pa.Table:
         raise ReportError(f"{file}: the table of this run is empty")
     for name, kind in COLUMNS.items():
         if name not in table.column_names:
-            empty = "" if kind == pa.string() else [] if pa.types.is_list(kind) else None
+            empty: object = "" if kind == pa.string() else [] if pa.types.is_list(kind) else None
             table = table.append_column(name, pa.array([empty] * table.num_rows, kind))
     return table
 
@@ -268,7 +269,7 @@ def history(directory: Path) -> pd.DataFrame:
                 warnings.warn(f"passed over: {error}", stacklevel=2)
     if not runs:
         raise ReportError(f"{directory}: no runs here; every whole `pytest validation` adds one")
-    joined = pa.concat_tables(runs, promote_options="default").to_pandas()
+    joined: pd.DataFrame = pa.concat_tables(runs, promote_options="default").to_pandas()
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 
 

@@ -40,7 +40,7 @@ def _measure(path: Path, text: str) -> None:
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            line = event.start_mark.line + 1
+            line = event.start_mark.line + 1  # type: ignore[union-attr]
             if event.anchor:
                 what = (
                     f"&{event.anchor} names a list or a mapping: only single values may be repeated by name"

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxopt import ReversibleTransformation, Transformation
-from fxopt.passes import ChangePrecision
+from fxopt.passes.change_precision import ChangePrecision
 from validation.plan import checks, content, members, pipelines, plan, unmet
 from validation.records import Case, Check
 from validation.zoo import Entry

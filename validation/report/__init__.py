@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
@@ -66,18 +67,19 @@ def write_views(table: pd.DataFrame, directory: Path) -> Written:
     views: dict[Path, Callable[[], str]] = {}
     pages = directory / "compatibility"
     if architectures.is_sweep(table):
-        views[directory / "architectures.md"] = lambda: architectures.document(table)
+        views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
-        views[directory / "summary.md"] = lambda: markdown.summary(table)
-        views[directory / "report.html"] = lambda: html.document(table)
+        views[directory / "summary.md"] = functools.partial(markdown.summary, table)
+        views[directory / "report.html"] = functools.partial(html.document, table)
         for model, stem in markdown.file_stems(table["model"].unique()).items():
-            views[pages / f"{stem}.md"] = lambda model=model: markdown.compatibility(table, model)  # type: ignore[misc]
+            views[pages / f"{stem}.md"] = functools.partial(markdown.compatibility, table, model)
     written = Written()
     for file in {*pages.glob("*.md"), *views}:
-        if file not in views or written.attempt(lambda file=file: _write(file, views[file]), file) is None:
-            file.unlink(missing_ok=True)
-        else:
+        view = views.get(file)
+        if view and written.attempt(functools.partial(_write, file, view), file):
             written.files.append(file)
+        else:
+            file.unlink(missing_ok=True)
     return Written(sorted(written.files), written.problems)
 
 

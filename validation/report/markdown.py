@@ -10,6 +10,7 @@ import pandas as pd
 
 from validation.records import FAILING, Outcome
 from validation.report import tables
+from validation.store import missing
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -81,11 +82,7 @@ def headline(table: pd.DataFrame) -> str:
     counted = table["outcome"].value_counts()
     failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    part = (
-        f" Partial: {tables.missing(table):,} planned cases were not run."
-        if tables.missing(table) > 0
-        else ""
-    )
+    part = f" Partial: {missing(table):,} planned cases were not run." if missing(table) > 0 else ""
     return (
         f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
     )
