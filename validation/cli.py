@@ -92,7 +92,7 @@ def merge_command(
     """Joins runs by case, the later row in the place of the earlier; merging the same again changes nothing."""
     with _one_line_errors():
         table = store.merge([store.read_table(run) for run in runs])
-        written = report.write_run(table, output, table["id"].to_pylist())
+        written = report.write_run(table, output)
     typer.echo(report.terminal_summary(table.to_pandas(), written.files))
     _stop_for(written.problems)
 

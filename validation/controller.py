@@ -130,6 +130,13 @@ class Controller:
         else:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written.files)
+            cut = [
+                str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
+            ]
+            if cut:
+                self._message += (
+                    f"\n\nEarlier runs were cut, and `fxopt-validation merge` takes them: {', '.join(cut)}"
+                )
         if self._problems:
             self._problems.append(
                 f"all records are in {self._journal.file}: `fxopt-validation merge` takes it"

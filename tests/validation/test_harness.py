@@ -144,6 +144,33 @@ def test_a_model_that_dies_twice_is_not_tried_for_its_other_cases(harness: Harne
     assert set(rows[rows.model == "good"].outcome) <= {"pass", "no-op"}
 
 
+def test_a_run_says_which_earlier_one_was_cut(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = harness.folder / "reports/running/cut.jsonl"
+    cut.parent.mkdir(parents=True)
+    cut.touch()
+    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+    assert (
+        f"Earlier runs were cut, and `fxopt-validation merge` takes them: {cut}\n" in capsys.readouterr().out
+    )
+
+
+def test_a_known_failure_that_is_not_planned_is_one_message(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness.zoo("Good", known_failures=[{"check": "parity", "pipeline": "FuseBiasInLinear", "reason": "why"}])
+    assert harness.run() == pytest.ExitCode.USAGE_ERROR
+    text = "good: known_failures: no planned case is parity of 'FuseBiasInLinear'"
+    assert capsys.readouterr().err.splitlines() == [f"ERROR: {text}"]
+
+
+def test_a_crash_that_is_known_does_not_fail_the_run(harness: Harness) -> None:
+    known = {"pipeline": "FuseBiasInLinear", "outcome": "crash", "message": "SIGSEGV"}
+    failures = [{**known, "check": check, "reason": "it dies"} for check in ("effect", "equivalence")]
+    harness.zoo("Segfault", known_failures=failures)
+    assert harness.run(*ONE_PASS, "-k", "effect or equivalence") == pytest.ExitCode.OK
+    assert harness.records().outcome.tolist() == ["expected"] * 2
+
+
 def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: Harness) -> None:
     assert harness.run(*ONE_PASS) == pytest.ExitCode.OK
     checks = harness.stamps().id.str.rpartition("-")[2].str.removesuffix("]").tolist()

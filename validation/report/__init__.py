@@ -37,11 +37,11 @@ class Written:
             return None
 
 
-def write_run(table: pa.Table, directory: Path, planned: Collection[str]) -> Written:
+def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None = None) -> Written:
     """Adds a run to `directory/history` and makes it `directory/latest`: its table first, then the views of it.
 
-    A run of a part of the `planned` cases stays out of the history, and takes the place of its own cases in `latest`
-    alone. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
+    that are still `planned`, or all where that is not known. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
     written, frame = Written(), table.to_pandas()
     latest = directory / ("architectures" if architectures.is_sweep(frame) else "latest")
@@ -52,8 +52,9 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str]) -> Wri
     elif store.file_of(latest).is_file():
         earlier = written.attempt(lambda: store.read_table(latest), latest)
         if earlier is not None:
-            kept = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
-            table = store.merge([kept, table])
+            if planned is not None:
+                earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
+            table = store.merge([earlier, table])
     written.files += written.attempt(lambda: store.write_table(table, latest), latest) or []
     views = write_views(table.to_pandas(), latest)
     return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems])
