@@ -68,9 +68,9 @@ class Controller:
         """In the place of pytest's own loop, except for a debugger, which needs the cases in this process."""
         if session.config.option.collectonly or session.config.option.usepdb or session.testsfailed:
             return None
-        items = {case_id(item.nodeid): item for item in session.items if _is_case(item)}
+        items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self._cases}
         for item in session.items:
-            if not _is_case(item):
+            if case_id(item.nodeid) not in self._cases:  # another test, or what pytest makes of no cases
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         started: dict[str, float] = {}
 
@@ -152,10 +152,6 @@ class Controller:
 
 def is_timed(case: Case) -> bool:
     return case.check is Check.LATENCY
-
-
-def _is_case(item: pytest.Item) -> bool:
-    return "case" in getattr(item, "fixturenames", ()) and item.name.startswith("test_case[")
 
 
 def _once(*_: object) -> None:

@@ -307,6 +307,9 @@ def test_a_run_that_selects_nothing_keeps_the_last_report(harness: Harness) -> N
     assert harness.run("-k", "nothing_at_all") == pytest.ExitCode.NO_TESTS_COLLECTED
     assert harness.run("-n", "1", "-k", "nothing_at_all") == pytest.ExitCode.NO_TESTS_COLLECTED
     assert harness.run("--collect-only", "-q") == pytest.ExitCode.OK
+    assert (
+        harness.run("--fx-part", "2/2") == pytest.ExitCode.OK
+    )  # of one model: pytest skips a test without cases
     assert harness.records().equals(before)
 
 
