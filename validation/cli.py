@@ -1,8 +1,10 @@
-"""The command line: write the views of a run again, compare two runs, look back over many, record sites."""
+"""The command line: write the views of a run again, compare, merge and accept runs, look back over many, record sites."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +28,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Run = Annotated[Path, typer.Argument(help="A run: its Parquet file, or the directory with records.parquet.")]
+Run = Annotated[
+    Path, typer.Argument(help="A run: its Parquet file or journal, or the directory with records.parquet.")
+]
+
+
+class Form(enum.StrEnum):
+    """How a comparison is printed: for a terminal, for the summary of a job on GitHub, or for a program."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    JSON = "json"
 
 
 @app.command("report")
@@ -37,36 +49,71 @@ def report_command(
     """Writes the Markdown and HTML views of a run, from its table alone."""
     with _one_line_errors():
         table = store.read_run(run)
-        files = report.write_views(table, output or _beside(run))
-    typer.echo(report.terminal_summary(table, files))
+        written = report.write_views(table, output or _beside(run))
+    typer.echo(report.terminal_summary(table, written.files))
+    _stop_for(written.problems)
 
 
 @app.command("compare")
 def compare_command(
     baseline: Run,
     current: Run,
-    error_factor: Annotated[float, typer.Option(help="An error that grew by more is a regression.")] = 10.0,
-    latency_change: Annotated[float, typer.Option(help="So is a latency ratio that rose by more.")] = 0.25,
-    share_drop: Annotated[float, typer.Option(help="And an agreement or accuracy that fell by more.")] = 0.02,
     part: Annotated[bool, typer.Option(help="CURRENT is a part: what it lacks has not vanished.")] = False,
+    form: Annotated[Form, typer.Option("--format", help="How to print the changes.")] = Form.TABLE,
 ) -> None:
-    """Says what changed from BASELINE to CURRENT; exit status 1 when something got worse."""
+    """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
+
+    What is worse, and by how much it may move, validation/metric.py says of each metric.
+    """
     with _one_line_errors():
-        changes = compare.compare(
-            store.read_run(baseline),
-            store.read_run(current),
-            error_factor=error_factor,
-            latency_change=latency_change,
-            share_drop=share_drop,
-            part=part,
-        )
-    worse = int(changes["regression"].sum())
-    if not changes.empty:
-        marked = changes.assign(regression=["worse" if bad else "" for bad in changes["regression"]])
-        _print(marked.rename(columns={"regression": ""}))
-    typer.echo(f"{worse} regressions, {len(changes) - worse} other changes")
-    if worse:
+        changes = compare.compare(store.read_run(baseline), store.read_run(current), part=part)
+    if form is Form.JSON:
+        typer.echo(changes.to_json(orient="records", indent=1))
+    elif form is Form.MARKDOWN:
+        typer.echo(report.changes.document(changes))
+    else:
+        if not changes.empty:
+            marked = changes.assign(regression=["worse" if bad else "" for bad in changes["regression"]])
+            _print(marked.rename(columns={"regression": ""}))
+        typer.echo(report.changes.headline(changes))
+    if changes["regression"].any():
         raise typer.Exit(1)
+
+
+@app.command("merge")
+def merge_command(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Parts of a run, reruns, and journals of runs that were cut.")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="The folder of reports that gets latest/, and history/ of a whole run.")
+    ],
+) -> None:
+    """Joins runs by case, the later row in the place of the earlier; merging the same again changes nothing."""
+    with _one_line_errors():
+        table = store.merge([store.read_table(run) for run in runs])
+        written = report.write_run(table, output)
+    typer.echo(report.terminal_summary(table.to_pandas(), written.files))
+    _stop_for(written.problems)
+
+
+@app.command("accept")
+def accept_command(
+    case: Annotated[str, typer.Argument(help="The id of a case.")],
+    reason: Annotated[str, typer.Option(help="Why its change is right; the baseline keeps it.")],
+    current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
+    baseline: Annotated[Path, typer.Option(help="The run that others are compared with.")] = Path(
+        "reports/baseline"
+    ),
+) -> None:
+    """Expects of one case, from now on, what it did in CURRENT: that row takes the place of the one in BASELINE.
+
+    A case that CURRENT does not have is expected no more. One that fails is refused: known_failures of the zoo is the
+    place for it, with the stage and the message.
+    """
+    with _one_line_errors():
+        store.accept(case, reason, current, baseline)
+    typer.echo(f"{store.file_of(baseline)}: {case} is accepted: {reason}")
 
 
 @app.command("baseline")
@@ -131,11 +178,22 @@ def _beside(run: Path) -> Path:
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """A wrong file or name is the user's to mend: one line on stderr, exit status 2."""
-    try:
-        yield
-    except (FxoptError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        except (FxoptError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+        finally:
+            for warning in caught:
+                typer.echo(f"warning: {warning.message}", err=True)
+
+
+def _stop_for(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    if problems:
+        raise typer.Exit(2)
 
 
 def _print(table: pd.DataFrame) -> None:

@@ -1,10 +1,12 @@
-"""What happens outside of the workers: the records are collected, and at the end the reports are written."""
+"""The run from outside: a process for each worker, a journal of what they find, and the reports at the end."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,80 +14,147 @@ import pytest
 
 from validation import report, store
 from validation.checks.latency import timing_threads
-from validation.gather import Death, Notes, case_id, complete, received
-from validation.records import Case, Record
+from validation.gather import case_id, received, reports
+from validation.pool import Pool
+from validation.records import Case, Check, Record
 
 
 class Controller:
-    """A plugin of the process that has the workers, or has none: collects the records, writes the reports."""
+    """A plugin that has the cases run by a pool, the timed ones alone and last, and writes what came of them.
 
-    def __init__(self, config: pytest.Config, cases: Mapping[str, Case], devices: Sequence[str]) -> None:
-        self._config = config
-        self._cases = cases
-        self._devices = devices
-        self._directory = Path(tempfile.mkdtemp(prefix="fxopt-validation-"))
-        self._selected: list[str] = []
-        self._started: set[str] = set()
+    Args:
+        cases: those that may be run, by id.
+        planned: the ids of the whole plan that they are of; a run without some of these is a part.
+        devices: that the cases run on.
+        directory: where the reports go.
+        pool: runs the cases.
+        workers: how many of them at once.
+        content: the digest of what a case is made of.
+    """
+
+    def __init__(
+        self,
+        *,
+        cases: Mapping[str, Case],
+        planned: Sequence[str],
+        devices: Sequence[str],
+        directory: Path,
+        pool: Pool,
+        workers: int,
+        content: Callable[[Case], str],
+    ) -> None:
+        self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
+        self._pool, self._workers, self._content = pool, workers, content
+        self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
-        self._deaths: dict[str, Death] = {}
+        self._problems: list[str] = []
         self._message = ""
+        self._sigint: Any = None
 
-    def pytest_sessionstart(self) -> None:
-        self._run = store.Run.now(threads=timing_threads(), devices=self._devices)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            return
+        plan = store.plan_of(self._planned)
+        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan)
+        try:
+            self._journal = store.Journal(self._directory, self._run)
+        except store.ReportError as error:
+            raise pytest.UsageError(str(error)) from error
+        if threading.current_thread() is threading.main_thread():
+            self._sigint = signal.signal(signal.SIGINT, _once)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["fx_notes"] = str(self._directory)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """In the place of pytest's own loop, except for a debugger, which needs the cases in this process."""
+        if session.config.option.collectonly or session.config.option.usepdb or session.testsfailed:
+            return None
+        items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self._cases}
+        for item in session.items:
+            if case_id(item.nodeid) not in self._cases:  # another test, or what pytest makes of no cases
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        started: dict[str, float] = {}
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._select([item.nodeid for item in session.items])
+        def begun(case: Case) -> None:
+            started[case.id] = time.time()
+            item = items[case.id]
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        self._select(ids)
+        for record in self._recorded([self._cases[name] for name in items], begun):
+            item = items[record.case.id]
+            for each in reports(item, record, started[record.case.id], time.time()):
+                item.ihook.pytest_runtest_logreport(report=each)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+        return True
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._started.add(case_id(nodeid))
+    def _recorded(self, cases: Sequence[Case], begun: Callable[[Case], None]) -> Iterator[Record]:
+        """First the cases that may share the machine, then, alone, those that are timed."""
+        timed = [case for case in cases if is_timed(case)]
+        yield from self._pool.run([case for case in cases if not is_timed(case)], self._workers, begun)
+        yield from self._pool.run(timed, 1, begun)
 
+    @pytest.hookimpl(tryfirst=True)  # before anything that may fail, or say that it was the last
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if record := received(report.user_properties):
-            self._records[record.case.id] = record
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        if error:
-            case, death = Notes(self._directory, node.gateway.id).read()
-            self._deaths[case] = death
+        record = received(report.user_properties) if report.when == "call" else None
+        if record is None or self._journal is None:
+            return
+        record = dataclasses.replace(record, content=self._content(record.case))
+        self._records[record.case.id] = record
+        try:
+            self._journal.append(record)
+        except OSError as error:  # such as a full disk: what was found before is in the journal
+            pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        selected = [self._cases[name] for name in self._selected if name in self._cases]
-        if not selected or self._config.option.collectonly:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._journal is None:
             return
-        stopped = session.shouldstop or session.shouldfail or exitstatus not in (0, 1)
-        left = [case for case in selected if case.id not in self._records and case.id not in self._started]
-        if stopped and (left or exitstatus not in (0, 1)):
-            self._message = (
-                f"no report was written: the run stopped with {len(left)} of {len(selected)} cases left"
-            )
-            return
-        records = complete(selected, self._records, self._started, self._deaths)
+        if self._sigint is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._records:
+            self._write(session)
+        self._journal.close(written=not self._problems)
+        if self._sigint is not None:
+            signal.signal(signal.SIGINT, self._sigint)
+
+    def _write(self, session: pytest.Session) -> None:
+        assert self._journal is not None
         try:
-            files = report.write_run(records, self._config.getoption("--fx-report-dir"), self._run)
-            table = store.read_run(next(file for file in files if file.name == "records.parquet"))
-        except store.ReportError as error:
-            self._message = f"no report was written: {error}"
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-            return
-        self._message = report.terminal_summary(table, files)
+            table = store.table_of(list(self._records.values()), self._run)
+            written = report.write_run(table, self._directory, self._planned)
+        except Exception as error:  # the records are safe: nothing here is worth losing them
+            self._problems.append(f"no report was written: {type(error).__name__}: {error}")
+        else:
+            self._problems += written.problems
+            self._message = report.terminal_summary(table.to_pandas(), written.files)
+            cut = [
+                str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
+            ]
+            if cut:
+                self._message += (
+                    f"\n\nEarlier runs were cut, and `fxopt-validation merge` takes them: {', '.join(cut)}"
+                )
+        if self._problems:
+            self._problems.append(
+                f"all records are in {self._journal.file}: `fxopt-validation merge` takes it"
+            )
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self._message:
+        if self._message or self._problems:
             terminalreporter.section("fxopt validation")
-            terminalreporter.line(self._message)
+            for line in filter(None, [self._message, *self._problems]):
+                terminalreporter.line(line)
 
-    def pytest_unconfigure(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _select(self, ids: Sequence[str]) -> None:
-        self._selected = self._selected or [case_id(nodeid) for nodeid in ids]
+def is_timed(case: Case) -> bool:
+    return case.check is Check.LATENCY
+
+
+def _once(*_: object) -> None:
+    """The first Ctrl-C ends the cases. Any more would end the writing of what came of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -26,15 +28,59 @@ def plan(
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
     which nothing is recorded is planned in full, but not in pairs.
     """
-    cases = []
-    for entry, device in itertools.product(zoo, devices):
+    cases: list[Case] = []
+    known: dict[tuple[tuple[str, bool | None], ...], list[tuple[tuple[str, ...], list[Check]]]] = {}
+    for entry in sorted(zoo, key=lambda entry: entry.name):
         if isinstance(entry, Architecture):
-            cases.append(Case(entry.name, (), device, Check.ARCHITECTURE))
+            cases += [Case(entry.name, (), device, Check.ARCHITECTURE) for device in sorted(devices)]
             continue
-        cases.append(Case(entry.name, (), device, Check.PARITY))
-        for pipeline in pipelines(entry, passes):
-            cases += [Case(entry.name, pipeline, device, check) for check in checks(entry, pipeline, passes)]
-    return sorted(cases)
+        # Many models have sites of the same passes, and so the same pipelines and checks, hundreds of them.
+        kind = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
+        if kind not in known:
+            wanted = {
+                pipeline: sorted(checks(entry, pipeline, passes)) for pipeline in pipelines(entry, passes)
+            }
+            known[kind] = sorted({(): [Check.PARITY], **wanted}.items())
+        cases += [
+            Case(entry.name, pipeline, device, check)
+            for pipeline, kinds in known[kind]
+            for device in sorted(devices)
+            for check in kinds
+        ]
+    return cases
+
+
+def unmet(
+    zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
+) -> list[str]:
+    """The known failures that no planned case can have, one line each: they would excuse nothing, and hide a mistake."""
+    return [
+        f"{entry.name}: known_failures: no planned case is {failure.check} of {failure.pipeline or 'no pass'!r}"
+        + (f" on {failure.device}" if failure.device else "")
+        for entry in zoo
+        if isinstance(entry, Entry) and entry.known_failures
+        for failure in entry.known_failures
+        if not any(map(failure.covers, plan([entry], passes, devices)))
+    ]
+
+
+def content(case: Case, entry: Entry | Architecture, passes: Mapping[str, Transformation]) -> str:
+    """A digest of what a case is made of: the definition of its model, and its passes with their options."""
+    made = _definition(entry)
+    if isinstance(entry, Entry):
+        made += "".join(_options(passes[name]) for name in members(entry, case.pipeline, passes))
+    return hashlib.sha256(made.encode()).hexdigest()[:12]
+
+
+def _definition(entry: Entry | Architecture) -> str:
+    if isinstance(entry, Architecture):
+        return entry.name
+    fields = {"model", "config", "weights", "inputs", "sizes", "dtypes"}
+    return entry.model_dump_json(include=fields)
+
+
+def _options(pass_: Transformation) -> str:
+    return repr(pass_) if dataclasses.is_dataclass(pass_) else type(pass_).__qualname__
 
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:

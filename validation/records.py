@@ -74,7 +74,8 @@ class Record:
 
     `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
     why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
-    columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason).
+    columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason), `content` a
+    digest of what the case is made of.
     """
 
     case: Case
@@ -86,9 +87,10 @@ class Record:
     measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
     refusals: tuple[tuple[str, str, str], ...] = ()
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    content: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON data, so that a worker process can send it."""
+        """The record as plain JSON data, as it stands in a journal."""
         return dataclasses.asdict(self)
 
     @classmethod

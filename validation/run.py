@@ -16,7 +16,7 @@ from validation import checks
 from validation.records import FAILING, Case, Finding, Outcome, Record
 from validation.subject import Staged, Subject
 from validation.sweep import Architecture
-from validation.zoo import Entry, why_missing
+from validation.zoo import Entry, judged, why_missing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +45,7 @@ class Runner:
         self._started = 0.0
 
     def run(self, case: Case) -> Record:
-        """What came of `case`. Raises only what is no `Exception`: a time-out, an interrupt."""
+        """What came of `case`. Raises nothing but `KeyboardInterrupt`."""
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
         subject.measurements, subject.facts = {}, {}
@@ -55,19 +55,16 @@ class Runner:
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
-        except Exception as error:  # the boundary: models and passes under test may raise anything
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the boundary: models and passes under test may raise anything
             finding = _finding_of(error, subject.stage)
             self.forget()
         else:
             if subject.stage == "start":  # else the check has named the stage that it ended in
                 subject.enter("compare" if finding.outcome in FAILING else "")
         return self._record(finding, subject)
-
-    def interrupted(self, case: Case, outcome: Outcome, reason: str) -> Record:
-        """The record of a case that `run` was thrown out of, for example by a time-out."""
-        subject = self._subject_of(case)
-        self.forget()
-        return self._record(Finding(outcome, reason), subject)
 
     def forget(self) -> None:
         """Lets go of the model: after a failure it may be half made, and its memory is needed."""
@@ -96,11 +93,7 @@ class Runner:
 
     def _record(self, finding: Finding, subject: Subject | Staged[Architecture]) -> Record:
         assert self._case is not None
-        failures = subject.entry.known_failures if isinstance(subject.entry, Entry) else ()
-        known = [failure for failure in failures if failure.covers(self._case)]
-        if known and finding.outcome is not Outcome.SKIP:
-            finding = _with_expectation(finding, known[0].reason)
-        return Record(
+        record = Record(
             case=self._case,
             outcome=finding.outcome,
             stage=subject.stage,
@@ -111,6 +104,19 @@ class Runner:
             refusals=finding.refusals,
             facts={name: _portable(text) for name, text in subject.facts.items()},
         )
+        return judged(subject.entry.known_failures, record) if isinstance(subject.entry, Entry) else record
+
+
+def in_worker(
+    zoo: Sequence[Entry | Architecture],
+    passes: Mapping[str, Transformation],
+    entered: Callable[[Case, str], None],
+) -> Callable[[Case], Record]:
+    """What runs the cases in a process of a pool."""
+    # Many workers share the machine, and what they find must not depend on how many; timing sets its own.
+    torch.set_num_threads(1)
+    gc.freeze()  # cases collect what models leave behind, which is much faster without what is imported
+    return Runner(zoo, passes, entered).run
 
 
 def _missing_package(entry: Entry | Architecture) -> str:
@@ -122,15 +128,7 @@ def _portable(text: str) -> str:
     return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(ROOT))}/", "", text)
 
 
-def _with_expectation(finding: Finding, reason: str) -> Finding:
-    if finding.outcome in FAILING:
-        text = f"{reason} ({finding.outcome}: {finding.reason})"
-        return Finding(Outcome.EXPECTED, text, finding.measurements, finding.refusals)
-    text = f"model_zoo.yaml expects a failure ({reason}), but there was none: take it out of known_failures"
-    return Finding(Outcome.FAIL, text, finding.measurements, finding.refusals)
-
-
-def _finding_of(error: Exception, stage: str) -> Finding:
+def _finding_of(error: BaseException, stage: str) -> Finding:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return Finding(Outcome.MEMORY, text)

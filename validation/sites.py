@@ -41,7 +41,7 @@ def record(zoo: Path, models: Sequence[str]) -> Iterator[str]:
         failed += [f"{name} in {model}" for name, result in lacking.items() if result.outcome in FAILING]
         problems = [f"{result.outcome}: {result.reason}" for result in lacking.values()]
         yield f"{model}: {problems[0] if problems else 'counted'}"
-    gc.unfreeze()  # the runner freezes what is imported, and duckdb complains of what is left at the end
+    gc.unfreeze()  # the runner freezes what is imported
     found = {model: counts for model, counts in found.items() if counts and model in names}
     store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
     yield f"{sites_file(zoo)}: recorded"

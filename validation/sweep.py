@@ -56,6 +56,14 @@ class Architecture:
     timeout: float = 300.0
     tags: tuple[str, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers get the module that makes the models by its name."""
+        return _restored, ({**vars(self), "source": self.source.__name__},)  # type: ignore[attr-defined]
+
+
+def _restored(fields: dict[str, Any]) -> Architecture:
+    return Architecture(**{**fields, "source": importlib.import_module(fields["source"])})
+
 
 def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
     """Every model of a built-in zoo, sorted by name. Raises `ZooError` when the package it needs is missing."""

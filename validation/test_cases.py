@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from validation.gather import send
+from validation.gather import failure, send
 from validation.records import FAILING, Case, Outcome
 from validation.run import Runner
 
 
 def test_case(case: Case, runner: Runner, record_property: Callable[[str, object], None]) -> None:
-    """Run one case and send its record to the controller."""
+    """Run one case here, as under `--pdb`; else the controller has it run by a process of its own."""
     record = runner.run(case)
     record_property(*send(record))
     if record.outcome in FAILING:
-        pytest.fail(f"{record.outcome} in {record.stage}: {record.reason}", pytrace=False)
+        pytest.fail(failure(record), pytrace=False)
     if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
         pytest.xfail(record.reason)
     if record.outcome is Outcome.SKIP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from scipy import stats
 from validation.records import FAILING
 from validation.store import ReportError, measurements_of
 
-DRIFT = ["id", "runs", "before", "recent", "change", "p"]
+DRIFT = ["id", "runs", "since", "before", "recent", "change", "p"]
 
 
 def runs(history: pd.DataFrame) -> pd.DataFrame:
@@ -44,33 +45,69 @@ def drift(
     history: pd.DataFrame,
     measurement: str = "latency_ratio",
     *,
-    recent: int = 5,
-    least: int = 5,
+    least: int = 3,
     change: float = 0.03,
     p: float = 0.01,
 ) -> pd.DataFrame:
-    """Cases whose measurement in the last `recent` runs differs from that in the runs before.
+    """Cases whose measurement changed for good in some night, and since which.
 
-    Slow drift stays under the threshold of a comparison of two runs, and the interval of one run does not
-    know how far runs differ from each other; many runs do. A row is a case whose medians differ by more than
-    the fraction `change` and whose Mann-Whitney test, over runs on the same hardware with the same number of
-    threads, says so with a false discovery rate of `p` (Benjamini and Hochberg, 1995). Cases with fewer than
-    `least` runs before the recent ones are left out.
+    Slow drift stays under the threshold of a comparison of two runs, and the interval of one run does not know
+    how far runs differ from each other; many runs do. For each case, over runs on the same hardware with the same
+    number of threads, that night is taken which parts its runs, at least `least` on both sides, into the two most
+    unlike groups. How unlike is a t statistic whose variance is moderated by that of all cases (Smyth, 2004), so
+    that a few nights suffice. A row is a case whose medians differ by more than the fraction `change`, with a false
+    discovery rate of `p` over the cases (Benjamini and Hochberg, 1995), after Bonferroni over the nights.
     """
     if measurement not in history:
         return pd.DataFrame(columns=DRIFT)
+    series = [
+        (case, rows["run"].to_numpy(), rows[measurement].to_numpy(float))
+        for (case, *_), rows in history.dropna(subset=measurement)
+        .sort_values(["started", "run"])
+        .groupby(["id", "device_name", "threads"])
+        if len(rows) >= 2 * least
+    ]
+    splits = [_split(values, least) for _, _, values in series]
+    usual = float(np.median([split.variance for split in splits])) if splits else 0.0
     found = []
-    for (case, *_), rows in history.dropna(subset=measurement).groupby(["id", "device_name", "threads"]):
-        values = rows.sort_values(["started", "run"])[measurement].to_numpy()
-        before, last = values[:-recent], values[-recent:]
-        if len(last) == recent and len(before) >= least:
-            test = stats.mannwhitneyu(before, last, method="auto")
-            was, now = float(np.median(before)), float(np.median(last))
-            relative = (now - was) / abs(was) if was else math.copysign(math.inf, now) if now else 0.0
-            found.append((case, len(values), was, now, relative, float(test.pvalue)))
+    for (case, runs_, values), split in zip(series, splits, strict=True):
+        degrees = len(values) - 2
+        variance = (degrees * split.variance + PRIOR * usual) / (degrees + PRIOR)
+        error = math.sqrt(variance * (1 / split.at + 1 / (len(values) - split.at)))
+        t = split.distance / error if error else math.inf if split.distance else 0.0
+        chance = min(1.0, 2 * float(stats.t.sf(t, degrees + PRIOR)) * (len(values) - 2 * least + 1))
+        was, now = (float(np.median(part)) for part in np.split(values, [split.at]))
+        relative = (now - was) / abs(was) if was else math.copysign(math.inf, now) if now else 0.0
+        found.append((case, len(values), runs_[split.at], was, now, relative, chance))
     table = pd.DataFrame(found, columns=DRIFT)
     if table.empty:
         return table
     table["p"] = stats.false_discovery_control(table["p"])
     drifted = table[(table["p"] < p) & (table["change"].abs() > change)]
     return drifted.sort_values("change", ascending=False, ignore_index=True)
+
+
+PRIOR = 4
+"""The degrees of freedom that the usual variance of all cases counts for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Where a series is parted, how far its parts are from each other, and the variance within them, both relative."""
+
+    at: int
+    distance: float
+    variance: float
+
+
+def _split(values: np.ndarray, least: int) -> _Split:
+    """Part a series where that leaves the least variance within the parts."""
+    scale = float(np.median(np.abs(values))) or 1.0
+    relative = values / scale
+
+    def within(at: int) -> float:
+        return float(sum(((part - part.mean()) ** 2).sum() for part in np.split(relative, [at])))
+
+    at = min(range(least, len(values) - least + 1), key=within)
+    before, after = np.split(relative, [at])
+    return _Split(at, abs(float(after.mean() - before.mean())), within(at) / (len(values) - 2))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import fnmatch
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
-import yaml
 from pydantic import Field, PositiveFloat
 
 from fxopt.errors import FxoptError
-from validation.records import Case, Check
+from validation import yaml_file
+from validation.records import FAILING, Case, Check, Outcome, Record
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Reason = Annotated[str, Field(min_length=1)]
@@ -89,22 +91,59 @@ class Input(_Strict):
 
 
 class KnownFailure(_Strict):
-    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
+    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date.
+
+    `pipeline` is the names of passes joined by "+", or a named pipeline, or a pattern of these such as `*Fuse*`; it is
+    empty before any pass. `outcome` is the failure that is accepted: `fail` or `error` where it is not given, which
+    excuses no hang and no crash. `stage` is where it fails, and `message` a part of what it says. From `expires`
+    on, the failure is one again.
+    """
 
     check: Check
-    pipeline: str = ""  # names of passes joined by "+", or a named pipeline; empty before any pass
+    pipeline: str = ""
     device: str | None = None
+    outcome: Outcome | None = None
+    stage: str | None = None
+    message: str | None = None
+    expires: datetime.date | None = None
     reason: Reason
 
     def covers(self, case: Case) -> bool:
         """True if `case` is one of those that fail."""
-        same_device = self.device in (None, case.device)
-        return same_device and (self.check, self.pipeline) == (case.check, "+".join(case.pipeline))
+        same = self.check == case.check and self.device in (None, case.device)
+        return same and fnmatch.fnmatchcase("+".join(case.pipeline), self.pipeline)
+
+    def objection(self, outcome: Outcome, stage: str, message: str) -> str:
+        """Why this does not accept how a case ended; empty where it does."""
+        accepted = [self.outcome] if self.outcome else [Outcome.FAIL, Outcome.ERROR]
+        if self.expires and datetime.date.today() >= self.expires:
+            return f"expired on {self.expires}"
+        if outcome not in accepted:
+            return f"not for {outcome}"
+        if self.stage not in (None, stage):
+            return f"for stage {self.stage}"
+        return "" if self.message is None or self.message in message else f"for {self.message!r}"
+
+
+def judged(failures: Collection[KnownFailure], record: Record) -> Record:
+    """A record in the light of the failures that are known of its model."""
+    known = [failure for failure in failures if failure.covers(record.case)]
+    if not known or record.outcome is Outcome.SKIP:
+        return record
+    if record.outcome not in FAILING:
+        text = f"model_zoo.yaml expects a failure ({known[0].reason}), but there was none: take it out of known_failures"
+        return dataclasses.replace(record, outcome=Outcome.FAIL, reason=text)
+    objections = [failure.objection(record.outcome, record.stage, record.reason) for failure in known]
+    if "" in objections:
+        text = f"{known[objections.index('')].reason} ({record.outcome}: {record.reason})"
+        return dataclasses.replace(record, outcome=Outcome.EXPECTED, reason=text)
+    text = f"{record.reason} (the known failure of model_zoo.yaml is {'; '.join(objections)})"
+    return dataclasses.replace(record, reason=text)
 
 
 class Tolerance(_Strict):
     """An error that a pipeline may make in a model although it is too large for a right rewrite: how large, why, and
-    until which day; from then on it counts again.
+    on which day it expires; from then on it counts again.
 
     `relative_error` is relative to the largest value of a tensor; `pipeline` is written as in `KnownFailure`.
     """
@@ -112,7 +151,7 @@ class Tolerance(_Strict):
     pipeline: str
     relative_error: PositiveFloat
     reason: Reason
-    until: datetime.date
+    expires: datetime.date
 
 
 class Entry(_Strict):
@@ -147,7 +186,8 @@ class Entry(_Strict):
         """The error that is accepted of a pipeline today; 0 for most."""
         today, name = datetime.date.today(), "+".join(pipeline)
         return max(
-            (t.relative_error for t in self.tolerances if t.pipeline == name and today < t.until), default=0.0
+            (t.relative_error for t in self.tolerances if t.pipeline == name and today < t.expires),
+            default=0.0,
         )
 
 
@@ -162,16 +202,10 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     Raises `ZooError` when the file, or that of the recorded sites, cannot be read or says something wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ZooError(f"{path}: cannot be read: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise ZooError(f"{path}{line}: not valid YAML: {error.problem}") from error
-    mistakes = list(_repeated_keys(root, ()))
+        root, data = yaml_file.read(path)
+    except yaml_file.YamlError as error:
+        raise ZooError(str(error)) from error
+    mistakes = list(yaml_file.repeated_keys(root))
     if not mistakes:
         try:
             file = _File.model_validate(data)
@@ -186,7 +220,7 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
         else:
             mistakes = [*_contradictions(file, passes)]
     if mistakes:
-        raise ZooError("\n".join(_message(path, root, where, what) for where, what in mistakes))
+        raise ZooError("\n".join(yaml_file.message(path, root, where, what) for where, what in mistakes))
     order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
     return [
         entry.model_copy(update={"sites": {name: recorded.get(entry.name, {}).get(name) for name in order}})
@@ -203,17 +237,20 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
     form = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
     try:
-        return form.validate_python(yaml.safe_load(sites_file(zoo).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return form.validate_python(yaml_file.read(file)[1]) if (file := sites_file(zoo)).exists() else {}
+    except ValueError as error:
         text = f"not what `fxopt-validation sites` writes: delete it, and record anew ({error})"
-        raise ZooError(f"{sites_file(zoo)}: {' '.join(text.split())}") from error
+        raise ZooError(f"{file}: {' '.join(text.split())}") from error
 
 
 def factory(entry: Entry) -> Callable[..., Any]:
     """Import what `entry.model` names. Raises `ValueError` when there is no such thing."""
-    module_name, _, name = entry.model.rpartition(".")
+    return _imported(entry.model)
+
+
+@functools.cache
+def _imported(path: str) -> Callable[..., Any]:
+    module_name, _, name = path.rpartition(".")
     module_name = module_name or "transformers"
     try:
         found = getattr(importlib.import_module(module_name), name, None)
@@ -253,7 +290,7 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
         }
         for place, pipeline in pipelines.items():
             for name in pipeline.split("+") if pipeline else ():
-                if name not in {*passes, "all", "exact"}:
+                if name not in {*passes, "all", "exact"} and not set(name) & set("*?["):
                     where = (*here, *place, "pipeline")
                     yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
         if entry.requires:
@@ -271,7 +308,7 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
     """Config overrides and inputs that the model does not know; transformers would ignore a wrong override."""
     config_class = getattr(function, "config_class", None)
     if config_class is not None:
-        yield from _unknown_options(entry.config, config_class(), ("config",))
+        yield from _unknown_options(entry.config, _defaults(config_class), ("config",))
     else:
         try:
             inspect.signature(function).bind(**entry.config)
@@ -282,13 +319,23 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
         if entry.sizes == "dynamic":
             yield ("sizes",), "only classes of transformers are captured for all sizes: say `sizes: fixed`"
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
-        parameters = inspect.signature(function.forward).parameters
+        parameters = _parameters(function.forward)
         # The forwards of transformers take any keyword, but name those that are tensors.
         if config_class or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             known = [name for name in parameters if name != "self"]
             for name in entry.inputs:
                 if name not in known:
                     yield ("inputs", name), f"the forward takes no such input; it takes {', '.join(known)}"
+
+
+@functools.cache
+def _defaults(config_class: Callable[[], Any]) -> Any:
+    return config_class()
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def _unknown_options(
@@ -299,42 +346,3 @@ def _unknown_options(
             yield (*where, name), f"{type(config).__name__} has no option {name!r}"
         elif isinstance(value, dict) and hasattr(getattr(config, name), "to_dict"):
             yield from _unknown_options(value, getattr(config, name), (*where, name))
-
-
-def _message(path: Path, root: yaml.Node | None, where: Sequence[Any], what: str) -> str:
-    """`model_zoo.yaml:7: bert-base: inputs.input_ids.shape: ...`: file, line, entry, field, what is wrong."""
-    node, key_line, field = root, 0 if root is None else root.start_mark.line, []
-    entry = ""
-    for position, part in enumerate(where):
-        if isinstance(node, yaml.MappingNode):
-            # of a key given twice the last one counts
-            child = next((pair for pair in reversed(node.value) if pair[0].value == str(part)), None)
-            if child is None and position < len(where) - 1:
-                continue  # the tag that pydantic adds for a union is not in the file
-            field.append(str(part))
-            if child is None:
-                break
-            key_line, node = child[0].start_mark.line, child[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            key_line = node.start_mark.line
-            if field == ["models"]:
-                names = [v.value for k, v in getattr(node, "value", ()) if k.value == "name"]
-                entry, field = f"{names[0] if names else f'entry {part + 1}'}: ", []
-            else:
-                field.append(str(part))
-    return f"{path}:{key_line + 1}: {entry}{'.'.join(field) + ': ' if field else ''}{what}"
-
-
-def _repeated_keys(node: yaml.Node | None, where: tuple[Any, ...]) -> Iterator[tuple[Any, str]]:
-    """Keys given twice in one mapping: YAML keeps the last and says nothing."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                yield (*where, key.value), "given twice"
-            seen.add(key.value)
-            yield from _repeated_keys(value, (*where, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield from _repeated_keys(value, (*where, index))

@@ -3,8 +3,8 @@
 Fresh weights hide faults (BatchNorm statistics are 0 and 1, biases 0), so call `randomise` first.
 """
 
+from fxopt.testing.assertions import Equivalence, assert_equivalent
 from fxopt.testing.differences import Difference, compare, leaves, ulps
-from fxopt.testing.equivalence import Equivalence, assert_equivalent
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
 from fxopt.testing.precision import in_float64
 from fxopt.testing.random_values import randomise

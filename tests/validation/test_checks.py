@@ -87,21 +87,21 @@ def test_equivalence_fails_a_wrong_rewrite(pass_: type[Transformation]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "until", "outcome"),
+    ("error", "expires", "outcome"),
     [
         (1e-6, "2999-01-01", Outcome.PASS),
         (1e-8, "2999-01-01", Outcome.FAIL),
         (1e-6, "2026-01-01", Outcome.FAIL),
     ],
 )
-def test_a_tolerance_of_the_zoo_holds_for_its_pipeline_until_its_day(
-    error: float, until: str, outcome: Outcome
+def test_a_tolerance_of_the_zoo_holds_for_its_pipeline_until_it_expires(
+    error: float, expires: str, outcome: Outcome
 ) -> None:
     said = {
         "pipeline": "AlmostInverse",
         "relative_error": error,
         "reason": "a divisor in float32",
-        "until": until,
+        "expires": expires,
     }
     finding = run(Check.EQUIVALENCE, AlmostInverse, tolerances=[said])
     assert finding.outcome is outcome

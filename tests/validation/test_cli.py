@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 import fxopt.passes
 from validation import store
 from validation.cli import app
-from validation.records import Outcome, Record
+from validation.records import Check, Outcome, Record
 from validation.run import Runner
 from validation.zoo import recorded_sites, sites_file
 
@@ -31,7 +32,6 @@ def runs(make_records, run, tmp_path):
     for night, made, found in zip(nights, (run, later), (records, [failed, *records[1:]]), strict=True):
         table = store.table_of(found, made)
         store.append_history(table, night / "history")
-        (night / "latest").mkdir()
         store.write_table(table, night / "latest")
     return [night / "latest" for night in nights]
 
@@ -67,6 +67,89 @@ def test_compare_says_what_got_worse_and_fails(runs, call):
 def test_compare_of_a_run_with_itself_is_fine(runs, call):
     result = call("compare", runs[0], runs[0])
     assert (result.exit_code, result.output) == (0, "0 regressions, 0 other changes\n")
+
+
+def test_compare_prints_markdown_and_json(runs, call):
+    page = call("compare", *runs, "--format", "markdown")
+    assert page.exit_code == 1
+    assert page.output.startswith("# 1 regressions, 0 other changes\n")
+    assert "| outcome | bert-base-eager-cpu-parity |" in page.output
+    (change,) = json.loads(call("compare", *runs, "--format", "json").output)
+    assert (change["regression"], change["kind"], change["before"], change["after"]) == (
+        True,
+        "outcome",
+        "pass",
+        "fail",
+    )
+    assert json.loads(call("compare", runs[0], runs[0], "--format", "json").output) == []
+
+
+def test_merge_joins_parts_and_is_a_night_when_they_are_the_whole(make_records, run, call, tmp_path):
+    records = make_records(0)
+    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    parts = []
+    for number in range(3):
+        store.write_table(store.table_of(records[number::3], run), tmp_path / str(number))
+        parts.append(tmp_path / str(number))
+    out = tmp_path / "out"
+    assert call("merge", *parts[:2], "--output", out).exit_code == 0
+    assert not (out / "history").exists()
+    for _ in range(2):
+        assert call("merge", *parts, parts[0], "--output", out).exit_code == 0
+        assert sorted(store.read_run(out / "latest")["id"]) == sorted(record.case.id for record in records)
+        assert len(store.history(out / "history")) == len(records)
+
+
+def test_merge_takes_the_journal_of_a_run_that_was_cut(records, run, call, tmp_path):
+    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    store.write_table(store.table_of(records[4:7], run), tmp_path / "latest")
+    journal = store.Journal(tmp_path, run)
+    for record in records[:5]:
+        journal.append(record)
+    assert call("merge", journal.file, "--output", tmp_path).exit_code == 0
+    assert len(store.read_run(tmp_path / "latest")) == 7
+
+
+def test_accept_changes_one_expectation(make_records, run, call, tmp_path):
+    before, after = make_records(0), make_records(0)
+    case = "bert-base-MergeLinears-cpu-effect"
+    for index, record in enumerate(after):
+        if record.case.check is Check.EFFECT and "MergeLinears" in record.case.pipeline:
+            after[index] = dataclasses.replace(record, measurements={**record.measurements, "sites": 1})
+    folders = {name: tmp_path / name for name in ("baseline", "latest")}
+    for name, records in (("baseline", before), ("latest", after[:-1])):
+        store.write_table(store.table_of(records, run), folders[name])
+    places = ["--current", folders["latest"], "--baseline", folders["baseline"]]
+    worse = call("compare", *folders.values(), "--format", "json")
+    ids = {change["id"] for change in json.loads(worse.output) if change["regression"]}
+    assert {case, after[-1].case.id} < ids
+    assert call("accept", case, "--reason", "eleven were wrong", *places).exit_code == 0
+    assert call("accept", after[-1].case.id, "--reason", "retired", *places).exit_code == 0
+    now = call("compare", *folders.values(), "--format", "json")
+    assert {change["id"] for change in json.loads(now.output) if change["regression"]} == ids - {
+        case,
+        after[-1].case.id,
+    }
+    accepted = store.read_run(folders["baseline"]).set_index("id")["accepted"]
+    assert accepted[accepted != ""].to_dict() == {case: "eleven were wrong"}
+    unknown = call("accept", "no-such-case", "--reason", "x", *places)
+    assert unknown.exit_code == 2
+    assert "neither" in unknown.stderr
+
+
+def test_a_failure_is_not_accepted_but_told_where_it_belongs(runs, call):
+    case = "bert-base-eager-cpu-parity"
+    result = call("accept", case, "--reason", "so it is", "--current", runs[1], "--baseline", runs[0])
+    assert result.exit_code == 2
+    assert 'known_failures: [{check: "parity", pipeline: "", stage: "compare"' in result.stderr
+
+
+def test_history_passes_over_a_broken_file_with_a_warning(runs, run, call):
+    (runs[0].parent / "history/broken.parquet").write_bytes(b"PAR1 nothing PAR1")
+    result = call("history", runs[0].parent / "history")
+    assert result.exit_code == 0
+    assert run.id in result.stdout
+    assert result.stderr.startswith("warning: passed over: ")
 
 
 def test_what_got_better_is_no_failure(runs, call):
@@ -177,7 +260,8 @@ def test_sites_that_are_interrupted_leave_the_file_as_it_was(zoo, call, place, m
         ("report", "broken.parquet"),
         ("compare", "broken.parquet", "nowhere.parquet"),
         ("history", "nowhere"),
-        ("history", "."),
+        ("merge", "nowhere.parquet", "--output", "out"),
+        ("accept", "case", "--reason", "why", "--current", "nowhere"),
     ],
 )
 def test_mistakes_are_one_line(arguments, call, tmp_path, monkeypatch):

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from pathlib import Path
 
 import pytest
 
 from validation import compare, store
+from validation.metric import UNKNOWN, metric_of
 from validation.records import FAILING, WORST_FIRST, Case, Check, Outcome, Record
 
+ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
 OTHER = dataclasses.replace(CASE, check=Check.PARITY, pipeline=())
 
@@ -16,8 +21,7 @@ def changes(run, tmp_path):
     def changes(before, after, after_run=None):
         tables = []
         for number, (records, made) in enumerate([(before, run), (after, after_run or run)]):
-            directory = tmp_path / str(number)
-            directory.mkdir()
+            directory = tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}"
             store.write_table(store.table_of(records, made), directory)
             tables.append(store.read_run(directory))
         return compare.compare(*tables)
@@ -90,6 +94,34 @@ def test_a_vanished_case_is_a_regression_and_a_new_one_is_not(changes):
     assert kinds(changes(both, both[:1])) == [("case vanished", True)]
 
 
+@pytest.mark.parametrize("outcome", sorted(FAILING))
+def test_a_new_case_or_model_that_fails_is_a_regression(outcome, changes):
+    found = Record(OTHER, outcome, reason="it broke")
+    assert kinds(changes([Record(CASE, Outcome.PASS)], [Record(CASE, Outcome.PASS), found])) == [
+        ("new failure", True)
+    ]
+    model = dataclasses.replace(found, case=dataclasses.replace(OTHER, model="gpt"))
+    assert set(changes(measured(sites=1), [*measured(sites=1), model])["regression"]) == {True}
+
+
+def test_what_a_run_of_a_part_lacks_has_not_vanished(run, changes):
+    both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
+    assert changes(both, both[:1], dataclasses.replace(run, plan=store.plan_of(["a", "b"]))).empty
+    whole = dataclasses.replace(run, plan=store.plan_of(["a"]))
+    assert kinds(changes(both, both[:1], whole)) == [("case vanished", True)]
+
+
+def test_measurements_of_a_case_that_was_defined_anew_are_not_compared(changes):
+    before, after = (
+        [Record(CASE, Outcome.PASS, measurements={"sites": sites}, content=content)]
+        for sites, content in ((9, "a"), (1, "b"))
+    )
+    assert kinds(changes(before, after)) == [("definition", False)]
+    same = [dataclasses.replace(after[0], content="a")]
+    assert kinds(changes(before, same)) == [("sites", True)]
+    assert kinds(changes(before, [dataclasses.replace(after[0], content="")])) == [("sites", True)]
+
+
 def test_a_new_case_is_no_regression(changes):
     both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
     assert kinds(changes(both[:1], both)) == [("case added", False)]
@@ -125,12 +157,49 @@ def test_the_error_of_an_architecture_is_the_machines(changes):
     assert kinds(changes(before, after)) == []
 
 
-def test_a_case_whose_errors_grew_is_one_row_with_the_one_that_grew_most(changes):
-    before = measured(max_abs_error=1e-7, relative_error=1e-8, relative_error_original=1e-8)
-    after = measured(max_abs_error=1e-5, relative_error=1e-5, relative_error_original=1e-3)
+def test_each_error_is_judged_by_itself(changes):
+    """One that shrinks more must not hide another that grows."""
+    before = measured(max_abs_error=1e-3, relative_error=1e-8, relative_error_original=1e-8)
+    after = measured(max_abs_error=1e-6, relative_error=5e-7, relative_error_original=1e-3)
     table = changes(before, after)
-    assert kinds(table) == [("error", True)]
-    assert table.loc[0, "explanation"].startswith("relative_error grew")
+    assert list(zip(table["metric"], table["regression"], strict=True)) == [
+        ("relative_error", True),
+        ("max_abs_error", False),
+    ]
+    assert "50 times" in table.loc[0, "explanation"]
+
+
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_an_error_that_is_no_number_any_more_is_worse(broken, changes):
+    both = [{"relative_error": 1e-8}, {"relative_error": broken}]
+    assert kinds(changes(*(measured(**values) for values in both))) == [("error", True)]
+    assert kinds(changes(*(measured(**values) for values in [both[1], both[1]]))) == []
+
+
+def test_a_measurement_that_a_case_has_no_more_is_worse_unless_it_ended_in_another_way(changes, tmp_path):
+    other = Record(OTHER, Outcome.PASS, measurements={"agreement": 1.0})
+    before = [*measured(agreement=1.0), other]
+    assert kinds(changes(before, [Record(CASE, Outcome.PASS), other])) == [("accuracy", True)]
+
+
+def test_an_outcome_explains_the_measurements_that_are_gone(changes):
+    assert kinds(changes(measured(agreement=1.0), [Record(CASE, Outcome.CRASH)])) == [("outcome", True)]
+
+
+def test_a_metric_that_is_gone_altogether_is_told_once(changes):
+    assert kinds(changes(measured(agreement=1.0), measured(sites=1))) == [("metric vanished", False)]
+
+
+def test_a_metric_that_nobody_declared_is_told(changes):
+    table = changes(measured(wobble=1.0), measured(wobble=2.0))
+    assert kinds(table) == [("undeclared", False)]
+    assert "declare" in table.loc[0, "explanation"]
+
+
+def test_every_measurement_of_the_baselines_is_declared():
+    for name in ("records", "architectures"):
+        table = store.read_run(ROOT / f"reports/baseline/{name}.parquet")
+        assert [name for name in store.measurements_of(table) if metric_of(name) is UNKNOWN] == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +207,9 @@ def test_a_case_whose_errors_grew_is_one_row_with_the_one_that_grew_most(changes
     [
         ("agreement", 0.97, [("accuracy", True)]),
         ("task_accuracy_after", 0.97, [("accuracy", True)]),
-        ("cosine", 0.99, []),
+        ("cosine", 0.995, [("accuracy", True)]),
+        ("cosine", 0.9995, []),
+        ("tensors_compared", 0.0, [("compared", True)]),
         ("agreement", 1.03, [("accuracy", False)]),
         ("nodes_after", 0.97, []),
     ],
@@ -164,6 +235,16 @@ def test_latency(before, after, expected, changes):
     assert kinds(changes(timed(*before), timed(*after))) == expected
 
 
+def test_both_graphs_ten_times_slower_is_a_regression(run, changes):
+    times = {"latency_baseline_ms": 1.0, "latency_transformed_ms": 0.8, "latency_ratio": 0.8}
+    slow = {name: value * (1 if "ratio" in name else 10) for name, value in times.items()}
+    table = changes(measured(**times), measured(**slow))
+    assert kinds(table) == [("latency", True)] * 2
+    assert set(table["before"]) == {"1 ms", "0.8 ms"}
+    other = dataclasses.replace(run, threads=8)
+    assert kinds(changes(measured(**times), measured(**slow), other)) == [("environment", False)]
+
+
 @pytest.mark.parametrize("difference", [{"devices": {"cpu": "Another CPU"}}, {"threads": 8}])
 def test_latency_on_other_hardware_is_not_compared(difference, run, changes):
     table = changes(timed(0.8, 0.02), timed(1.6, 0.02), dataclasses.replace(run, **difference))
@@ -174,3 +255,15 @@ def test_regressions_come_first(changes):
     before = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.FAIL)]
     after = [Record(CASE, Outcome.FAIL), Record(OTHER, Outcome.PASS)]
     assert changes(before, after)["regression"].tolist() == [True, False]
+
+
+def test_a_hundred_thousand_rows_are_merged_and_compared_in_half_a_minute(run):
+    """And in 2 GiB, by `python -m validation.bench runs`, which has a process of its own."""
+    from validation.bench.runs import made
+
+    before, after = made(run, 100_000, seed=0), made(run, 100_000, seed=1)
+    started = time.process_time()
+    merged = store.merge([before, after.slice(0, 50_000)])
+    assert merged.num_rows == 100_000
+    assert not compare.compare(before.to_pandas(), after.to_pandas()).empty
+    assert time.process_time() - started < 30

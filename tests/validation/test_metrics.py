@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 import torch
 
-from validation import metrics
+from validation import metric, metrics
 from validation.metrics.agreement import agreement
 from validation.metrics.cosine import cosine
 from validation.metrics.max_abs_error import max_abs_error
@@ -21,6 +21,26 @@ ONES = {"a": torch.ones(2, 3, dtype=torch.float64)}
 
 def test_every_file_is_found_and_nothing_else() -> None:
     assert set(metrics.available()) == {"agreement", "cosine", "max_abs_error", "relative_error"}
+
+
+def test_the_examples_of_what_metrics_are_run() -> None:
+    assert doctest.testmod(metric) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now", "change"),
+    [
+        ("relative_error", 1e-8, math.inf, 1),
+        ("relative_error", math.inf, 1e-8, -1),
+        ("relative_error", math.inf, math.inf, 0),
+        ("relative_error", 0.0, 1e-13, 0),
+        ("agreement", 1.0, 0.9, 1),
+        ("nodes_after", 10, 20, -1),
+        ("relative_error_original", 1e-8, 1.0, 0),
+    ],
+)
+def test_a_change_is_worse_better_or_noise(name: str, was: float, now: float, change: int) -> None:
+    assert metric.metric_of(name).changed(was, now) == change
 
 
 @pytest.mark.parametrize("info", list(pkgutil.iter_modules(metrics.__path__)), ids=lambda info: info.name)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
+import torch
 from torch.fx import GraphModule
 
 from fxopt import ReversibleTransformation, Transformation
-from validation.plan import checks, members, pipelines, plan
+from fxopt.passes.change_precision import ChangePrecision
+from validation.plan import checks, content, members, pipelines, plan, unmet
 from validation.records import Case, Check
 from validation.zoo import Entry
 
@@ -112,6 +115,40 @@ def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
 )
 def test_checks_fit_the_pipeline(pipeline: tuple[str, ...], expected: set[Check]) -> None:
     assert set(checks(entry(Exact=1, OneWay=1, Rough=1), pipeline, PASSES)) == expected
+
+
+def test_a_known_failure_that_no_planned_case_has_is_a_mistake() -> None:
+    failures = [
+        {"check": "equivalence", "pipeline": "Exact", "device": "cuda", "reason": "right"},
+        {"check": "equivalence", "pipeline": "*OneWay*", "reason": "right"},
+        {"check": "latency", "pipeline": "Exact+OneWay", "reason": "pairs are not timed"},
+        {"check": "equivalence", "pipeline": "Two*", "reason": "matches nothing"},
+    ]
+    model = Entry.model_validate({**entry(Exact=1, OneWay=1).model_dump(), "known_failures": failures})
+    assert unmet([model], PASSES, ["cpu", "cuda"]) == [
+        "model: known_failures: no planned case is latency of 'Exact+OneWay'",
+        "model: known_failures: no planned case is equivalence of 'Two*'",
+    ]
+
+
+def test_the_content_of_a_case_is_its_definition_and_its_passes_with_their_options() -> None:
+    case = Case("model", ("all",), "cpu", Check.EFFECT)
+    here = content(case, entry(Exact=1, Rough=1), PASSES)
+    assert here == content(case, entry(Exact=2, Rough=1), PASSES)  # how many sites it has is what it finds
+    assert here != content(case, entry(Exact=1, Rough=0), PASSES)
+    other = entry(Exact=1, Rough=1).model_copy(update={"config": {"hidden_size": 32}})
+    assert here != content(case, other, PASSES)
+    precisions = [{"Change": ChangePrecision(dtype=dtype)} for dtype in (torch.bfloat16, torch.float16)]
+    of_pass = Case("model", ("Change",), "cpu", Check.EFFECT)
+    assert len({content(of_pass, entry(), passes) for passes in precisions}) == 2
+
+
+def test_a_thousand_entries_are_planned_in_two_seconds() -> None:
+    passes = {f"Pass{number}": Exact() for number in range(14)}
+    entries = [entry(f"model-{number}", **dict.fromkeys(passes, 1)) for number in range(1000)]
+    started = time.process_time()
+    assert len(plan(entries, passes, ["cpu"])) > 200_000
+    assert time.process_time() - started < 2
 
 
 def test_ids_are_readable() -> None:

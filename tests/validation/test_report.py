@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import doctest
 import html.parser
 import json
@@ -32,6 +33,11 @@ def table_of(records, run, tmp_path):
     return store.read_run(tmp_path)
 
 
+def written(records, run, directory, planned=None):
+    planned = planned or [record.case.id for record in records]
+    return report.write_run(store.table_of(records, run), directory, planned)
+
+
 def failed_write(*args, **kwargs):
     raise OSError("no space left on device")
 
@@ -40,7 +46,9 @@ def failed_write(*args, **kwargs):
 
 
 def test_a_run_writes_every_view_and_the_history(records, run, tmp_path):
-    files = report.write_run(records, tmp_path, run)
+    done = written(records, run, tmp_path)
+    files = done.files
+    assert done.problems == []
     names = {str(file.relative_to(tmp_path)) for file in files}
     assert names == {
         "latest/records.parquet",
@@ -54,9 +62,9 @@ def test_a_run_writes_every_view_and_the_history(records, run, tmp_path):
 
 
 def test_views_come_from_the_table_alone(records, run, tmp_path):
-    report.write_run(records, tmp_path / "first", run)
+    written(records, run, tmp_path / "first")
     again = tmp_path / "again"
-    files = report.write_views(store.read_run(tmp_path / "first" / "latest"), again)
+    files = report.write_views(store.read_run(tmp_path / "first" / "latest"), again).files
     assert len(files) == 5
     for file in files:
         assert file.read_bytes() == (tmp_path / "first/latest" / file.relative_to(again)).read_bytes()
@@ -69,27 +77,60 @@ def test_pages_of_models_that_are_gone_do_not_stay(records, table, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "view"), [(html_view, "document"), (markdown, "summary"), (markdown, "compatibility")]
+    ("module", "view", "file"),
+    [
+        (html_view, "document", "report.html"),
+        (markdown, "summary", "summary.md"),
+        (markdown, "compatibility", "compatibility/groupvit.md"),
+    ],
 )
-def test_a_view_that_fails_leaves_the_previous_run(module, view, records, run, tmp_path, monkeypatch):
-    report.write_run(records, tmp_path, run)
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+def test_a_view_that_fails_costs_nothing_but_itself(module, view, file, records, run, tmp_path, monkeypatch):
+    written(records[:3], run, tmp_path)
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     monkeypatch.setattr(module, view, failed_write)
-    with pytest.raises(store.ReportError, match=r"cannot be written .*no space"):
-        report.write_run(records[:3], tmp_path, dataclasses.replace(run, commit="other"))
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    done = written(records, later, tmp_path)
+    assert f"{tmp_path}/latest/{file}: not written: OSError: no space left on device" in done.problems
+    assert not (tmp_path / "latest" / file).exists()  # the one of the run before would mislead
+    assert set(store.read_run(tmp_path / "latest")["run"]) == {later.id}
+    assert len(store.history(tmp_path / "history")["run"].unique()) == 2
 
 
-def test_an_empty_run_leaves_the_previous_run(records, run, tmp_path):
-    report.write_run(records, tmp_path, run)
-    with pytest.raises(store.ReportError, match="no records"):
-        report.write_run([], tmp_path, run)
+def test_a_history_that_cannot_be_written_costs_nothing_else(records, run, tmp_path):
+    (tmp_path / "history").touch()
+    done = written(records, run, tmp_path)
+    assert [problem.partition(":")[0] for problem in done.problems] == [f"{tmp_path}/history"]
     assert len(store.read_run(tmp_path / "latest")) == len(records)
+
+
+def test_a_run_of_a_part_takes_the_place_of_its_own_cases_and_is_no_night(records, run, tmp_path):
+    planned = [record.case.id for record in records]
+    run = dataclasses.replace(run, plan=store.plan_of(planned))
+    written(records, run, tmp_path)
+    again = dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new")
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+    written([again], later, tmp_path, planned)
+    latest = store.read_run(tmp_path / "latest").set_index("id")
+    assert sorted(latest.index) == sorted(planned)
+    assert latest["run"].value_counts().to_dict() == {run.id: len(records) - 1, later.id: 1}
+    assert latest.loc[again.case.id, "reason"] == "new"
+    assert set(store.history(tmp_path / "history")["run"]) == {run.id}
+
+
+def test_a_run_of_a_part_says_so(records, run, tmp_path):
+    planned = [record.case.id for record in records]
+    part = dataclasses.replace(run, plan=store.plan_of(planned))
+    written(records[:3], part, tmp_path)
+    assert f"Partial: {len(records) - 3} planned cases" in (tmp_path / "latest/summary.md").read_text()
+    assert not (tmp_path / "history").exists()
+    gone = dataclasses.replace(records[5], case=dataclasses.replace(records[5].case, model="gone"))
+    written([gone], part, tmp_path)
+    written(records[3:4], part, tmp_path, planned)
+    assert "gone" not in set(store.read_run(tmp_path / "latest")["model"])
 
 
 @pytest.mark.parametrize("outcome", Outcome)
 def test_a_single_record_without_measurements_can_be_reported(outcome, run, tmp_path):
-    report.write_run([Record(CASE, outcome)], tmp_path, run)
+    written([Record(CASE, outcome)], run, tmp_path)
     assert outcome in (tmp_path / "latest/summary.md").read_text()
 
 
@@ -280,7 +321,7 @@ def html_text(source):
 def test_links_of_the_summary_lead_to_the_pages(records, run, tmp_path):
     odd = "org/model: a*b|c"
     records = [dataclasses.replace(r, case=dataclasses.replace(r.case, model=odd)) for r in records[:1]]
-    report.write_run(records, tmp_path, run)
+    written(records, run, tmp_path)
     summary = rendered((tmp_path / "latest/summary.md").read_text())
     (link,) = re.findall(r'href="([^"]+)"', summary)
     assert odd in (tmp_path / "latest" / link).read_text().splitlines()[0].replace("\\", "")
@@ -380,7 +421,7 @@ def test_html_asks_nothing_of_the_network(table):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
 def test_plots_really_render_in_a_browser(records, run, tmp_path):
-    report.write_run(records, tmp_path, run)
+    written(records, run, tmp_path)
     command = [
         str(CHROMIUM),
         *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),

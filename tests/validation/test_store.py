@@ -4,15 +4,17 @@ import dataclasses
 import datetime
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from validation import store
+from validation import compare, store
 from validation.records import Case, Check, Outcome, Record
 
+ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
 
 
@@ -118,11 +120,17 @@ def test_history_joins_runs_with_different_measurements(run, tmp_path):
     assert table["sites"].isna().tolist() == [True, False]
 
 
-def test_a_broken_run_in_the_history_is_named(run, tmp_path):
+def test_a_broken_run_in_the_history_is_named_and_passed_over(run, tmp_path):
     store.append_history(store.table_of([Record(CASE, Outcome.PASS)], run), tmp_path)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(store.ReportError, match=r"broken\.parquet"):
-        store.history(tmp_path)
+    with pytest.warns(UserWarning, match=r"passed over: .*broken\.parquet"):
+        assert store.history(tmp_path)["run"].tolist() == [run.id]
+
+
+def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
+    store.write_table(store.table_of([Record(CASE, Outcome.PASS, seconds=2.0)], run), tmp_path)
+    assert store.seconds_by_group(tmp_path) == {"bert-cpu": 2.0}
 
 
 def test_an_empty_history_says_what_to_do(tmp_path):
@@ -130,46 +138,76 @@ def test_an_empty_history_says_what_to_do(tmp_path):
         store.history(tmp_path)
 
 
-def test_replacing_takes_the_place_of_the_directory(tmp_path):
-    target = tmp_path / "latest"
-    for text in ("one", "two"):
-        with store.replacing(target) as directory:
-            (directory / "records.parquet").write_text(text)
-    assert (target / "records.parquet").read_text() == "two"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+def test_files_of_an_older_version_are_read_with_empty_columns(records, run, tmp_path):
+    table = store.table_of(records, run)
+    old = table.drop_columns(["content", "plan", "accepted", "seconds", "refusals"]).replace_schema_metadata()
+    pq.write_table(old, tmp_path / "records.parquet")
+    read = store.read_run(tmp_path)
+    assert set(read["content"]) == set(read["plan"]) == {""}
+    assert compare.compare(read, table.to_pandas()).empty
+    assert store.missing(read) == 0
 
 
-def test_an_error_leaves_the_directory_as_it_was(tmp_path):
-    target = tmp_path / "latest"
-    with store.replacing(target) as directory:
-        (directory / "records.parquet").write_text("one")
-
-    def fail_on_the_way():
-        with store.replacing(target) as directory:
-            (directory / "records.parquet").write_text("two")
-            raise RuntimeError("on the way")
-
-    with pytest.raises(RuntimeError, match="on the way"):
-        fail_on_the_way()
-    assert (target / "records.parquet").read_text() == "one"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+@pytest.mark.parametrize("name", ["records", "architectures"])
+def test_the_committed_baselines_are_read(name):
+    table = store.read_run(ROOT / f"reports/baseline/{name}.parquet")
+    assert set(store.COLUMNS) <= set(table.columns)
 
 
-def test_a_directory_of_something_else_is_not_replaced(tmp_path):
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / "thesis.txt").write_text("three years of work")
-    with pytest.raises(store.ReportError, match="not a report"), store.replacing(tmp_path / "latest"):
-        pytest.fail("the block must not run")
-    assert (tmp_path / "latest" / "thesis.txt").read_text() == "three years of work"
+def test_files_of_a_later_version_say_so(records, run, tmp_path):
+    table = store.table_of(records, run).replace_schema_metadata({"fxopt.schema": "99"})
+    pq.write_table(table, tmp_path / "records.parquet")
+    with pytest.raises(store.ReportError, match=r"records\.parquet: written by a later version .*schema 99"):
+        store.read_run(tmp_path)
 
 
-def test_a_link_to_a_directory_stays_a_link(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "latest").symlink_to(tmp_path / "disk", target_is_directory=True)
-    with store.replacing(tmp_path / "latest") as directory:
-        (directory / "records.parquet").write_text("one")
-    assert (tmp_path / "latest").is_symlink()
-    assert (tmp_path / "disk" / "records.parquet").read_text() == "one"
+def test_merging_joins_parts_and_reruns_and_merging_again_changes_nothing(records, run):
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(hours=1))
+    parts = [store.table_of(records[:40], run), store.table_of(records[30:], run)]
+    again = store.table_of([dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new")], later)
+    merged = store.merge([again, *parts])
+    assert merged["id"].to_pylist() == sorted(record.case.id for record in records)
+    row = merged.to_pandas().set_index("id").loc[records[0].case.id]
+    assert (row["outcome"], row["run"]) == ("fail", later.id)
+    assert repr(store.merge([merged, *parts, again, merged]).to_pylist()) == repr(merged.to_pylist())
+
+
+# --- journals --------------------------------------------------------------------------------------------
+
+
+def test_a_journal_has_every_record_at_once_and_reads_like_a_run(records, run, tmp_path):
+    journal = store.Journal(tmp_path, run)
+    for number, record in enumerate(records, 1):
+        journal.append(record)
+        assert number > 3 or len(store.read_run(journal.file)) == number
+    assert repr(store.read_table(journal.file).to_pylist()) == repr(store.table_of(records, run).to_pylist())
+    journal.close(written=True)
+    assert not journal.file.exists()
+
+
+def test_a_line_that_was_cut_off_costs_its_record_alone(records, run, tmp_path):
+    journal = store.Journal(tmp_path, run)
+    for record in records[:3]:
+        journal.append(record)
+    journal.file.write_bytes(journal.file.read_bytes()[:-20])
+    assert len(store.read_run(journal.file)) == 2
+    journal.file.write_text("no journal\n")
+    with pytest.raises(store.ReportError, match="not the journal of a run"):
+        store.read_run(journal.file)
+
+
+def test_of_two_runs_into_one_folder_the_second_is_refused(run, tmp_path):
+    first = store.Journal(tmp_path, run)
+    with pytest.raises(store.ReportError, match="another run writes here"):
+        store.Journal(tmp_path, run)
+    first.close(written=False)
+    store.Journal(tmp_path, run).close(written=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_the_start(run, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(store.ReportError, match=r"file/reports: cannot be written"):
+        store.Journal(tmp_path / "file" / "reports", run)
 
 
 def test_run_ids_sort_by_time_and_tell_runs_apart(run):

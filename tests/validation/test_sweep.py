@@ -250,7 +250,7 @@ def test_a_sweep_is_one_row_an_architecture_and_a_page_that_agrees(harness: Any,
     assert numbers["batch size free, of those that have one"] == "77.8 % (7 of 9)"
     for number in numbers.values():
         assert f"| {number} |" in text
-    assert report.write_views(table, tmp_path / "again")[0].read_text() == text
+    assert report.write_views(table, tmp_path / "again").files[0].read_text() == text
 
 
 def test_a_sweep_that_captures_nothing_has_a_page(harness: Any, tmp_path: Path) -> None:

@@ -51,6 +51,27 @@ def test_a_drift_is_found(history):
     table = trend.drift(history(lambda number, night: 0.97 if number == 3 and night >= 15 else 0.9))
     assert table["id"].tolist() == [CASES[3].id]
     assert table.loc[0, "change"] == pytest.approx(0.97 / 0.9 - 1, abs=0.02)
+    assert table.loc[0, "since"].startswith("20260117")  # the first night was the 2nd
+
+
+@pytest.mark.parametrize("nights", [3, 5, 8, 12])
+def test_a_slowdown_of_two_is_found_after_few_nights(nights):
+    rng = random.Random(nights)
+    rows = [
+        {
+            "id": f"case-{case:03d}",
+            "run": f"{night:02d}",
+            "started": night,
+            "device_name": "CPU",
+            "threads": 1,
+        }
+        | {"latency_ratio": (2 if case == 7 and night >= nights else 1) * rng.gauss(1, 0.05)}
+        for case in range(300)
+        for night in range(nights + 3)
+    ]
+    table = trend.drift(pd.DataFrame(rows))
+    assert table["id"].tolist() == ["case-007"]
+    assert table["since"].tolist() == [f"{nights:02d}"]
 
 
 def drifting(shift, noise, cases=300, level=0.9):

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import fxopt.passes
-from validation.records import Case, Check
+from validation.records import Case, Check, Outcome, Record
 from validation.sites import HEADER
-from validation.zoo import KnownFailure, ZooError, load_zoo, recorded_sites, sites_file
+from validation.zoo import KnownFailure, ZooError, judged, load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]
@@ -173,6 +173,66 @@ def test_a_known_failure_covers_its_check_pipeline_and_device() -> None:
     assert not failure.covers(Case("m", ("B", "A"), "cpu", Check.EQUIVALENCE))
     assert not failure.covers(Case("m", ("A", "B"), "cuda", Check.EQUIVALENCE))
     assert not failure.covers(Case("m", ("A", "B"), "cpu", Check.EFFECT))
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome", "stage", "expected"),
+    [
+        ({}, Outcome.FAIL, "compare", Outcome.EXPECTED),
+        ({}, Outcome.ERROR, "compare", Outcome.EXPECTED),
+        ({}, Outcome.TIMEOUT, "compare", Outcome.TIMEOUT),
+        ({}, Outcome.CRASH, "compare", Outcome.CRASH),
+        ({"outcome": "crash"}, Outcome.CRASH, "compare", Outcome.EXPECTED),
+        ({"outcome": "crash"}, Outcome.FAIL, "compare", Outcome.FAIL),
+        ({"stage": "compare"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
+        ({"stage": "capture"}, Outcome.FAIL, "compare", Outcome.FAIL),
+        ({"message": "is 0.1 off"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
+        ({"message": "NaN"}, Outcome.FAIL, "compare", Outcome.FAIL),
+        ({"expires": "2999-01-01"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
+        ({"expires": "2020-01-01"}, Outcome.FAIL, "compare", Outcome.FAIL),
+        ({"expires": "2020-01-01"}, Outcome.PASS, "", Outcome.FAIL),
+        ({"pipeline": "*B*"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
+        ({"pipeline": "B*"}, Outcome.FAIL, "compare", Outcome.FAIL),
+        ({}, Outcome.SKIP, "load", Outcome.SKIP),
+    ],
+)
+def test_a_known_failure_accepts_what_it_names_and_no_more(fields, outcome, stage, expected) -> None:
+    failure = KnownFailure.model_validate(
+        {"check": "equivalence", "pipeline": "A+B", "reason": "why", **fields}, strict=False
+    )
+    record = Record(Case("m", ("A", "B"), "cpu", Check.EQUIVALENCE), outcome, stage, "logits is 0.1 off")
+    found = judged([failure], record)
+    assert found.outcome is expected
+    assert expected is not Outcome.EXPECTED or found.reason.startswith("why (")
+
+
+def test_of_several_known_failures_one_that_accepts_is_enough() -> None:
+    failures = [
+        KnownFailure(check=Check.PARITY, message=message, reason=message) for message in ("NaN", "off")
+    ]
+    record = Record(Case("m", (), "cpu", Check.PARITY), Outcome.FAIL, "compare", "logits is 0.1 off")
+    assert judged(failures, record).reason.startswith("off (")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a, *a]\n", 1, "names a list or a mapping"),
+        ("models: &m\n  - *m\n", 1, "names a list or a mapping"),
+        ("a: 1\nb: " + "[" * 100_000, 2, "nested deeper"),
+        ("a: 1\nb: " + "{a: " * 50, 2, "nested deeper"),
+    ],
+)
+def test_what_a_few_bytes_make_large_or_endless_is_a_mistake(tmp_path: Path, text, line, what) -> None:
+    for name in ("zoo.yaml", "zoo.sites.yaml"):
+        (tmp_path / "zoo.yaml").write_text(GOOD)
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ZooError, match=rf"{re.escape(name)}:{line}: .*{what}"):
+            load_zoo(tmp_path / "zoo.yaml", PASSES)
+
+
+def test_a_single_value_may_be_repeated_by_name(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD.replace("[2, 8]", "[&two 2, *two]"))[0].inputs["input_ids"].shape == (2, 2)
 
 
 def test_in_the_zoo_of_the_repository_every_recorded_pass_has_a_model_where_it_rewrites_something() -> None:

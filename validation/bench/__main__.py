@@ -7,6 +7,7 @@ import typer
 from validation.bench.capture import capture
 from validation.bench.passes import passes
 from validation.bench.peers import peers
+from validation.bench.runs import runs
 from validation.bench.verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -20,6 +21,7 @@ def main() -> None:
 app.command()(capture)
 app.command()(passes)
 app.command()(peers)
+app.command()(runs)
 app.command()(verification)
 
 if __name__ == "__main__":

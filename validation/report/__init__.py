@@ -1,58 +1,90 @@
-"""Reports: what a run shows. `write_run` is called once, at the end of a run, with all its records."""
+"""Reports: what a run shows. `write_run` is called once, at the end of a run, with its table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from validation import store
-from validation.records import Record
-from validation.report import architectures, html, markdown
+from validation.report import architectures, changes, html, markdown
 from validation.report.terminal import terminal_summary
 
-__all__ = ["terminal_summary", "write_run", "write_views"]
+__all__ = ["Written", "changes", "terminal_summary", "write_run", "write_views"]
+
+T = TypeVar("T")
 
 
-def write_run(records: Sequence[Record], directory: Path, run: store.Run) -> list[Path]:
-    """Writes the table of the run and its views to `directory/latest`, and adds it to `directory/history`.
+@dataclasses.dataclass
+class Written:
+    """The files that were written, and a line for each that could not be."""
 
-    A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    files: list[Path] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
 
-    Returns the files that were written. All or nothing: whatever goes wrong, the previous `latest` stays.
-    Raises `store.ReportError` when there are no records, when `latest` is a directory of something else, or
-    when the files cannot be written.
+    def attempt(self, write: Callable[[], T], what: Path) -> T | None:
+        """Whatever goes wrong with one file is no reason to lose the others."""
+        try:
+            return write()
+        except Exception as error:  # a full disk, a plotting library, a value that nobody thought of
+            self.problems.append(f"{what}: not written: {type(error).__name__}: {error}")
+            return None
+
+
+def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None = None) -> Written:
+    """Adds a run to `directory/history` and makes it `directory/latest`: its table first, then the views of it.
+
+    A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
+    that are still `planned`, or all where that is not known. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
-    table = store.table_of(records, run)
-    latest = directory / ("architectures" if architectures.is_sweep(table.to_pandas()) else "latest")
-    try:
-        with store.replacing(latest) as unfinished:
-            store.write_table(table, unfinished)
-            write_views(store.read_run(unfinished), unfinished)
-        history = store.append_history(table, directory / "history")
-    except OSError as error:
-        raise store.ReportError(f"{directory}: cannot be written ({error})") from error
-    return [*sorted(file for file in latest.rglob("*") if file.is_file()), history]
+    written, frame = Written(), table.to_pandas()
+    latest = directory / ("architectures" if architectures.is_sweep(frame) else "latest")
+    if not store.missing(frame):
+        history = directory / "history"
+        file = written.attempt(lambda: store.append_history(table, history), history)
+        written.files += [file] if file else []
+    elif store.file_of(latest).is_file():
+        earlier = written.attempt(lambda: store.read_table(latest), latest)
+        if earlier is not None:
+            if planned is not None:
+                earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
+            table = store.merge([earlier, table])
+    written.files += written.attempt(lambda: store.write_table(table, latest), latest) or []
+    views = write_views(table.to_pandas(), latest)
+    return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems])
 
 
-def write_views(table: pd.DataFrame, directory: Path) -> list[Path]:
-    """Writes every Markdown and HTML view of a run (a table of `store.read_run`); returns the files."""
-    if architectures.is_sweep(table):
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / "architectures.md"
-        file.write_text(architectures.document(table), encoding="utf-8")
-        return [file]
+def write_views(table: pd.DataFrame, directory: Path) -> Written:
+    """Writes every Markdown and HTML view of a run (a table of `store.read_run`), each by itself.
+
+    One that cannot be made is deleted, for it would show another run.
+    """
+    views: dict[Path, Callable[[], str]] = {}
     pages = directory / "compatibility"
-    pages.mkdir(parents=True, exist_ok=True)
-    views = {
-        directory / "report.html": html.document(table),
-        directory / "summary.md": markdown.summary(table),
-    }
-    for model, stem in markdown.file_stems(table["model"].unique()).items():
-        views[pages / f"{stem}.md"] = markdown.compatibility(table, model)
-    for stale in set(pages.glob("*.md")) - set(views):
-        stale.unlink()
-    for file, text in views.items():
-        file.write_text(text, encoding="utf-8")
-    return sorted(views)
+    if architectures.is_sweep(table):
+        views[directory / "architectures.md"] = functools.partial(architectures.document, table)
+    else:
+        views[directory / "summary.md"] = functools.partial(markdown.summary, table)
+        views[directory / "report.html"] = functools.partial(html.document, table)
+        for model, stem in markdown.file_stems(table["model"].unique()).items():
+            views[pages / f"{stem}.md"] = functools.partial(markdown.compatibility, table, model)
+    written = Written()
+    for file in {*pages.glob("*.md"), *views}:
+        view = views.get(file)
+        if view and written.attempt(functools.partial(_write, file, view), file):
+            written.files.append(file)
+        else:
+            file.unlink(missing_ok=True)
+    return Written(sorted(written.files), written.problems)
+
+
+def _write(file: Path, view: Callable[[], str]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    store.replace(file, view().encode("utf-8"))
+    return file

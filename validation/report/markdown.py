@@ -10,6 +10,7 @@ import pandas as pd
 
 from validation.records import FAILING, Outcome
 from validation.report import tables
+from validation.store import missing
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -54,7 +55,7 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
     own = table[table["model"] == model]
     return page(
         f"# {escape(model)}",
-        headline(own),
+        headline(own.assign(plan="")),
         LEGEND,
         "## Passes and devices",
         pipes(tables.compatibility(table, model)),
@@ -81,7 +82,10 @@ def headline(table: pd.DataFrame) -> str:
     counted = table["outcome"].value_counts()
     failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    return f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}."
+    part = f" Partial: {missing(table):,} planned cases were not run." if missing(table) > 0 else ""
+    return (
+        f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
+    )
 
 
 def escape(text: object) -> str:

@@ -7,21 +7,20 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.compare import SHARES
+from validation.metric import UNITS, metric_of, unit_of
 from validation.records import FAILING, WORST_FIRST, Check, Outcome
-from validation.store import measurements_of
+from validation.store import measurements_of, missing
 
 ABSENT = "-"
 NO_PASS = "(no pass)"
 RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
 
-# How measurements are called in headings; other names are spelled out, with the unit of their suffix.
+# How measurements are called in headings; other names are spelled out, with their unit.
 HEADINGS = {
     "latency_ratio": "latency, transformed / original",
     "sites": "sites rewritten",
     "refused": "sites refused",
 }
-UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
 
 
 def heading(name: str) -> str:
@@ -34,9 +33,9 @@ def heading(name: str) -> str:
     if name in HEADINGS:
         return HEADINGS[name]
     first, *words = name.split("_")
-    unit = next((word for word in words if word in UNITS), None)
-    text = " ".join([first, *(word for word in words if word != unit)])
-    return f"{text} ({UNITS[unit]})" if unit else text
+    unit = unit_of(name)
+    text = " ".join([first, *(word for word in words if UNITS.get(word) != unit)])
+    return f"{text} ({unit})" if unit else text
 
 
 def shown(name: str, value: float) -> str:
@@ -57,17 +56,17 @@ def shown(name: str, value: float) -> str:
 
 def is_error(name: str) -> bool:
     """Whether a measurement is an error: smaller is better, and magnitudes matter."""
-    return "error" in name and not is_limit(name)
+    return metric_of(name).kind == "error"
 
 
 def is_share(name: str) -> bool:
     """Whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
-    return any(share in name for share in SHARES)
+    return metric_of(name).kind == "accuracy"
 
 
 def is_limit(name: str) -> bool:
     """Whether a measurement is what an error is held against."""
-    return "tolerance" in name
+    return metric_of(name).kind == "limit"
 
 
 def limit_of(name: str) -> str:
@@ -98,19 +97,24 @@ def worst(outcomes: Iterable[str]) -> str:
 
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
-    """What the run was made with."""
+    """What the run was made with; of several runs whose cases stand together, all of it."""
     devices = table.groupby("device")["device_name"].first()
-    started = table["started"].min()
+    started, lacking = table["started"].min(), missing(table)
     return {
-        "run": str(table["run"].iloc[0]),
+        "run": _all(table["run"]),
         "started": f"{started:%Y-%m-%d %H:%M} UTC",
-        "commit": str(table["commit"].iloc[0]) or "unknown",
-        "python": str(table["python"].iloc[0]),
-        "torch": str(table["torch"].iloc[0]),
-        "transformers": str(table["transformers"].iloc[0]),
+        "commit": _all(table["commit"]) or "unknown",
+        "python": _all(table["python"]),
+        "torch": _all(table["torch"]),
+        "transformers": _all(table["transformers"]),
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
-        "threads when timed": str(table["threads"].iloc[0]),
+        "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
+        **(
+            {"partial": f"{lacking:,} of {lacking + len(table):,} planned cases were not run"}
+            if lacking > 0
+            else {}
+        ),
     }
 
 
@@ -277,6 +281,10 @@ def _some(ids: pd.Series[str], most: int = 3) -> str:
     cases = ids.tolist()
     more = f" and {len(cases) - most} more" if len(cases) > most else ""
     return ", ".join(cases[:most]) + more
+
+
+def _all(values: pd.Series[str]) -> str:
+    return ", ".join(str(value) for value in values.unique() if str(value))
 
 
 def _distinct(texts: pd.Series[str]) -> str:

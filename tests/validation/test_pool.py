@@ -1,0 +1,112 @@
+"""The pool, with cases that say by their name what they do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from validation.pool import UNTRIED, Pool, PoolError
+from validation.records import Case, Check, Outcome, Record
+
+
+def case(model: str, number: int = 0, does: str = "pass") -> Case:
+    return Case(model, (does, str(number)), "cpu", Check.EFFECT)
+
+
+def made(entered: Callable[[Case, str], None], broken: bool = False) -> Callable[[Case], Record]:
+    if broken:
+        raise ValueError("no such zoo")
+
+    def run(case: Case) -> Record:
+        entered(case, "capture")
+        match case.pipeline[0]:
+            case "hang":
+                time.sleep(600)
+            case "exit":
+                os._exit(3)
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "slow":
+                time.sleep(0.1)
+        return Record(case, Outcome.PASS, facts={"process": str(os.getpid())})
+
+    return run
+
+
+def pool(**options: Any) -> Pool:
+    return Pool(made, **{"limit": lambda case: 0.5, "preload": [], **options})
+
+
+def test_what_dies_or_hangs_is_a_row_with_its_stage_and_the_others_go_on() -> None:
+    cases = [case("a", does="hang"), case("b", does="exit"), case("c", does="killed"), case("d")]
+    found = {record.case.model: record for record in pool().run(cases, 2)}
+    assert {model: record.outcome for model, record in found.items()} == {
+        "a": Outcome.TIMEOUT,
+        "b": Outcome.CRASH,
+        "c": Outcome.MEMORY,
+        "d": Outcome.PASS,
+    }
+    assert {found[model].stage for model in "abc"} == {"capture"}
+    assert found["a"].reason == "took more than 0.5 s, so its process was ended, in run (test_pool.py:31)"
+    assert found["b"].reason == "the process ended itself with status 3"
+    assert "SIGKILL" in found["c"].reason
+    assert found["a"].seconds >= 0.5
+
+
+def test_a_model_that_died_twice_is_not_tried_again() -> None:
+    cases = [*(case("bad", number, "exit") for number in range(20)), case("good")]
+    begun: list[Case] = []
+    run = pool()
+    found = {record.case: record for record in run.run(cases, 1, begun.append)}
+    assert found.keys() == set(begun) == set(cases)
+    tried = [record for record in found.values() if record.reason != UNTRIED]
+    assert [record.case.model for record in tried] == ["bad", "bad", "good"]
+    assert {record.outcome for record in found.values()} == {Outcome.CRASH, Outcome.PASS}
+    (later,) = run.run([case("bad", 99)], 1)  # in the next phase as well
+    assert later.reason == UNTRIED
+
+
+def test_deaths_that_are_expected_do_not_count() -> None:
+    def judged(record: Record) -> Record:
+        return dataclasses.replace(record, outcome=Outcome.EXPECTED)
+
+    cases = [case("bad", number, "exit") for number in range(4)]
+    found = list(pool(judged=judged).run(cases, 1))
+    assert [record.outcome for record in found] == [Outcome.EXPECTED] * 4
+    assert UNTRIED not in {record.reason for record in found}
+
+
+def test_a_worker_stays_with_a_model_and_the_longest_comes_first() -> None:
+    seconds = {"short": 1.0, "long": 100.0}
+    cases = [case(model, number, "slow") for model in ("unknown", "short", "long") for number in range(4)]
+    begun: list[Case] = []
+    found = list(pool(expected=lambda group: seconds.get(group[0], 0.0)).run(cases, 2, begun.append))
+    assert {one.model for one in begun[:2]} == {"long", "short"}
+    of_model = {model: {r.facts["process"] for r in found if r.case.model == model} for model in seconds}
+    assert [len(processes) for processes in of_model.values()] == [1, 1]
+    assert of_model["long"] != of_model["short"]
+
+
+def test_all_that_is_left_is_shared() -> None:
+    found = list(pool().run([case("one", number, "slow") for number in range(10)], 2))
+    assert len({record.facts["process"] for record in found}) == 2
+
+
+def test_a_worker_that_cannot_start_is_an_error_with_what_it_said() -> None:
+    broken = Pool(functools.partial(made, broken=True), limit=lambda case: 1.0, preload=[])
+    with pytest.raises(PoolError, match="no such zoo"):
+        list(broken.run([case("a")], 1))
+
+
+def test_eight_thousand_cases_take_seconds() -> None:
+    cases = [case(f"model-{number % 100}", number) for number in range(8000)]
+    started = time.monotonic()
+    assert len(list(pool().run(cases, 1))) == 8000
+    assert time.monotonic() - started < 20  # 2.5 ms a case; it was 12.7, and grew with the number of cases

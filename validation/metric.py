@@ -1,0 +1,103 @@
+"""The metrics: the direction, the noise and the unit of each number that a case measures, by patterns of its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A kind of number.
+
+    Attributes:
+        kind: the word for it, and for a change of it.
+        better: the direction that is better; a change of what has none is told, and is no regression.
+        factor: a change by more than this factor is no noise.
+        difference: so is one by more than this, which stands in place of the factor where it is given.
+        floor: all below it is equal to it.
+        machine: whether it depends on the machine: it is compared on the same hardware with the same threads alone.
+        interval: whether `<name>_low` and `<name>_high` are its confidence interval; overlapping ones are noise.
+
+    Example:
+        >>> metric_of("relative_error_float64").changed(1e-9, 5e-8), metric_of("cosine").changed(0.9999, 0.995)
+        (1, 1)
+        >>> metric_of("sites").changed(12, 13), metric_of("latency_baseline_ms").changed(1.0, 1.5)
+        (-1, 0)
+    """
+
+    kind: str
+    better: Literal["lower", "higher", ""] = ""
+    factor: float = 1.0
+    difference: float | None = None
+    floor: float = 0.0
+    machine: bool = False
+    interval: bool = False
+
+    def changed(self, was: float, now: float) -> int:
+        """1 for worse, -1 for better or merely other, 0 for noise; what became infinite is worse or better, too."""
+        if was == now or math.isnan(was) or math.isnan(now):
+            return 0
+        if self.difference is not None:
+            clear = abs(now - was) > self.difference
+        else:
+            low, high = sorted((max(was, self.floor), max(now, self.floor)))
+            clear = high > low * self.factor
+        if not clear:
+            return 0
+        return 1 if self.better and (now > was) == (self.better == "lower") else -1
+
+
+_ERROR = Metric("error", "lower", factor=10, floor=1e-12)  # below the floor it is rounding in float64
+_SHARE = Metric("accuracy", "higher", difference=0.02)
+_SIZE = Metric("size", factor=1.1)
+
+UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
+"""What a word in the name of a measurement says of its unit."""
+
+UNKNOWN = Metric("undeclared", factor=1.1)
+"""What no pattern knows: its changes are told, and that nobody has said whether they are good."""
+
+METRICS: dict[str, Metric] = {
+    "*_error_original*": Metric("error", factor=math.inf),  # the model's own, whatever passes make of it
+    "*_error*": _ERROR,
+    "tolerance*": Metric("limit", "lower", factor=10),
+    "agreement*": _SHARE,
+    "*accuracy*": _SHARE,
+    "cosine*": Metric("accuracy", "higher", difference=1e-3),  # below 0.99 its check fails
+    # Of the same code on a busy machine, ratios were seen to differ by 11 % from run to run, ten times their
+    # intervals; `trend.drift` finds smaller changes, from many runs.
+    "latency_ratio": Metric("latency", "lower", factor=1.25, machine=True, interval=True),
+    "latency_ratio_*": Metric("context", factor=math.inf),
+    "latency_pairs": Metric("context", factor=math.inf),
+    "*_ms": Metric("latency", "lower", factor=2, machine=True),  # a machine's clock is no constant
+    "*seconds": Metric("time", "lower", factor=3, floor=0.5, machine=True),
+    "*memory*_mb": Metric("memory", "lower", factor=1.25),
+    "sites*": Metric("sites", "higher"),
+    "refused*": Metric("refused"),
+    "*_compared": Metric("compared", "higher"),
+    "nodes*": _SIZE,
+    "modules*": _SIZE,
+    "parameters*": _SIZE,
+    "timing_threads": Metric("context", factor=math.inf),
+}
+"""The metrics by the patterns of names; the first that fits counts."""
+
+
+@functools.cache
+def metric_of(name: str) -> Metric:
+    """The metric of a measurement, by its name."""
+    return next((found for pattern, found in METRICS.items() if fnmatch.fnmatch(name, pattern)), UNKNOWN)
+
+
+def unit_of(name: str) -> str:
+    """The unit of a measurement, which its name says; empty for a count or a ratio.
+
+    Example:
+        >>> unit_of("latency_baseline_ms"), unit_of("sites")
+        ('ms', '')
+    """
+    return next((UNITS[word] for word in name.split("_")[1:] if word in UNITS), "")

@@ -1,0 +1,267 @@
+"""A pool of processes that run cases: what hangs is ended, what dies is a row, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from validation.records import Case, Outcome, Record
+
+Run = Callable[[Case], Record]
+Make = Callable[[Callable[[Case, str], None]], Run]
+"""Makes what runs cases, in a worker: it is given what to tell each stage that a case enters."""
+
+PRELOADED = ["torch._dynamo", "torch.export", "transformers"]
+"""Imported once, in the process that all workers are forked from: a new worker is there in a moment."""
+
+MOST_DEATHS = 2
+"""A model that has hung or died this often is not tried for its other cases."""
+
+START, LAST_WORDS = 300.0, 5.0
+"""Seconds that a worker may take to start, and to write its stack when it is ended."""
+
+
+class PoolError(RuntimeError):
+    """No worker can start: the message has what it said."""
+
+
+class Pool:
+    """Runs cases in processes of their own, those of one model in the same one while there are any.
+
+    Args:
+        make: makes what runs cases; it is pickled.
+        limit: the seconds that a case may take.
+        expected: the seconds that the cases of a model are expected to take; the longest come first.
+        judged: the last word on the record of a case that hung or died, such as that it was expected.
+        preload: the modules that all workers import.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        limit: Callable[[Case], float],
+        expected: Callable[[tuple[str, str]], float] = lambda group: 0.0,
+        judged: Callable[[Record], Record] = lambda record: record,
+        preload: Collection[str] = PRELOADED,
+    ) -> None:
+        self._make, self._limit, self._expected, self._judged = make, limit, expected, judged
+        forks = "forkserver" in multiprocessing.get_all_start_methods()
+        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            self._context.set_forkserver_preload(list(preload))
+        self._deaths: Counter[tuple[str, str]] = Counter()
+
+    def run(
+        self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
+    ) -> Iterator[Record]:
+        """The record of each case as it arrives, from `workers` processes, which end with it.
+
+        `begun` is told each case that starts. Raises `PoolError` when a worker does not start.
+        """
+        waiting = _Queue(cases, self._expected)
+        pool: list[_Worker] = []
+        try:
+            while waiting or any(worker.case for worker in pool):
+                for worker in [worker for worker in pool if worker.ready and not worker.case]:
+                    while worker.case is None:
+                        case = waiting.next(
+                            worker.group, {other.group for other in pool if other is not worker}
+                        )
+                        if case is None:
+                            worker.end()
+                            pool.remove(worker)
+                            break
+                        begun(case)
+                        if self._deaths[_group(case)] < MOST_DEATHS:
+                            worker.begin(case, self._limit(case))
+                        else:
+                            yield self._judged(Record(case, Outcome.CRASH, "not tried", UNTRIED))
+                busy = sum(worker.case is not None for worker in pool)
+                while len(pool) < min(workers, busy + len(waiting)):
+                    pool.append(_Worker(self._context, self._make))
+                for worker in _woken(pool):
+                    if record := worker.hear():
+                        yield record
+                    if worker.dead:
+                        pool.remove(worker)
+                        if record := worker.obituary():
+                            record = self._judged(record)
+                            self._deaths[_group(record.case)] += record.outcome is not Outcome.EXPECTED
+                            yield record
+        finally:
+            for worker in pool:
+                worker.end()
+
+
+UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
+
+
+def _group(case: Case) -> tuple[str, str]:
+    """The cases that a worker should have in a row: it keeps what it has made for a model on a device."""
+    return case.model, case.device
+
+
+class _Queue:
+    """The cases that wait, by group, the group that is expected to take longest first."""
+
+    def __init__(self, cases: Iterable[Case], expected: Callable[[tuple[str, str]], float]) -> None:
+        groups: dict[tuple[str, str], deque[Case]] = {}
+        for case in cases:
+            groups.setdefault(_group(case), deque()).append(case)
+        order = sorted(groups, key=lambda group: (-expected(group), -len(groups[group])))
+        self._groups = {group: groups[group] for group in order}
+        self._length = sum(map(len, groups.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def next(self, group: tuple[str, str] | None, taken: Collection[tuple[str, str] | None]) -> Case | None:
+        """The next case of a group; else of the first that no other worker has; else of the first."""
+        if group not in self._groups:
+            free = (other for other in self._groups if other not in taken)
+            group = next(free, next(iter(self._groups), None))
+        if group is None:
+            return None
+        case = self._groups[group].popleft()
+        if not self._groups[group]:
+            del self._groups[group]
+        self._length -= 1
+        return case
+
+
+class _Worker:
+    """A process, and what is known of it from outside."""
+
+    def __init__(self, context: Any, make: Make) -> None:
+        self.connection, theirs = context.Pipe()
+        descriptor, name = tempfile.mkstemp(prefix="fxopt-validation-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
+        self._process = context.Process(target=_work, args=(theirs, make, name))
+        self._process.start()
+        theirs.close()
+        self.ready = self.dead = False
+        self.case: Case | None = None
+        self.group: tuple[str, str] | None = None
+        self._stage, self._started, self._limit, self._late = "", time.monotonic(), START, False
+        self.deadline = self._started + START
+
+    def begin(self, case: Case, limit: float) -> None:
+        self.case, self.group, self._stage = case, _group(case), ""
+        self._started, self._limit, self._late = time.monotonic(), limit, False
+        self.deadline = self._started + limit
+        with contextlib.suppress(OSError):  # it died meanwhile, which `hear` finds out
+            self.connection.send(case)
+
+    def hear(self) -> Record | None:
+        """The record that has arrived, if one has; what else the worker has said, or that it must end, is noted."""
+        try:
+            while self.connection.poll():
+                said = self.connection.recv()
+                if isinstance(said, Record):
+                    self.case, self.deadline = None, float("inf")
+                    return said
+                if isinstance(said, Exception):
+                    raise PoolError(str(said))
+                self._stage = said or ""
+                if said is None:
+                    self.ready, self.deadline = True, float("inf")
+        except (EOFError, OSError):
+            self.dead = True
+            return None
+        if time.monotonic() >= self.deadline:
+            if self._late:
+                self._process.kill()
+            else:  # it writes its stack, even from compiled code, where no signal handler of Python runs
+                os.kill(self._process.pid, signal.SIGABRT)
+            self._late, self.deadline = True, time.monotonic() + LAST_WORDS
+        return None
+
+    def obituary(self) -> Record | None:
+        """The record of the case during which the process ended."""
+        self._process.join(LAST_WORDS)
+        log, code = self._log.read_text(encoding="utf-8", errors="replace")[-100_000:], self._process.exitcode
+        self.end()
+        if not self.ready:
+            raise PoolError(f"a worker process ended at its start ({_how(code)}): {log.strip()[-2000:]}")
+        if self.case is None:
+            return None
+        if self._late:
+            outcome, reason = Outcome.TIMEOUT, f"took more than {self._limit:g} s, so its process was ended"
+        elif code == -signal.SIGKILL:
+            outcome, reason = (
+                Outcome.MEMORY,
+                f"the process {_how(code)}, as the kernel does when memory runs out",
+            )
+        else:
+            outcome, reason = Outcome.CRASH, f"the process {_how(code)}"
+        seconds = time.monotonic() - self._started
+        return Record(self.case, outcome, self._stage, f"{reason}{_place(log)}", seconds)
+
+    def end(self) -> None:
+        """End the process: it has nothing to say any more."""
+        self.connection.close()
+        if self.case is not None or not self.ready:
+            self._process.kill()
+        self._process.join(LAST_WORDS)
+        self._process.kill()
+        self._log.unlink(missing_ok=True)
+
+
+def _woken(pool: list[_Worker]) -> list[_Worker]:
+    """The workers that have something to say, or whose time is up."""
+    soonest = min((worker.deadline for worker in pool), default=0.0) - time.monotonic()
+    said = wait(
+        [worker.connection for worker in pool], None if soonest == float("inf") else max(0.0, soonest)
+    )
+    return [worker for worker in pool if worker.connection in said or worker.deadline <= time.monotonic()]
+
+
+def _how(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended itself with status {code}"
+    return f"was ended by {signal.Signals(-code).name}"
+
+
+def _place(log: str) -> str:
+    """Where the process was, from the stack that it left: a fatal error marks the thread that runs the cases."""
+    start = log.rfind("Fatal Python error")
+    thread = log[max(log.find("Current thread", start), start) :] if start >= 0 else ""
+    frame = re.search(r'File "(.*)", line (\d+) in (.*)', thread)
+    return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""
+
+
+def _work(connection: Connection, make: Make, log: str) -> None:
+    """What a worker does: cases come in, stages and records go out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size
+    with contextlib.suppress(
+        OSError
+    ):  # Linux alone: when memory runs out, this process goes and not that one
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with open(log, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        faulthandler.enable(file)
+        try:
+            run = make(lambda case, stage: connection.send(stage))
+        except Exception:  # the boundary of a process: whatever it is, the other one must know
+            connection.send(PoolError(f"a worker process cannot start: {traceback.format_exc()}"))
+            return
+        connection.send(None)
+        with contextlib.suppress(EOFError):
+            while True:
+                connection.send(run(connection.recv()))
