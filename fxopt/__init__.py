@@ -19,6 +19,7 @@ from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
@@ -45,6 +46,7 @@ __all__ = [
     "DeepCopy",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FoldBatchNorms",
     "FoldConstants",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",

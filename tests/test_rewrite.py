@@ -66,6 +66,7 @@ IDLE = (
 REVERSIBLE = [cls for cls in available().values() if cls.reversible]
 NEED_EVAL_OR_METADATA = (
     ChangePrecision,
+    fxopt.FoldBatchNorms,
     fxopt.FuseBatchNorm1dInLinear,
     fxopt.FuseBatchNorm2dInConv2d,
     fxopt.PackConvs,

@@ -118,8 +118,14 @@ class _Builder:
         if len(value.shape) not in (2, 3):
             return
         before, after = self.chance(0.6), self.chance(0.3)
-        if before:
+        if before and len(value.shape) == 3 and self.chance(0.4):
+            kind, channels = self.draw.choice(("Conv1d", "ConvTranspose1d")), value.shape[1]
+            value = self.call(self.layer(f"nn.{kind}({channels}, {channels}, 1)"), value, value.shape)
+        elif before:
             value = self.linear(value)
+            if len(value.shape) == 3 and self.chance(0.6):
+                rows = value.shape[0] * value.shape[1]
+                value = self.add(f"{value.name}.flatten(0, 1)", (rows, value.shape[2]), False)
         options = self.draw.choice(("", "", ", affine=False", ", eps=0.1", ", track_running_stats=False"))
         for _ in range(self.draw.choice((1, 1, 2))):
             layer = self.layer(f"nn.BatchNorm1d({value.shape[1]}{options})")

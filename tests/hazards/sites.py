@@ -16,6 +16,7 @@ from tests.before_after import fx_trace, refused, rewritten
 
 ROWS = torch.randn(5, 4)
 IMAGE = torch.randn(2, 3, 5, 5)
+SEQUENCE = torch.randn(2, 4, 5)
 
 
 class Use(nn.Module):
@@ -101,6 +102,21 @@ SITES: dict[str, Site] = {
         ROWS,
         ("a", "norm"),
         ("own",),
+    ),
+    "conv1d-norm": Site(
+        fxopt.FoldBatchNorms(),
+        lambda m, x: m.norm(m.a(x)) + 1,
+        lambda: {"a": nn.Conv1d(4, 4, 2), "norm": nn.BatchNorm1d(4)},
+        SEQUENCE,
+        ("a", "norm"),
+        ("own",),
+    ),
+    "transposed-norm": Site(
+        fxopt.FoldBatchNorms(),
+        lambda m, x: m.norm(m.a(x)) + 1,
+        lambda: {"a": nn.ConvTranspose2d(3, 4, 3), "norm": nn.BatchNorm2d(4)},
+        IMAGE,
+        ("a", "norm"),
     ),
     "activation": Site(
         fxopt.ReplaceActivation("gelu", "silu"),

@@ -7,9 +7,10 @@ from tests.mutation.fault import BEHIND, SITE, Fault
 _MERGE = "passes/merge_linears.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
-_FOLD = "passes/batch_norm_folding.py"
+_FOLD = "passes/folding.py"
+_BATCH_NORMS = "passes/fold_batch_norms.py"
 _NORM = "batch_norm.py"
-_NORM1D = "passes/fuse_batch_norm1d_in_linear.py"
+_SCALING = "scaling.py"
 _SLICING = "slicing.py"
 _ROUNDING = "rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
@@ -70,28 +71,40 @@ PASSES = (
     Fault("fold: the affine scale is forgotten", _NORM, "scale = scale * norm.weight.detach().to(wide)", "pass", SITE),
     Fault("fold: the mean is added", _NORM, "shift = -norm.running_mean.to(wide) * scale", "shift = norm.running_mean.to(wide) * scale", SITE),
     Fault("fold: the affine shift is scaled", _NORM, "shift + norm.bias.detach().to(wide)", "shift + norm.bias.detach().to(wide) * scale", SITE),
-    Fault("fold: weights are rounded twice", _NORM, 'norm.running_mean.device.type == "mps" else torch.float64', 'norm.running_mean.device.type == "mps" else torch.float16', SITE),
-    Fault("fold: the bias is not scaled", _NORM, "constant = constant * scale + shift if behind", "constant = constant + shift if behind", SITE),
-    Fault("fold: the input channels are scaled", _NORM, "scale.reshape(-1, *[1] * (values.ndim - 1)) if behind", "scale.reshape(1, -1, *[1] * (values.ndim - 2)) if behind", SITE),
-    Fault("fold before: the rows are scaled", _NORM, "(values.ndim - 1)) if behind else scale)", "(values.ndim - 1)) if behind else scale.unsqueeze(1))", SITE),
-    Fault("fold before: the shift is not multiplied by the weight", _NORM, "torch.mv(values, shift)", "torch.mv(torch.ones_like(values), shift)", SITE),
-    Fault("fold before: the shift is scaled as well", _NORM, "torch.mv(values, shift)", "torch.mv(values * scale, shift)", SITE),
     Fault("fold: training mode is ignored", _NORM, "    if norm.training:", "    if False:"),
-    Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels:", "    if False:"),
-    Fault("fold: infinite weights pass", _NORM, "    if _is_too_large(layer, norm, behind):", "    if False:", SITE),
-    Fault("fold: a second user is ignored", "graph_index.py", "        if others:\n            return f\"{first.name} is also used", "        if False:\n            return f\"{first.name} is also used", SITE),
-    Fault("fold: a shared layer is folded into", _FOLD, "        index.obstacle(layer, kind)\n", "        index.inexact(layer, kind)\n", SITE),
-    Fault("fold: a write between is not seen", "graph_index.py", "        return self.memory.write_between(first, last, value)", "        return None", SITE),
-    Fault("fold: a normalization that is called elsewhere goes", _FOLD, "if site.removable and calls == [site.node]", "if site.removable", SITE),
-    Fault("fold linear: three dimensions are taken for two", _NORM1D, "    if rank != 2:", "    if rank not in (2, 3):", SITE),
-    Fault("fold linear: off by one dimension", _NORM, "weight.shape[0 if behind else 1]", "weight.shape[1 if behind else 0]"),
-    Fault("fold: only one of two normalizations goes", _FOLD, "        return any(isinstance(graph_module.get_submodule(call), _BatchNorm) for call in calls)", "        return False and bool(calls)"),
-    Fault("fold: a frozen layer trains", _NORM, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
-    Fault("fold: a frozen bias trains", _NORM, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
-    Fault("fold: the record follows the model of the user", _FOLD, "kept = copied({path: layer, norm_path: norm})", "kept = {path: layer, norm_path: norm}"),
-    Fault("fold: undo does not look whether the weights changed", _FOLD, "        if not current.is_meta and (", "        if False and ("),
-    Fault("fold: undo does not look whether the normalization changed", _FOLD, "    if norm_path in now and not _same_values(", "    if False and not _same_values("),
-    Fault("fold: undo does not follow dtype and gradients", _FOLD, "left[path].follow(m, fused)", "m"),
+    Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels(layer, behind):", "    if False:"),
+    Fault("fold linear: three dimensions are taken for two", _BATCH_NORMS, "    if rank != needed:", "    if rank not in (2, 3):", SITE),
+    Fault("fold conv1d: positions are taken for channels", _BATCH_NORMS, "2 if isinstance(layer, nn.Linear) else 3", "2 if isinstance(layer, nn.Linear) else rank", SITE),
+    Fault("fold: a normalization that is called elsewhere goes", _BATCH_NORMS, "None if site.removable and alone else", "None if site.removable else", SITE),
+    Fault("fold: only one of two normalizations goes", _BATCH_NORMS, "        return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)", "        return False and bool(calls)"),
+    Fault("fold: another user of what is viewed is ignored", _BATCH_NORMS, "(use_obstacle(one, [other]) for one, other in itertools.pairwise(path))", "(use_obstacle(one, [other]) for one, other in [(path[-2], path[-1])])", SITE),
+    # --- scales and shifts in layers
+    Fault("scale: weights are rounded twice", _SCALING, 'if tensor.device.type == "mps" else torch.float64', 'if tensor.device.type == "mps" else torch.float16', SITE),
+    Fault("scale: the bias is not scaled", _SCALING, "        constant = constant * scale\n", "        constant = constant * 1\n", SITE),
+    Fault("scale: rows and columns are swapped", _SCALING, "    return behind != getattr(", "    return behind == getattr("),
+    Fault("scale: transposed convolutions are taken for others", _SCALING, 'return behind != getattr(layer, "transposed", False)', "return behind"),
+    Fault("scale: groups are ignored", _SCALING, '    return int(getattr(layer, "groups", 1))', "    return 1"),
+    Fault("scale: the channels of groups are mixed", _SCALING, "repeat_interleave(len(weight) // groups, dim=0)", "repeat(len(weight) // groups, 1)", SITE),
+    Fault("scale before: the shift is not multiplied by the weight", _SCALING, "(values * _factor(layer, shift, behind)).flatten", "(torch.ones_like(values) * _factor(layer, shift, behind)).flatten", SITE),
+    Fault("scale before: the shift is scaled as well", _SCALING, "(values * _factor(layer, shift, behind)).flatten", "(values * _factor(layer, shift * scale, behind)).flatten", SITE),
+    Fault("scale before: zeros at the border are not seen", _SCALING, "    if shift is not None and not behind and _takes_zeros(layer):", "    if False:", SITE),
+    Fault("scale before: padding by name is none", _SCALING, 'pads = padding != "valid" if isinstance(padding, str) else any(padding)', "pads = not isinstance(padding, str) and any(padding)", SITE),
+    Fault("scale: infinite weights pass", _SCALING, "    if not (sizes.max() <= limits.max and added <= limits.max):", "    if False:", SITE),
+    Fault("scale: weights vanish", _SCALING, "    if ((sizes > 0) & (sizes < limits.tiny)).any():", "    if False:", SITE),
+    Fault("scale: a frozen layer trains", _SCALING, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
+    Fault("scale: a frozen bias trains", _SCALING, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
+    Fault("fold: a second user is ignored", _FOLD, "    others = [user.name for user in node.users if user not in layers and", "    others = [user.name for user in node.users if False and", SITE),
+    Fault("fold: who reads strides reads a shape", _FOLD, "facts & (Fact.LAYOUT | Fact.NEW)", "facts & Fact.NEW"),
+    Fault("fold: a shared layer is folded into", _FOLD, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
+    Fault("fold: a write between is not seen", _FOLD, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
+    Fault("fold: another last dimension is taken for the same", _FOLD, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
+    Fault("fold: transposing keeps the order", _FOLD, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
+    Fault("fold: dtypes are not compared", _FOLD, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
+    Fault("fold: the record follows the model of the user", _FOLD, "_unfolded, copied(before), biases", "_unfolded, before, biases"),
+    Fault("fold: undo does not look whether the weights changed", _FOLD, '        if not _same(made.get_parameter("weight"), now[path].weight) or', "        if False and"),
+    Fault("fold: undo does not look whether the bias changed", _FOLD, " or not _same(bias, now[path].bias):", ":"),
+    Fault("fold: undo does not look whether the normalization changed", _FOLD, "        if not _same_values(now[path], kept[path]):", "        if False:"),
+    Fault("fold: undo does not follow dtype and gradients", _FOLD, "left[like].follow(value, now[like])", "value"),
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATIONS, "activation.module(*node.args[1:], **options)", "activation.make()"),
     Fault("activation: the options of a module are ignored", _ACTIVATIONS, "    return all(vars(one).get(name) == vars(other)[name] for name in options)", "    return bool(options) or True"),
