@@ -21,6 +21,7 @@ from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpre
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
@@ -48,6 +49,7 @@ __all__ = [
     "EliminateDeadCode",
     "FoldBatchNorms",
     "FoldConstants",
+    "FoldScaleAndShift",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",

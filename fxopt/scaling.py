@@ -53,12 +53,14 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
         behind: whether the channels are those that the layer gives, and not those that it takes.
     """
     weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
-    values, scale = weight.detach().to(scale.dtype), scale.expand(channels(layer, behind))
-    constant = None if bias is None else bias.detach().to(scale.dtype)
+    scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
+    values, constant = (
+        weight.detach().to(scale.dtype),
+        None if bias is None else bias.detach().to(scale.dtype),
+    )
     if behind and constant is not None:
         constant = constant * scale
     if shift is not None:
-        shift = shift.expand(channels(layer, behind))
         added = shift if behind else (values * _factor(layer, shift, behind)).flatten(1).sum(1)
         constant = added if constant is None else constant + added
     fused = without_tensors(layer)
@@ -79,9 +81,10 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
         return "the layer takes zeros beside its input, which would not be shifted"
     if weight.is_meta or not weight.numel():
         return None
+    scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
     limits, largest = torch.finfo(weight.dtype), _largest_of_channels(layer, behind).to(scale.dtype)
     sizes = largest * scale.abs()
-    added = torch.zeros(()) if shift is None else shift.abs().max()
+    added = scale.new_zeros(()) if shift is None else shift.abs().max()
     if bias is not None:
         added = added + bias.detach().abs().max() * (scale.abs().max() if behind else 1)
     if shift is not None and not behind:
@@ -91,6 +94,12 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
     if ((sizes > 0) & (sizes < limits.tiny)).any():
         return f"the folded weights are too small for {weight.dtype}"
     return None
+
+
+def _spread(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
+    """A value for each channel, in the dtype and on the device to compute weights in."""
+    weight = layer.get_parameter("weight")
+    return values.to(weight.device, wide_dtype(weight)).expand(channels(layer, behind))
 
 
 def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:

@@ -67,6 +67,7 @@ REVERSIBLE = [cls for cls in available().values() if cls.reversible]
 NEED_EVAL_OR_METADATA = (
     ChangePrecision,
     fxopt.FoldBatchNorms,
+    fxopt.FoldScaleAndShift,
     fxopt.FuseBatchNorm1dInLinear,
     fxopt.FuseBatchNorm2dInConv2d,
     fxopt.PackConvs,

@@ -134,7 +134,7 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
     def match(self, graph_module):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
             (layer,) = norm.args
-            yield Fold((layer,), norm, behind=True, value=layer, removable=True)
+            yield Fold((layer,), norm, behind=True, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():

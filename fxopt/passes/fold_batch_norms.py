@@ -104,13 +104,13 @@ class FoldBatchNorms(Folding):
         path = layer_before(index, value, layers)
         if path:
             yield self._obstacle(index, path[0], [*path, norm], kind) or Fold(
-                (path[0],), norm, True, value, removable
+                (path[0],), norm, True, removable
             )
         behind = layers_behind(index, norm, layers) if self.into_behind else []
         if behind and value is not None:
             reasons = (self._obstacle(index, layer, [norm, layer], kind, value) for layer in behind)
             reason = next(filter(None, reasons), None) or use_obstacle(norm, behind)
-            yield reason or Fold((*behind,), norm, False, value, removable)
+            yield reason or Fold((*behind,), norm, False, removable)
 
     def _obstacle(
         self,

@@ -30,14 +30,12 @@ class Fold:
         layers: the calls of the layers.
         node: the call that scales and shifts.
         behind: whether it is behind the layer, and not before them.
-        value: what takes its place; None where it stays, and does less.
         removable: whether the module that it calls goes, too, when nothing calls that any more.
     """
 
     layers: tuple[Node, ...]
     node: Node
     behind: bool
-    value: Node | None
     removable: bool = False
 
 
@@ -57,6 +55,10 @@ class Folding(ReversibleRewrite[Fold]):
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
         """What a call multiplies each channel by, and what it adds then: a number for all, or one for each."""
 
+    def value(self, node: Node) -> Node | None:
+        """What takes the place of a call that scales and shifts; None where it stays, and does less."""
+        return node.all_input_nodes[0]
+
     @abc.abstractmethod
     def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
         """The paths of the modules and tensors that this comes from, with what is to stand there; None for nothing."""
@@ -65,6 +67,7 @@ class Folding(ReversibleRewrite[Fold]):
         """Put fused layers in the place of the old ones, and drop what scaled and shifted."""
         module = rewriter.graph_module
         scale, shift = self.scale_and_shift(module, site.node)
+        value = self.value(site.node)
         paths, sources = [str(call.target) for call in site.layers], self.sources(rewriter, site)
         before = {path: submodules.find(module, path) for path in (*paths, *sources)}
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
@@ -73,15 +76,15 @@ class Folding(ReversibleRewrite[Fold]):
             biases = {path: _copy_of(layer._parameters["bias"]) for path, layer in fused.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
             restore = functools.partial(_unfolded, copied(before), biases, scale, shift, site.behind, stay)
-        for node in _between(site):
+        for node in _between(site, value):
             rewriter.set(
                 node, val=node.meta.get("val")
             )  # it is of the site: what it takes has other values now
         put = {path: left for path, left in sources.items() if left is not None}
         rewriter.swap(fused | put, [path for path in sources if path not in put], restore)
-        if site.value is not None:
-            rewriter.replace_uses(site.node, site.value)
-            _erase(rewriter, site.node, site.value)
+        if value is not None:
+            rewriter.replace_uses(site.node, value)
+            _erase(rewriter, site.node, value)
         return site.layers
 
 
@@ -169,11 +172,11 @@ def _only_describes(user: Node, value: Node) -> bool:
     return Fact.DESCRIBES in facts and not facts & (Fact.LAYOUT | Fact.NEW)
 
 
-def _between(site: Fold) -> list[Node]:
+def _between(site: Fold, value: Node | None) -> list[Node]:
     """The views from a layer to what is folded into it, and what reads the shapes of the values there."""
     found = list[Node]()
-    if site.behind and site.value is not None:
-        path = [site.value]
+    if site.behind and value is not None:
+        path = [value]
         while path[-1] not in site.layers:
             path.append(path[-1].all_input_nodes[0])
         found = [*path[:-1], *(user for node in path for user in node.users)]

@@ -118,6 +118,21 @@ SITES: dict[str, Site] = {
         IMAGE,
         ("a", "norm"),
     ),
+    "linear-scale": Site(
+        fxopt.FoldScaleAndShift(),
+        lambda m, x: (m.a(x) * 3).tanh(),
+        lambda: {"a": nn.Linear(4, 3)},
+        ROWS,
+        ("a",),
+    ),
+    "shift-linear": Site(
+        fxopt.FoldScaleAndShift(),
+        lambda m, x: m.a(x.tanh() - 3).tanh(),
+        lambda: {"a": nn.Linear(4, 3)},
+        ROWS,
+        ("a",),
+        ("own",),
+    ),
     "activation": Site(
         fxopt.ReplaceActivation("gelu", "silu"),
         lambda m, x: m.a(x) + 1,

@@ -52,6 +52,7 @@ _FIRST = {
     "scaling.py": _FOLDS,
     "passes/folding.py": _FOLDS,
     "passes/fold_batch_norms.py": _FOLDS,
+    "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
     "attention.py": ["tests/passes/test_fuse_attention.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "layouts.py": ["tests/passes/test_packing.py"],

@@ -11,6 +11,7 @@ _FOLD = "passes/folding.py"
 _BATCH_NORMS = "passes/fold_batch_norms.py"
 _NORM = "batch_norm.py"
 _SCALING = "scaling.py"
+_SCALE = "passes/fold_scale_and_shift.py"
 _SLICING = "slicing.py"
 _ROUNDING = "rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
@@ -105,6 +106,23 @@ PASSES = (
     Fault("fold: undo does not look whether the bias changed", _FOLD, " or not _same(bias, now[path].bias):", ":"),
     Fault("fold: undo does not look whether the normalization changed", _FOLD, "        if not _same_values(now[path], kept[path]):", "        if False:"),
     Fault("fold: undo does not follow dtype and gradients", _FOLD, "left[like].follow(value, now[like])", "value"),
+    # --- constants beside layers
+    Fault("fold scale: a quotient is a product", _SCALE, "lambda c, first: (1 / c, None)", "lambda c, first: (c, None)", SITE),
+    Fault("fold scale: what is subtracted is added", _SCALE, "else (one, -constant)", "else (one, constant)", SITE),
+    Fault("fold scale: 2 - x is taken for x - 2", _SCALE, "return (-one, constant) if first else", "return (one, -constant) if first else", SITE),
+    Fault("fold scale: rsub is sub", _SCALE, '"rsub": lambda c, first: _difference(c, not first)', '"rsub": lambda c, first: _difference(c, first)', SITE),
+    Fault("fold scale: 3 / x is taken for x / 3", _SCALE, "return None if divides else", "return", SITE),
+    Fault("fold scale: alpha and rounding_mode are ignored", _SCALE, 'len(operands) != 2 or not set(node.kwargs) <= {"other"}', "len(operands) < 2", SITE),
+    Fault("fold scale: an operator writes", _SCALE, "layer_obstacle(index, layer) or _write_obstacle(index, node) or", "layer_obstacle(index, layer) or"),
+    Fault("fold scale: a constant that is written into is folded", _SCALE, "        if writer:\n            return f\"{writer.name} may write into the constant", "        if False:\n            return f\"{writer.name} may write into the constant", SITE),
+    Fault("fold scale: positions are taken for channels", _SCALE, "constant.numel() != number or constant.shape[dimension] != number:", "constant.numel() != number:", SITE),
+    Fault("fold scale: one channel becomes several", _SCALE, "    if not behind and graph.value_of(value).shape[dimension] != number:", "    if False:"),
+    Fault("fold scale: a constant brings dimensions", _SCALE, "    if constant.ndim > (-dimension if rank is None else rank):", "    if False:"),
+    Fault("fold scale: integers are taken for floats", _SCALE, "    if not behind and graph.dtype_of(value) != weight.dtype:", "    if False:", SITE),
+    Fault("fold scale: another dtype is folded", _SCALE, "(found.dtype, found.device) != (weight.dtype, weight.device):", "found.device != weight.device:"),
+    Fault("fold scale: another user is ignored", _SCALE, "reason = use_obstacle(node, behind) or next", "reason = next", SITE),
+    Fault("fold scale: another user of the layer is ignored", _SCALE, "uses = (use_obstacle(one, [other]) for one", "uses = (None for one", SITE),
+    Fault("fold scale: a chain is folded in part", _SCALE, "        return bool(sites)", "        return False"),
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATIONS, "activation.module(*node.args[1:], **options)", "activation.make()"),
     Fault("activation: the options of a module are ignored", _ACTIVATIONS, "    return all(vars(one).get(name) == vars(other)[name] for name in options)", "    return bool(options) or True"),

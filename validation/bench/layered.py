@@ -75,6 +75,18 @@ class Wide(nn.Module):
         return output
 
 
+class Scaled(nn.Module):
+    """A layer whose output is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * 3
+        return output
+
+
 class Constant(nn.Module):
     """A constant."""
 
@@ -106,6 +118,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         return Convolution
     own: dict[str, Callable[[], nn.Module]] = {
         "FoldConstants": Constant,
+        "FoldScaleAndShift": Scaled,
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
         "QuantizeLinears": Wide,
