@@ -21,6 +21,7 @@ from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpre
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fold_norm_weights import FoldNormWeights
 from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
@@ -49,6 +50,7 @@ __all__ = [
     "EliminateDeadCode",
     "FoldBatchNorms",
     "FoldConstants",
+    "FoldNormWeights",
     "FoldScaleAndShift",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",

@@ -56,6 +56,7 @@ IDLE = (
     EliminateCommonSubexpressions,
     EliminateDeadCode,
     FoldConstants,
+    fxopt.FoldNormWeights,
     FuseAttention,
     fxopt.FuseEpilogues,
     fxopt.QuantizeLinears,

@@ -157,6 +157,12 @@ class _Builder:
         value = self.pick()
         before = self.chance(0.4)
         value = value if before else self.linear(value)
+        if self.chance(0.3):
+            kind = self.draw.choice(("LayerNorm", "RMSNorm"))
+            options = self.draw.choice(("", "", ", elementwise_affine=False"))
+            value = self.call(self.layer(f"nn.{kind}({value.shape[-1]}{options})"), value, value.shape)
+            for _ in range(self.draw.choice((0, 1, 2))):
+                self.linear(value)
         for _ in range(self.draw.choice((1, 1, 2))):
             size = self.draw.choice((value.shape[-1], value.shape[-1], value.shape[0]))
             count = sum("nn.Parameter" in line for line in self.setup)

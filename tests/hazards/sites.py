@@ -133,6 +133,13 @@ SITES: dict[str, Site] = {
         ("a",),
         ("own",),
     ),
+    "norm-weights": Site(
+        fxopt.FoldNormWeights(),
+        lambda m, x: m.a(m.norm(x)) + 1,
+        lambda: {"a": nn.Linear(4, 4), "norm": nn.LayerNorm(4)},
+        ROWS,
+        ("a", "norm"),
+    ),
     "activation": Site(
         fxopt.ReplaceActivation("gelu", "silu"),
         lambda m, x: m.a(x) + 1,

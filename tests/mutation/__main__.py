@@ -52,6 +52,7 @@ _FIRST = {
     "scaling.py": _FOLDS,
     "passes/folding.py": _FOLDS,
     "passes/fold_batch_norms.py": _FOLDS,
+    "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
     "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
     "attention.py": ["tests/passes/test_fuse_attention.py"],
     "packing.py": ["tests/passes/test_packing.py"],

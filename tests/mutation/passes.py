@@ -11,6 +11,7 @@ _FOLD = "passes/folding.py"
 _BATCH_NORMS = "passes/fold_batch_norms.py"
 _NORM = "batch_norm.py"
 _SCALING = "scaling.py"
+_NORM_WEIGHTS = "passes/fold_norm_weights.py"
 _SCALE = "passes/fold_scale_and_shift.py"
 _SLICING = "slicing.py"
 _ROUNDING = "rounding.py"
@@ -123,6 +124,12 @@ PASSES = (
     Fault("fold scale: another user is ignored", _SCALE, "reason = use_obstacle(node, behind) or next", "reason = next", SITE),
     Fault("fold scale: another user of the layer is ignored", _SCALE, "uses = (use_obstacle(one, [other]) for one", "uses = (None for one", SITE),
     Fault("fold scale: a chain is folded in part", _SCALE, "        return bool(sites)", "        return False"),
+    # --- weights of normalizations
+    Fault("fold norm: the weight stays", _NORM_WEIGHTS, "submodules.without_tensors(rewriter.graph_module.get_submodule(path))", "rewriter.graph_module.get_submodule(path)", SITE),
+    Fault("fold norm: the bias is forgotten", _NORM_WEIGHTS, "None if bias is None else bias.detach().to(wide)", "None", SITE),
+    Fault("fold norm: other users are ignored", _NORM_WEIGHTS, "use_obstacle(node, layers) or index", "index", SITE),
+    Fault("fold norm: hooks and ties are ignored", _NORM_WEIGHTS, " or index.replacing_obstacle(node, kind)\n", "\n"),
+    Fault("fold norm: the option says that there is a weight", _NORM_WEIGHTS, "        bare.elementwise_affine = False\n", ""),
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATIONS, "activation.module(*node.args[1:], **options)", "activation.make()"),
     Fault("activation: the options of a module are ignored", _ACTIVATIONS, "    return all(vars(one).get(name) == vars(other)[name] for name in options)", "    return bool(options) or True"),

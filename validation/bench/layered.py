@@ -75,6 +75,13 @@ class Wide(nn.Module):
         return output
 
 
+class Normalised(nn.Sequential):
+    """A normalization with a weight before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
 class Scaled(nn.Module):
     """A layer whose output is scaled."""
 
@@ -118,6 +125,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         return Convolution
     own: dict[str, Callable[[], nn.Module]] = {
         "FoldConstants": Constant,
+        "FoldNormWeights": Normalised,
         "FoldScaleAndShift": Scaled,
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
