@@ -59,6 +59,7 @@ IDLE = (
     fxopt.FoldNormWeights,
     FuseAttention,
     fxopt.FuseEpilogues,
+    fxopt.MergeConvs,
     fxopt.QuantizeLinears,
     RemoveIdentity,
 )

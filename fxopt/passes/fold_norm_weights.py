@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -46,7 +45,7 @@ class FoldNormWeights(Folding):
             for node in index.calls_like(kind):
                 layers = layers_behind(index, node, (nn.Linear,))
                 norm: Any = index.module(node)
-                if layers and norm._parameters.get("weight") is not None:
+                if layers and getattr(norm, "weight", None) is not None:
                     reason = _obstacle(index, node, kind, layers)
                     yield Refusal(node, reason) if reason else Fold((*layers,), node, behind=False)
 

@@ -57,6 +57,13 @@ SITES: dict[str, Site] = {
         ROWS,
         ("a", "b"),
     ),
+    "conv-merge": Site(
+        fxopt.MergeConvs(),
+        lambda m, x: (m.a(x).relu(), m.b(x) * 2),
+        lambda: {"a": nn.Conv2d(3, 4, 3), "b": nn.Conv2d(3, 2, 3)},
+        IMAGE,
+        ("a", "b"),
+    ),
     "bias": Site(
         fxopt.FuseBiasInLinear(),
         lambda m, x: m.a(x) + 1,

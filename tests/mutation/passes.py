@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.fault import BEHIND, SITE, Fault
 
-_MERGE = "passes/merge_linears.py"
+_MERGE = "passes/merging.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
 _FOLD = "passes/folding.py"
@@ -21,15 +21,15 @@ _PRECISION = "passes/change_precision.py"
 
 PASSES = (
     # --- merging linear layers
-    Fault("merge: every slice starts at the first row", _MERGE, "            start += layer.out_features\n", "", SITE),
+    Fault("merge: every slice starts at the first row", _MERGE, "            start += _width(layer)\n", "", SITE),
     Fault("merge: two weights swapped", _MERGE, "torch.cat(parts), *gradients", "torch.cat(parts[::-1]), *gradients", SITE),
     Fault("merge: the bias is forgotten", _MERGE, "    for name in merged._parameters:", "    for name in (\"weight\",):", SITE),
-    Fault("merge: a missing bias is ones", _MERGE, "weight.detach().new_zeros", "weight.detach().new_ones", SITE),
+    Fault("merge: a missing bias is ones", _MERGE, 'get_parameter("weight").detach().new_zeros', 'get_parameter("weight").detach().new_ones', SITE),
     Fault("merge: the merged call stands before the last one", _MERGE, "before=site.node, val=val)", "before=site.calls[-1], val=val)", SITE),
     Fault("merge: requires_grad is lost", _MERGE, "nn.Parameter(torch.cat(parts), *gradients)", "nn.Parameter(torch.cat(parts))"),
     Fault("merge: dtypes are not compared", _MERGE, "(p.dtype, p.device, p.requires_grad)", "(p.device, p.requires_grad)"),
     Fault("merge: gradients are not compared", _MERGE, "(p.dtype, p.device, p.requires_grad)", "(p.dtype, p.device)"),
-    Fault("merge: training flags are not compared", _MERGE, "return weight.shape[1], layer.training, *facts", "return weight.shape[1], *facts"),
+    Fault("merge: training flags are not compared", _MERGE, "return weight.shape[1:], layer.training, *facts", "return weight.shape[1:], *facts"),
     Fault("merge: a layer in training is given a bias", _MERGE, "trains = layer.training and weight.requires_grad", "trains = False"),
     Fault("merge: an in-place write between the layers is not seen", "memory.py", "            if not found or self.write_between(found[-1][0], node, value):", "            if not found:", SITE),
     Fault("merge: writes into an output are not seen", _MERGE, "write_obstacle(index, call, {*run} - {call}) for call in run", "None for call in run", BEHIND),
@@ -37,14 +37,18 @@ PASSES = (
     Fault("merge: a copy of a slice is taken for a view", _SLICING, "        if copies:", "        if False:", BEHIND),
     Fault("merge: contiguity is not asked for", _SLICING, "            if Fact.LAYOUT in facts_of(user) and", "            if False and", BEHIND),
     Fault("merge: any view keeps the last dimension apart", _SLICING, "part is value and _splits_last(user, width)", "part is value", BEHIND),
-    Fault("merge: ties, hooks and further calls are ignored", _MERGE, "index.obstacle(call, nn.Linear) or", "index.inexact(call, nn.Linear) or", SITE),
-    Fault("merge: the width in the metadata is that of one layer", _MERGE, "graph.with_width(site.node, merged.out_features)", "graph.with_width(site.node, layers[paths[0]].out_features)"),
+    Fault("merge: ties, hooks and further calls are ignored", _MERGE, "index.obstacle(call, kind) or", "index.inexact(call, kind) or", SITE),
+    Fault("merge: the width in the metadata is that of one layer", _MERGE, "graph.with_size(site.node, dimension, _width(merged))", "graph.with_size(site.node, dimension, _width(layers[paths[0]]))"),
     Fault("merge: the name may be taken", _MERGE, "path = submodules.free_path(rewriter.graph_module, parent, name)", 'path = f"{parent}.{name}" if parent else name'),
     Fault("merge: undo takes the same rows for all", _MERGE, "parameter.detach().split(sizes), strict=True", "[parameter.detach()[:n] for n in sizes], strict=True"),
     Fault("merge: undo shares memory among the layers", _MERGE, "part.clone()", "part"),
     Fault("merge: undo gives every layer a bias", _MERGE, '            if name == "weight" or path in biased:', "            if True:"),
     Fault("merge: undo drops a bias that was trained", _MERGE, "            elif not part.is_meta and part.any():", "            elif False:"),
     Fault("merge: undo drops requires_grad", _MERGE, "nn.Parameter(part.clone(), parameter.requires_grad)", "nn.Parameter(part.clone())"),
+    Fault("merge convs: options are not compared", _MERGE, '("stride", "padding", "dilation", "padding_mode")', "()", SITE),
+    Fault("merge convs: groups are not seen", _MERGE, '    if getattr(layer, "groups", 1) != 1:', "    if False:"),
+    Fault("merge convs: positions are sliced", _MERGE, "slice(start, start + _width(layer)), *rest))", "slice(start, start + _width(layer))))"),
+    Fault("merge convs: memory formats are mixed", _MERGE, "strides = weight.stride() if weight.ndim > 2 else None", "strides = None"),
     # --- the bias of a linear layer
     Fault("fuse bias: the pad is zeros", _BIAS, '"value": 1.0}', '"value": 0.0}', SITE),
     Fault("fuse bias: the pad is in front", _BIAS, "(site.value, (0, 1))", "(site.value, (1, 0))", SITE),
