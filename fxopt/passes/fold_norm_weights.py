@@ -33,9 +33,9 @@ class FoldNormWeights(Folding):
 
     Example:
         >>> import torch
-        >>> layers = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+        >>> layers = torch.nn.Sequential(torch.nn.RMSNorm(4), torch.nn.Linear(4, 2))
         >>> FoldNormWeights()(torch.fx.symbolic_trace(layers)).get_submodule("0")
-        LayerNorm((4,), eps=1e-05, elementwise_affine=False)
+        RMSNorm((4,), eps=None, elementwise_affine=False)
     """
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
