@@ -19,12 +19,16 @@ from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fold_norm_weights import FoldNormWeights
+from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.fuse_epilogues import FuseEpilogues
+from fxopt.passes.merge_convs import MergeConvs
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
@@ -46,7 +50,10 @@ __all__ = [
     "DeepCopy",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FoldBatchNorms",
     "FoldConstants",
+    "FoldNormWeights",
+    "FoldScaleAndShift",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
@@ -57,6 +64,7 @@ __all__ = [
     "GuardError",
     "LintAndRecompile",
     "LoadError",
+    "MergeConvs",
     "MergeLinears",
     "PackConvs",
     "PackLinears",

@@ -149,8 +149,17 @@ def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Modul
 
 def with_width(value: Node, width: int) -> Tensor | None:
     """A description of a tensor like that of `value` with another last dimension; None where there is none."""
+    return with_size(value, -1, width)
+
+
+def with_size(value: Node, dimension: int, size: int) -> Tensor | None:
+    """A description of a tensor like that of `value` with another size in one dimension; None where there is none."""
     described = value.meta.get("val")
-    return like(described, shape=(*described.shape[:-1], width)) if isinstance(described, Tensor) else None
+    if not isinstance(described, Tensor):
+        return None
+    shape = [*described.shape]
+    shape[dimension] = size
+    return like(described, shape=shape)
 
 
 def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None) -> Tensor:

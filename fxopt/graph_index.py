@@ -82,6 +82,13 @@ class GraphIndex:
 
     def obstacle(self, node: Node, kind: type[nn.Module]) -> str | None:
         """Why the layer that `node` calls cannot be replaced by another of type `kind` at this one call; else `None`."""
+        reason = self.replacing_obstacle(node, kind)
+        if reason is None and not is_plain(self.module(node)):
+            return f"it does not have the weight and bias of a plain {kind.__name__}"
+        return reason
+
+    def replacing_obstacle(self, node: Node, kind: type[nn.Module]) -> str | None:
+        """The same, whatever parameters the layer has."""
         module, path = self.module(node), str(node.target)
         inexact, names = self.inexact(node, kind), self.names(module)
         if inexact:
@@ -91,10 +98,7 @@ class GraphIndex:
         if len(self.call_sites(module)) > 1:
             others = [other.name for other in self.call_sites(module) if other is not node]
             return f"the module is also called by {', '.join(others)}"
-        reason = self._unusual(module) or self._foreign_parent(path) or self._shared(path)
-        if reason is None and not is_plain(module):
-            return f"it does not have the weight and bias of a plain {kind.__name__}"
-        return reason
+        return self._unusual(module) or self._foreign_parent(path) or self._shared(path)
 
     def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
         """Why `first`, which `last` uses, cannot be computed together with it; `None` if it can.

@@ -14,13 +14,13 @@ from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 
 
-def layout_obstacle(index: GraphIndex, value: Node, width: int) -> str | None:
+def layout_obstacle(index: GraphIndex, value: Node, width: int | None) -> str | None:
     """Name a use of `value` that may depend on its memory being contiguous; `None` if there is none.
 
     Args:
         index: the graph.
-        value: what may become a slice in its last dimension.
-        width: the size of that dimension.
+        value: what may become a slice in one dimension.
+        width: the size of that dimension, if it is the last one.
     """
     for part in index.memory.derived(value, until=("contiguous",)):
         for user in part.users:
@@ -59,9 +59,9 @@ def write_obstacle(index: GraphIndex, value: Node, others: Iterable[Node]) -> st
     return None
 
 
-def _splits_last(view: Node, width: int) -> bool:
+def _splits_last(view: Node, width: int | None) -> bool:
     """Whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
-    if view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
+    if width is None or view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
         return False
     value = view.meta.get("val")
     shape: Any = value.shape if isinstance(value, Tensor) else view.args[1:]

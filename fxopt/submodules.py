@@ -118,11 +118,15 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias, and nothing else."""
+    """Whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias for each channel, and nothing else."""
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
         return False
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    if weight is None or (bias is not None and bias.shape != weight.shape[:1]):
+    if weight is None:
+        return False
+    transposed = getattr(layer, "transposed", False)
+    given = weight.shape[1] * getattr(layer, "groups", 1) if transposed else len(weight)
+    if bias is not None and bias.shape != (given,):
         return False
     return not isinstance(layer, nn.Linear) or weight.shape == (layer.out_features, layer.in_features)
 

@@ -25,6 +25,9 @@ from fxopt.submodules import without_tensors
 PLAIN = "plain"
 """The name of torch's own kernel among the others."""
 
+MERGED = "merged"
+"""The name of a merged layer among the layers that it is made of."""
+
 MARGIN = 0.97
 """A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
 
@@ -77,6 +80,36 @@ def copying(shape: Sequence[int]) -> float:
         _known[key] = _times({PLAIN: [value.contiguous]})
         _write(_known)
     return _known[key][PLAIN]
+
+
+def merged_time(layers: Sequence[nn.Module], merged: nn.Module, shape: Sequence[int]) -> float:
+    """The time that one layer takes, by that of several in its place, each with its fastest kernel.
+
+    Args:
+        layers: what takes the same input.
+        merged: what gives all that they give.
+        shape: of the input.
+    """
+    key = f"merged {'; '.join(_key(layer, shape) for layer in layers)}"
+    if not _known:
+        _known.update(_read())
+    if MERGED not in _known.get(key, ()):
+        value = torch.ones(tuple(shape), dtype=merged.get_parameter("weight").dtype)
+        *several, one = (_fastest_layer(layer, shape) for layer in (*layers, merged))
+        with torch.no_grad():
+            _known[key] = _times(
+                {PLAIN: [lambda: [layer(value) for layer in several]], MERGED: [lambda: one(value)]}
+            )
+        _write(_known)
+    return _known[key][MERGED] / _known[key][PLAIN]
+
+
+def _fastest_layer(layer: nn.Module, shape: Sequence[int]) -> nn.Module:
+    """A layer like another one, with the fastest kernel for it."""
+    name, _ = fastest(layer, shape)
+    with torch.random.fork_rng(devices=[]):
+        copy = _random_layer(layer)
+    return copy if name == PLAIN else packed_layer(copy, name, shape)
 
 
 def _key(layer: nn.Module, shape: Sequence[int]) -> str:

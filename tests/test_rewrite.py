@@ -56,8 +56,10 @@ IDLE = (
     EliminateCommonSubexpressions,
     EliminateDeadCode,
     FoldConstants,
+    fxopt.FoldNormWeights,
     FuseAttention,
     fxopt.FuseEpilogues,
+    fxopt.MergeConvs,
     fxopt.QuantizeLinears,
     fxopt.RemoveCopies,
     RemoveIdentity,
@@ -67,6 +69,8 @@ IDLE = (
 REVERSIBLE = [cls for cls in available().values() if cls.reversible]
 NEED_EVAL_OR_METADATA = (
     ChangePrecision,
+    fxopt.FoldBatchNorms,
+    fxopt.FoldScaleAndShift,
     fxopt.FuseBatchNorm1dInLinear,
     fxopt.FuseBatchNorm2dInConv2d,
     fxopt.PackConvs,

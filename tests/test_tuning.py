@@ -94,3 +94,14 @@ def test_processes_that_write_at_once_keep_each_others_times(monkeypatch, cache)
 
 def test_copies_at_borders_are_measured():
     assert 0 < tuning.copying((2, 8, 16, 16)) < 1
+
+
+def test_a_merged_layer_is_timed_beside_those_that_it_is_made_of(monkeypatch, cache):
+    parts, merged = [nn.Linear(16, 8), nn.Linear(16, 4, bias=False)], nn.Linear(16, 12)
+    ratio = tuning.merged_time(parts, merged, SHAPE)
+    assert 0 < ratio < 100
+    forget(monkeypatch)
+    monkeypatch.setattr(tuning, "_times", None)  # nothing is measured again
+    assert tuning.merged_time(parts, merged, SHAPE) == ratio
+    row = next(row for key, row in json.loads(cache.read_text()).items() if key.startswith("merged "))
+    assert ratio == row["merged"] / row["plain"]

@@ -27,8 +27,8 @@ from fxopt import (
     history,
 )
 from fxopt.passes import available
-from fxopt.passes.batch_norm_folding import Fold
 from fxopt.passes.change_true_div_to_mul_by_inverse import Division
+from fxopt.passes.folding import Fold
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import Use
 from tests.small_models import MODELS
@@ -134,7 +134,7 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
     def match(self, graph_module):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
             (layer,) = norm.args
-            yield Fold(layer, norm, behind=True, removable=True)
+            yield Fold((layer,), norm, behind=True, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():

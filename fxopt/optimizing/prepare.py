@@ -24,13 +24,13 @@ from fxopt.objects import tensors_in
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
+from fxopt.optimizing.worthwhile import FoldScaleBehindLayers, MergeFasterLinears
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
-from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
-from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_epilogues import FuseEpilogues
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
@@ -151,12 +151,13 @@ def _pipeline(options: Options) -> list[Rewrite[Any]]:
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
-        FuseBatchNorm2dInConv2d(reversible=False),
-        FuseBatchNorm1dInLinear(reversible=False),
+        FoldBatchNorms(reversible=False),
+        FoldScaleBehindLayers(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
         RemoveCopies(),
         EliminateDeadCode(),
+        *([MergeFasterLinears()] if options.tune and options.precision != "int8" else []),
         *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),
         PackLinears(options.tune),

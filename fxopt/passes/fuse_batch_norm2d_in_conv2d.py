@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
-from torch.fx import GraphModule
 
-from fxopt import graph
-from fxopt.graph_index import GraphIndex
-from fxopt.passes.batch_norm_folding import Fold, FoldBatchNorm, fold
-from fxopt.rewriting.explanation import Refusal
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 
 
-class FuseBatchNorm2dInConv2d(FoldBatchNorm):
+class FuseBatchNorm2dInConv2d(FoldBatchNorms):
     """Fuses `torch.nn.BatchNorm2d` in eval mode into the `torch.nn.Conv2d` before it.
 
-    The convolution must have the batch normalization as its only user. A new convolution takes the place of
-    the old one, which stays as it is; it has a bias, also where the old one had none.
-    It requires gradients where the old one did: fine-tuning a normalization behind a frozen layer ends here.
-
-    Undoing gives the old weights back bit for bit: the record keeps copies of the layer and of the
-    normalization, beside the graph and outside of `state_dict`, at the cost of their memory. After `.to()`,
-    `.half()` and such it gives what these make of the old weights. Folded weights that were trained, loaded or
-    rounded to a lower dtype and back cannot be taken apart, so undoing raises `UndoError` then.
+    The convolution must have the batch normalization as its only user. It is `FoldBatchNorms` for these layers alone:
+    what that says of the new layers and of undoing holds here, too.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
-
-    Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
 
     Example:
         >>> import torch
@@ -38,11 +24,5 @@ class FuseBatchNorm2dInConv2d(FoldBatchNorm):
         ['0']
     """
 
-    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield the convolutions that are followed by a batch normalization."""
-        index = GraphIndex(graph_module)
-        convs = set(index.calls_like(nn.Conv2d))
-        for norm in index.calls_like(nn.BatchNorm2d):
-            conv = graph.input_of(norm, index.module(norm))
-            if conv in convs:
-                yield fold(index, conv, norm, nn.Conv2d, nn.BatchNorm2d)
+    layers = {nn.BatchNorm2d: (nn.Conv2d,)}  # noqa: RUF012
+    into_behind = False

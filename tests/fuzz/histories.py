@@ -159,7 +159,7 @@ class Player:
         return follower
 
     def _keep(self, graph_module: GraphModule, maker: frozenset[Pipeline]) -> None:
-        self.states.append(copy.deepcopy(graph_module))
+        self.states.append(guarded("copy", lambda: copy.deepcopy(graph_module)))
         self.makers.append(maker)
 
     def _expect(self, kind: str, expected: GraphModule, actual: GraphModule) -> None:

@@ -118,8 +118,14 @@ class _Builder:
         if len(value.shape) not in (2, 3):
             return
         before, after = self.chance(0.6), self.chance(0.3)
-        if before:
+        if before and len(value.shape) == 3 and self.chance(0.4):
+            kind, channels = self.draw.choice(("Conv1d", "ConvTranspose1d")), value.shape[1]
+            value = self.call(self.layer(f"nn.{kind}({channels}, {channels}, 1)"), value, value.shape)
+        elif before:
             value = self.linear(value)
+            if len(value.shape) == 3 and self.chance(0.6):
+                rows = value.shape[0] * value.shape[1]
+                value = self.add(f"{value.name}.flatten(0, 1)", (rows, value.shape[2]), False)
         options = self.draw.choice(("", "", ", affine=False", ", eps=0.1", ", track_running_stats=False"))
         for _ in range(self.draw.choice((1, 1, 2))):
             layer = self.layer(f"nn.BatchNorm1d({value.shape[1]}{options})")
@@ -145,6 +151,34 @@ class _Builder:
         for _ in range(self.draw.choice((0, 1, 1, 1, 2))):
             options = self.draw.choice(("", "", ", affine=False", ", eps=0.1", ", track_running_stats=False"))
             value = self.call(self.layer(f"nn.BatchNorm2d({channels}{options})", 0.3), value, value.shape)
+
+    def scale(self) -> None:
+        """Constants beside a layer: numbers, and parameters with a value for each channel, or for each position."""
+        value = self.pick()
+        before = self.chance(0.4)
+        value = value if before else self.linear(value)
+        if self.chance(0.3):
+            kind = self.draw.choice(("LayerNorm", "RMSNorm"))
+            options = self.draw.choice(("", "", ", elementwise_affine=False"))
+            value = self.call(self.layer(f"nn.{kind}({value.shape[-1]}{options})"), value, value.shape)
+            for _ in range(self.draw.choice((0, 1, 2))):
+                self.linear(value)
+        for _ in range(self.draw.choice((1, 1, 2))):
+            size = self.draw.choice((value.shape[-1], value.shape[-1], value.shape[0]))
+            count = sum("nn.Parameter" in line for line in self.setup)
+            constant = self.draw.choice(("0.3", "-2", f"self.gamma{count}", f"(1 + self.gamma{count})"))
+            if "gamma" in constant:
+                self.setup.append(f"self.gamma{count} = nn.Parameter(torch.rand({size}) + 0.5)")
+            spelling = self.draw.choice(_SCALES)
+            broadcast = size in (1, value.shape[-1]) or "gamma" not in constant
+            if not broadcast and value.shape[-1] != 1:
+                return
+            shape = value.shape if broadcast else (*value.shape[:-1], size)
+            value = self.add(spelling.format(v=value.name, c=constant), shape, False)
+            if self.chance(0.1):
+                self.write(value)
+        if before:
+            self.linear(value)
 
     def division(self) -> None:
         value = self.pick()
@@ -298,9 +332,9 @@ class _Builder:
 _MOTIFS: Sequence[Callable[[_Builder], object]] = (
     *(_Builder.heads, _Builder.linear, _Builder.norm, _Builder.convolution, _Builder.division),
     *(_Builder.activation, _Builder.view, _Builder.write, _Builder.join, _Builder.attention),
-    _Builder.weight_read,
+    *(_Builder.weight_read, _Builder.scale),
 )
-_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1)
+_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1, 3)
 
 _CONV_OPTIONS = (
     *(", 1", ", 1", ", 1, bias=False", ", 1, groups=2", ", 3, padding=1", ", 3, padding='same'"),
@@ -326,6 +360,19 @@ _MASKS = (
     "torch.where({x}[:, None, :, 0, None] > 0, {s}, -1e39)",
     "{s}.masked_fill_({x}[:, None, :, :1] > 0, -1e4)",
     "{s}.add_({x}[0, 0, 0])",
+)
+_SCALES = (
+    *(
+        "{v} * {c}",
+        "{c} * {v}",
+        "{v} + {c}",
+        "{v} - {c}",
+        "{c} - {v}",
+        "{v} / {c}",
+        "{v}.mul({c})",
+        "{v}.mul_({c})",
+    ),
+    *("torch.add({v}, {c})", "torch.sub({v}, {c}, alpha=2)", "({v} * {c}).flatten(0, 0)"),
 )
 _DIVISIONS = ("{v} / {c}", "torch.div({v}, {c})", "{v}.div({c})", "torch.true_divide({v}, other={c})")
 _STEPS = (

@@ -13,7 +13,7 @@ import fxopt
 from fxopt import batch_norm
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
-from fxopt.passes import available, merge_linears
+from fxopt.passes import available, merging
 from fxopt.rewriting import composition, history, undoing
 from tests.fuzz import motifs, oracles, plans, reduction
 from tests.fuzz.__main__ import example
@@ -100,7 +100,7 @@ def backwards(self):
     POST_INIT(self)
 
 
-SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merge_linears._merged
+SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merging._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
@@ -108,10 +108,10 @@ UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init_
     ("target", "name", "planted", "kind"),
     [
         (Memory, "write_between", blind_to_writes, "rewritten outputs"),
-        (merge_linears, "_merged", misplaced, "rewritten outputs"),
+        (merging, "_merged", misplaced, "rewritten outputs"),
         (batch_norm, "scale_and_shift", unscaled, "rewritten outputs"),
         (GraphIndex, "call_sites", lambda self, module: [None], ""),
-        (merge_linears, "_merged", misplaced, "verify"),
+        (merging, "_merged", misplaced, "verify"),
         (composition.Composition, "__post_init__", backwards, "composition"),
         (undoing, "undo_steps", everything, "undo history"),
         (undoing, "undo_steps", left_in_training, "refused undo"),

@@ -16,6 +16,7 @@ from tests.before_after import fx_trace, refused, rewritten
 
 ROWS = torch.randn(5, 4)
 IMAGE = torch.randn(2, 3, 5, 5)
+SEQUENCE = torch.randn(2, 4, 5)
 
 
 class Use(nn.Module):
@@ -54,6 +55,13 @@ SITES: dict[str, Site] = {
         lambda m, x: (m.a(x), m.b(x)),
         lambda: {"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)},
         ROWS,
+        ("a", "b"),
+    ),
+    "conv-merge": Site(
+        fxopt.MergeConvs(),
+        lambda m, x: (m.a(x).relu(), m.b(x) * 2),
+        lambda: {"a": nn.Conv2d(3, 4, 3), "b": nn.Conv2d(3, 2, 3)},
+        IMAGE,
         ("a", "b"),
     ),
     "bias": Site(
@@ -101,6 +109,43 @@ SITES: dict[str, Site] = {
         ROWS,
         ("a", "norm"),
         ("own",),
+    ),
+    "conv1d-norm": Site(
+        fxopt.FoldBatchNorms(),
+        lambda m, x: m.norm(m.a(x)) + 1,
+        lambda: {"a": nn.Conv1d(4, 4, 2), "norm": nn.BatchNorm1d(4)},
+        SEQUENCE,
+        ("a", "norm"),
+        ("own",),
+    ),
+    "transposed-norm": Site(
+        fxopt.FoldBatchNorms(),
+        lambda m, x: m.norm(m.a(x)) + 1,
+        lambda: {"a": nn.ConvTranspose2d(3, 4, 3), "norm": nn.BatchNorm2d(4)},
+        IMAGE,
+        ("a", "norm"),
+    ),
+    "linear-scale": Site(
+        fxopt.FoldScaleAndShift(),
+        lambda m, x: (m.a(x) * 3).tanh(),
+        lambda: {"a": nn.Linear(4, 3)},
+        ROWS,
+        ("a",),
+    ),
+    "shift-linear": Site(
+        fxopt.FoldScaleAndShift(),
+        lambda m, x: m.a(x.tanh() - 3).tanh(),
+        lambda: {"a": nn.Linear(4, 3)},
+        ROWS,
+        ("a",),
+        ("own",),
+    ),
+    "norm-weights": Site(
+        fxopt.FoldNormWeights(),
+        lambda m, x: m.a(m.norm(x)) + 1,
+        lambda: {"a": nn.Linear(4, 4), "norm": nn.LayerNorm(4)},
+        ROWS,
+        ("a", "norm"),
     ),
     "activation": Site(
         fxopt.ReplaceActivation("gelu", "silu"),

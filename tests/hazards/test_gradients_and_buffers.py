@@ -10,7 +10,7 @@ from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import assert_untouched
 from tests.hazards.sites import PACKING, SITES, TRACED, TRACERS, own_leaves, safe, unsafe
 
-FOLDS = ["conv-norm", "linear-norm", "norm-linear"]
+FOLDS = ["conv-norm", "conv1d-norm", "transposed-norm", "linear-norm", "norm-linear"]
 PRESERVING = [
     (name, tracer)
     for name, tracer in TRACED
@@ -187,7 +187,7 @@ def test_an_observer_between_the_layers_is_no_site(name):
 
 def features(output):
     first = output[0] if isinstance(output, tuple) else output
-    return first if first.ndim == 2 else first.mean((2, 3))
+    return first if first.ndim == 2 else first.flatten(2).mean(2)
 
 
 @pytest.mark.parametrize("name", ["merge", "bias", *FOLDS, "division"])

@@ -28,6 +28,7 @@ class Meeting(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout()
         self.first, self.middle, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.conv, self.norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
+        self.other_conv, self.layer_norm, self.behind = nn.Conv2d(1, 2, 1), nn.LayerNorm(4), nn.Linear(4, 4)
         self.wide = nn.Linear(64, 4)
         self.packed = packed_layer(nn.Linear(4, 4), "onednn", (5, 4))
 
@@ -38,7 +39,9 @@ class Meeting(nn.Module):
         heads = y[None] + 1
         y = y + ((heads @ heads.transpose(-1, -2) / 7).softmax(-1) @ heads)[0]
         y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1) + self.wide(torch.cat([x] * 16, 1))
-        return y / 8, k, self.norm(self.conv(torch.relu(self.packed(y))[None, None])) + 1
+        y = y + self.behind(self.layer_norm(y))
+        image = torch.relu(self.packed(y))[None, None]
+        return y / 8, k, self.norm(self.conv(image)) + self.other_conv(image) + 1
 
 
 PASSES = list(available().values())

@@ -95,6 +95,8 @@ def test_outputs_of_every_kind_keep_their_values(output, name, tracer):
     site = SITES[name]
 
     def use(m, x):
-        return OUTPUTS[output](site.use(m, x)[0] if name == "merge" else site.use(m, x)), torch.relu(x)
+        return OUTPUTS[output](
+            site.use(m, x)[0] if name in ("merge", "conv-merge") else site.use(m, x)
+        ), torch.relu(x)
 
     safe(site, site.model(use), tracer)

@@ -29,6 +29,12 @@ from tests.mutation.faults import FAULTS
 LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
 
+_FOLDS = [
+    *("tests/passes/test_fold_batch_norms.py", "tests/passes/test_fuse_batch_norm1d_in_linear.py"),
+    *("tests/passes/test_fuse_batch_norm2d_in_conv2d.py", "tests/passes/test_undo_folds.py"),
+    "tests/hazards/test_gradients_and_buffers.py",
+]
+
 _FIRST = {
     "capture": [
         f"tests/capture/test_{name}.py"
@@ -42,10 +48,12 @@ _FIRST = {
             for name in ("shared_layers", "unusual_layers", "gradients_and_buffers")
         ),
     ],
-    "batch_norm.py": [
-        *(f"tests/passes/test_fuse_batch_norm{name}.py" for name in ("2d_in_conv2d", "1d_in_linear")),
-        *("tests/passes/test_undo_folds.py", "tests/hazards/test_gradients_and_buffers.py"),
-    ],
+    "batch_norm.py": _FOLDS,
+    "scaling.py": _FOLDS,
+    "passes/folding.py": _FOLDS,
+    "passes/fold_batch_norms.py": _FOLDS,
+    "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
+    "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
     "attention.py": ["tests/passes/test_fuse_attention.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "layouts.py": ["tests/passes/test_packing.py"],

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from tests.mutation.fault import BEHIND, SITE, Fault
 
-_MERGE = "passes/merge_linears.py"
+_MERGE = "passes/merging.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
-_FOLD = "passes/batch_norm_folding.py"
+_FOLD = "passes/folding.py"
+_BATCH_NORMS = "passes/fold_batch_norms.py"
 _NORM = "batch_norm.py"
-_NORM1D = "passes/fuse_batch_norm1d_in_linear.py"
+_SCALING = "scaling.py"
+_NORM_WEIGHTS = "passes/fold_norm_weights.py"
+_SCALE = "passes/fold_scale_and_shift.py"
 _SLICING = "slicing.py"
 _ROUNDING = "rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
@@ -18,15 +21,15 @@ _PRECISION = "passes/change_precision.py"
 
 PASSES = (
     # --- merging linear layers
-    Fault("merge: every slice starts at the first row", _MERGE, "            start += layer.out_features\n", "", SITE),
+    Fault("merge: every slice starts at the first row", _MERGE, "            start += _width(layer)\n", "", SITE),
     Fault("merge: two weights swapped", _MERGE, "torch.cat(parts), *gradients", "torch.cat(parts[::-1]), *gradients", SITE),
     Fault("merge: the bias is forgotten", _MERGE, "    for name in merged._parameters:", "    for name in (\"weight\",):", SITE),
-    Fault("merge: a missing bias is ones", _MERGE, "weight.detach().new_zeros", "weight.detach().new_ones", SITE),
+    Fault("merge: a missing bias is ones", _MERGE, 'get_parameter("weight").detach().new_zeros', 'get_parameter("weight").detach().new_ones', SITE),
     Fault("merge: the merged call stands before the last one", _MERGE, "before=site.node, val=val)", "before=site.calls[-1], val=val)", SITE),
     Fault("merge: requires_grad is lost", _MERGE, "nn.Parameter(torch.cat(parts), *gradients)", "nn.Parameter(torch.cat(parts))"),
     Fault("merge: dtypes are not compared", _MERGE, "(p.dtype, p.device, p.requires_grad)", "(p.device, p.requires_grad)"),
     Fault("merge: gradients are not compared", _MERGE, "(p.dtype, p.device, p.requires_grad)", "(p.dtype, p.device)"),
-    Fault("merge: training flags are not compared", _MERGE, "return weight.shape[1], layer.training, *facts", "return weight.shape[1], *facts"),
+    Fault("merge: training flags are not compared", _MERGE, "return weight.shape[1:], layer.training, *facts", "return weight.shape[1:], *facts"),
     Fault("merge: a layer in training is given a bias", _MERGE, "trains = layer.training and weight.requires_grad", "trains = False"),
     Fault("merge: an in-place write between the layers is not seen", "memory.py", "            if not found or self.write_between(found[-1][0], node, value):", "            if not found:", SITE),
     Fault("merge: writes into an output are not seen", _MERGE, "write_obstacle(index, call, {*run} - {call}) for call in run", "None for call in run", BEHIND),
@@ -34,14 +37,18 @@ PASSES = (
     Fault("merge: a copy of a slice is taken for a view", _SLICING, "        if copies:", "        if False:", BEHIND),
     Fault("merge: contiguity is not asked for", _SLICING, "            if Fact.LAYOUT in facts_of(user) and", "            if False and", BEHIND),
     Fault("merge: any view keeps the last dimension apart", _SLICING, "part is value and _splits_last(user, width)", "part is value", BEHIND),
-    Fault("merge: ties, hooks and further calls are ignored", _MERGE, "index.obstacle(call, nn.Linear) or", "index.inexact(call, nn.Linear) or", SITE),
-    Fault("merge: the width in the metadata is that of one layer", _MERGE, "graph.with_width(site.node, merged.out_features)", "graph.with_width(site.node, layers[paths[0]].out_features)"),
+    Fault("merge: ties, hooks and further calls are ignored", _MERGE, "index.obstacle(call, kind) or", "index.inexact(call, kind) or", SITE),
+    Fault("merge: the width in the metadata is that of one layer", _MERGE, "graph.with_size(site.node, dimension, _width(merged))", "graph.with_size(site.node, dimension, _width(layers[paths[0]]))"),
     Fault("merge: the name may be taken", _MERGE, "path = submodules.free_path(rewriter.graph_module, parent, name)", 'path = f"{parent}.{name}" if parent else name'),
     Fault("merge: undo takes the same rows for all", _MERGE, "parameter.detach().split(sizes), strict=True", "[parameter.detach()[:n] for n in sizes], strict=True"),
     Fault("merge: undo shares memory among the layers", _MERGE, "part.clone()", "part"),
     Fault("merge: undo gives every layer a bias", _MERGE, '            if name == "weight" or path in biased:', "            if True:"),
     Fault("merge: undo drops a bias that was trained", _MERGE, "            elif not part.is_meta and part.any():", "            elif False:"),
     Fault("merge: undo drops requires_grad", _MERGE, "nn.Parameter(part.clone(), parameter.requires_grad)", "nn.Parameter(part.clone())"),
+    Fault("merge convs: options are not compared", _MERGE, '("stride", "padding", "dilation", "padding_mode")', "()", SITE),
+    Fault("merge convs: groups are not seen", _MERGE, '    if getattr(layer, "groups", 1) != 1:', "    if False:"),
+    Fault("merge convs: positions are sliced", _MERGE, "slice(start, start + _width(layer)), *rest))", "slice(start, start + _width(layer))))"),
+    Fault("merge convs: memory formats are mixed", _MERGE, "strides = weight.stride() if weight.ndim > 2 else None", "strides = None"),
     # --- the bias of a linear layer
     Fault("fuse bias: the pad is zeros", _BIAS, '"value": 1.0}', '"value": 0.0}', SITE),
     Fault("fuse bias: the pad is in front", _BIAS, "(site.value, (0, 1))", "(site.value, (1, 0))", SITE),
@@ -70,28 +77,63 @@ PASSES = (
     Fault("fold: the affine scale is forgotten", _NORM, "scale = scale * norm.weight.detach().to(wide)", "pass", SITE),
     Fault("fold: the mean is added", _NORM, "shift = -norm.running_mean.to(wide) * scale", "shift = norm.running_mean.to(wide) * scale", SITE),
     Fault("fold: the affine shift is scaled", _NORM, "shift + norm.bias.detach().to(wide)", "shift + norm.bias.detach().to(wide) * scale", SITE),
-    Fault("fold: weights are rounded twice", _NORM, 'norm.running_mean.device.type == "mps" else torch.float64', 'norm.running_mean.device.type == "mps" else torch.float16', SITE),
-    Fault("fold: the bias is not scaled", _NORM, "constant = constant * scale + shift if behind", "constant = constant + shift if behind", SITE),
-    Fault("fold: the input channels are scaled", _NORM, "scale.reshape(-1, *[1] * (values.ndim - 1)) if behind", "scale.reshape(1, -1, *[1] * (values.ndim - 2)) if behind", SITE),
-    Fault("fold before: the rows are scaled", _NORM, "(values.ndim - 1)) if behind else scale)", "(values.ndim - 1)) if behind else scale.unsqueeze(1))", SITE),
-    Fault("fold before: the shift is not multiplied by the weight", _NORM, "torch.mv(values, shift)", "torch.mv(torch.ones_like(values), shift)", SITE),
-    Fault("fold before: the shift is scaled as well", _NORM, "torch.mv(values, shift)", "torch.mv(values * scale, shift)", SITE),
     Fault("fold: training mode is ignored", _NORM, "    if norm.training:", "    if False:"),
-    Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels:", "    if False:"),
-    Fault("fold: infinite weights pass", _NORM, "    if _is_too_large(layer, norm, behind):", "    if False:", SITE),
-    Fault("fold: a second user is ignored", "graph_index.py", "        if others:\n            return f\"{first.name} is also used", "        if False:\n            return f\"{first.name} is also used", SITE),
-    Fault("fold: a shared layer is folded into", _FOLD, "        index.obstacle(layer, kind)\n", "        index.inexact(layer, kind)\n", SITE),
-    Fault("fold: a write between is not seen", "graph_index.py", "        return self.memory.write_between(first, last, value)", "        return None", SITE),
-    Fault("fold: a normalization that is called elsewhere goes", _FOLD, "if site.removable and calls == [site.node]", "if site.removable", SITE),
-    Fault("fold linear: three dimensions are taken for two", _NORM1D, "    if rank != 2:", "    if rank not in (2, 3):", SITE),
-    Fault("fold linear: off by one dimension", _NORM, "weight.shape[0 if behind else 1]", "weight.shape[1 if behind else 0]"),
-    Fault("fold: only one of two normalizations goes", _FOLD, "        return any(isinstance(graph_module.get_submodule(call), _BatchNorm) for call in calls)", "        return False and bool(calls)"),
-    Fault("fold: a frozen layer trains", _NORM, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
-    Fault("fold: a frozen bias trains", _NORM, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
-    Fault("fold: the record follows the model of the user", _FOLD, "kept = copied({path: layer, norm_path: norm})", "kept = {path: layer, norm_path: norm}"),
-    Fault("fold: undo does not look whether the weights changed", _FOLD, "        if not current.is_meta and (", "        if False and ("),
-    Fault("fold: undo does not look whether the normalization changed", _FOLD, "    if norm_path in now and not _same_values(", "    if False and not _same_values("),
-    Fault("fold: undo does not follow dtype and gradients", _FOLD, "left[path].follow(m, fused)", "m"),
+    Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels(layer, behind):", "    if False:"),
+    Fault("fold linear: three dimensions are taken for two", _BATCH_NORMS, "    if rank != needed:", "    if rank not in (2, 3):", SITE),
+    Fault("fold conv1d: positions are taken for channels", _BATCH_NORMS, "2 if isinstance(layer, nn.Linear) else 3", "2 if isinstance(layer, nn.Linear) else rank", SITE),
+    Fault("fold: a normalization that is called elsewhere goes", _BATCH_NORMS, "None if site.removable and alone else", "None if site.removable else", SITE),
+    Fault("fold: only one of two normalizations goes", _BATCH_NORMS, "        return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)", "        return False and bool(calls)"),
+    Fault("fold: another user of what is viewed is ignored", _BATCH_NORMS, "(use_obstacle(one, [other]) for one, other in itertools.pairwise(path))", "(use_obstacle(one, [other]) for one, other in [(path[-2], path[-1])])", SITE),
+    # --- scales and shifts in layers
+    Fault("scale: weights are rounded twice", _SCALING, 'if tensor.device.type == "mps" else torch.float64', 'if tensor.device.type == "mps" else torch.float16', SITE),
+    Fault("scale: the bias is not scaled", _SCALING, "        constant = constant * scale\n", "        constant = constant * 1\n", SITE),
+    Fault("scale: rows and columns are swapped", _SCALING, "    return behind != getattr(", "    return behind == getattr("),
+    Fault("scale: transposed convolutions are taken for others", _SCALING, 'return behind != getattr(layer, "transposed", False)', "return behind"),
+    Fault("scale: groups are ignored", _SCALING, '    return int(getattr(layer, "groups", 1))', "    return 1"),
+    Fault("scale: the channels of groups are mixed", _SCALING, "repeat_interleave(len(weight) // groups, dim=0)", "repeat(len(weight) // groups, 1)", SITE),
+    Fault("scale before: the shift is not multiplied by the weight", _SCALING, "(values * _factor(layer, shift, behind)).flatten", "(torch.ones_like(values) * _factor(layer, shift, behind)).flatten", SITE),
+    Fault("scale before: the shift is scaled as well", _SCALING, "(values * _factor(layer, shift, behind)).flatten", "(values * _factor(layer, shift * scale, behind)).flatten", SITE),
+    Fault("scale before: zeros at the border are not seen", _SCALING, "    if shift is not None and not behind and _takes_zeros(layer):", "    if False:", SITE),
+    Fault("scale before: padding by name is none", _SCALING, 'pads = padding != "valid" if isinstance(padding, str) else any(padding)', "pads = not isinstance(padding, str) and any(padding)", SITE),
+    Fault("scale: infinite weights pass", _SCALING, "    if not (sizes.max() <= limits.max and added <= limits.max):", "    if False:", SITE),
+    Fault("scale: weights vanish", _SCALING, "    if ((sizes > 0) & (sizes < limits.tiny)).any():", "    if False:", SITE),
+    Fault("scale: a frozen layer trains", _SCALING, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
+    Fault("scale: a frozen bias trains", _SCALING, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
+    Fault("fold: a second user is ignored", _FOLD, "    others = [user.name for user in node.users if user not in layers and", "    others = [user.name for user in node.users if False and", SITE),
+    Fault("fold: who reads strides reads a shape", _FOLD, "facts & (Fact.LAYOUT | Fact.NEW)", "facts & Fact.NEW"),
+    Fault("fold: a shared layer is folded into", _FOLD, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
+    Fault("fold: a write between is not seen", _FOLD, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
+    Fault("fold: another last dimension is taken for the same", _FOLD, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
+    Fault("fold: transposing keeps the order", _FOLD, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
+    Fault("fold: dtypes are not compared", _FOLD, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
+    Fault("fold: the record follows the model of the user", _FOLD, "_unfolded, copied(before), biases", "_unfolded, before, biases"),
+    Fault("fold: undo does not look whether the weights changed", _FOLD, '        if not _same(made.get_parameter("weight"), now[path].weight) or', "        if False and"),
+    Fault("fold: undo does not look whether the bias changed", _FOLD, " or not _same(bias, now[path].bias):", ":"),
+    Fault("fold: undo does not look whether the normalization changed", _FOLD, "        if not _same_values(now[path], kept[path]):", "        if False:"),
+    Fault("fold: undo does not follow dtype and gradients", _FOLD, "left[like].follow(value, now[like])", "value"),
+    # --- constants beside layers
+    Fault("fold scale: a quotient is a product", _SCALE, "lambda c, first: (1 / c, None)", "lambda c, first: (c, None)", SITE),
+    Fault("fold scale: what is subtracted is added", _SCALE, "else (one, -constant)", "else (one, constant)", SITE),
+    Fault("fold scale: 2 - x is taken for x - 2", _SCALE, "return (-one, constant) if first else", "return (one, -constant) if first else", SITE),
+    Fault("fold scale: rsub is sub", _SCALE, '"rsub": lambda c, first: _difference(c, not first)', '"rsub": lambda c, first: _difference(c, first)', SITE),
+    Fault("fold scale: 3 / x is taken for x / 3", _SCALE, "return None if divides else", "return", SITE),
+    Fault("fold scale: alpha and rounding_mode are ignored", _SCALE, 'len(operands) != 2 or not set(node.kwargs) <= {"other"}', "len(operands) < 2", SITE),
+    Fault("fold scale: an operator writes", _SCALE, "layer_obstacle(index, layer) or _write_obstacle(index, node) or", "layer_obstacle(index, layer) or"),
+    Fault("fold scale: a constant that is written into is folded", _SCALE, "        if writer:\n            return f\"{writer.name} may write into the constant", "        if False:\n            return f\"{writer.name} may write into the constant", SITE),
+    Fault("fold scale: positions are taken for channels", _SCALE, "constant.numel() != number or constant.shape[dimension] != number:", "constant.numel() != number:", SITE),
+    Fault("fold scale: one channel becomes several", _SCALE, "    if not behind and graph.value_of(value).shape[dimension] != number:", "    if False:"),
+    Fault("fold scale: a constant brings dimensions", _SCALE, "    if constant.ndim > (-dimension if rank is None else rank):", "    if False:"),
+    Fault("fold scale: integers are taken for floats", _SCALE, "    if not behind and graph.dtype_of(value) != weight.dtype:", "    if False:", SITE),
+    Fault("fold scale: another dtype is folded", _SCALE, "(found.dtype, found.device) != (weight.dtype, weight.device):", "found.device != weight.device:"),
+    Fault("fold scale: another user is ignored", _SCALE, "reason = use_obstacle(node, behind) or next", "reason = next", SITE),
+    Fault("fold scale: another user of the layer is ignored", _SCALE, "uses = (use_obstacle(one, [other]) for one", "uses = (None for one", SITE),
+    Fault("fold scale: a chain is folded in part", _SCALE, "        return bool(sites)", "        return False"),
+    # --- weights of normalizations
+    Fault("fold norm: the weight stays", _NORM_WEIGHTS, "submodules.without_tensors(rewriter.graph_module.get_submodule(path))", "rewriter.graph_module.get_submodule(path)", SITE),
+    Fault("fold norm: the bias is forgotten", _NORM_WEIGHTS, "None if bias is None else bias.detach().to(wide)", "None", SITE),
+    Fault("fold norm: other users are ignored", _NORM_WEIGHTS, "use_obstacle(node, layers) or index", "index", SITE),
+    Fault("fold norm: hooks and ties are ignored", _NORM_WEIGHTS, " or index.replacing_obstacle(node, kind)\n", "\n"),
+    Fault("fold norm: the option says that there is a weight", _NORM_WEIGHTS, "        bare.elementwise_affine = False\n", ""),
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATIONS, "activation.module(*node.args[1:], **options)", "activation.make()"),
     Fault("activation: the options of a module are ignored", _ACTIVATIONS, "    return all(vars(one).get(name) == vars(other)[name] for name in options)", "    return bool(options) or True"),

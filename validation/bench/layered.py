@@ -40,6 +40,18 @@ class Convolution(nn.Sequential):
         super().__init__(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))
 
 
+class Branches(nn.Module):
+    """Two convolutions to merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(WIDTH, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.left(x) + self.right(x)
+        return output
+
+
 class Cluttered(nn.Module):
     """What changes nothing, what is computed twice, and what nothing uses."""
 
@@ -72,6 +84,25 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(torch.cat([x] * (64 // WIDTH), dim=1))
+        return output
+
+
+class Normalised(nn.Sequential):
+    """A normalization with a weight before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Scaled(nn.Module):
+    """A layer whose output is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * 3
         return output
 
 
@@ -109,24 +140,27 @@ class Checks(nn.Module):
 
 def kind_for(name: str) -> Callable[[], nn.Module]:
     """The layer that has a place for the pass of this name."""
-    if "Conv" in name:
-        return Convolution
     own: dict[str, Callable[[], nn.Module]] = {
         "FoldConstants": Constant,
+        "FoldNormWeights": Normalised,
+        "FoldScaleAndShift": Scaled,
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
+        "MergeConvs": Branches,
         "QuantizeLinears": Wide,
         "RemoveCopies": Copies,
     }
     if name in own:
         return own[name]
+    if "Conv" in name:
+        return Convolution
     return Cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else Dense
 
 
 def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     """A graph of so many layers, with the shapes and dtypes of its values."""
     graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
-    shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
+    shape = (2, WIDTH, 4, 4) if kind in (Convolution, Branches) else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
     if kind in (Constant, Copies):  # there are none where nobody checks sizes
         graph_module.add_submodule("checks", Checks())

@@ -1,0 +1,54 @@
+"""Folds and merges only where they pay: by measurement, or because the weights that they copy are few."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from fxopt import graph
+from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
+from fxopt.passes.folding import Fold
+from fxopt.passes.merge_linears import MergeLinears
+from fxopt.passes.merging import LayerGroup
+from fxopt.rewriting.explanation import Refusal
+from fxopt.tuning import MARGIN, merged_time
+
+
+class FoldScaleBehindLayers(FoldScaleAndShift):
+    """Folds only what is behind a layer: before several, the weights of all would be copied to save one product."""
+
+    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
+        """Yield what is behind a layer."""
+        for found in super().match(graph_module):
+            before = isinstance(found, Fold) and not found.behind
+            yield Refusal(found.node, "it would copy the weights of the layers behind") if before else found
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeFasterLinears(MergeLinears):
+    """Merges layers where the merged one is measured to take less time than they do together."""
+
+    def match(self, graph_module: GraphModule) -> Iterator[LayerGroup | Refusal]:
+        """Yield the groups that are faster as one layer."""
+        for found in super().match(graph_module):
+            reason = _slower(graph_module, found) if isinstance(found, LayerGroup) else None
+            yield Refusal(found.node, reason) if reason else found
+
+
+def _slower(graph_module: GraphModule, site: LayerGroup) -> str | None:
+    """Why a group is to stay as it is; None if it is faster as one layer."""
+    layers: list[Any] = [graph_module.get_submodule(str(call.target)) for call in site.calls]
+    weight, shape = layers[0].weight, graph.shape_of(site.value)
+    if shape is None or weight.device.type != "cpu" or not weight.is_floating_point():
+        return "its time cannot be measured: it is not on the CPU, or its shape is unknown"
+    biased, width = (
+        any(layer.bias is not None for layer in layers),
+        sum(layer.out_features for layer in layers),
+    )
+    merged = nn.Linear(weight.shape[1], width, biased, dtype=weight.dtype)
+    ratio = merged_time(layers, merged, shape)
+    return f"merged, the layers take {ratio:.2f} of their time" if ratio > MARGIN else None

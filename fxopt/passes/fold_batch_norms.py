@@ -1,0 +1,148 @@
+"""A batch normalization beside a linear layer or a convolution: the layer can scale and shift its channels, too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxopt import batch_norm, graph
+from fxopt.graph_index import GraphIndex
+from fxopt.passes.folding import (
+    Fold,
+    Folding,
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewriter import Rewriter
+
+Kinds = tuple[type[nn.Module], ...]
+
+
+class FoldBatchNorms(Folding):
+    """Folds batch normalizations in eval mode into the layer before them, or else into the layers behind.
+
+    The layers are `torch.nn.Linear`, convolutions and transposed convolutions of one to three dimensions. Nothing else
+    may use the value between; behind a linear layer, that may be seen as one of other sizes first, as by
+    `norm(linear(x).flatten(0, 1))`. New layers take the place of the old ones, which stay as they are; they have
+    biases, also where the old ones had none. They require gradients where the old ones did: fine-tuning a normalization
+    beside a frozen layer ends here.
+
+    Undoing gives the old weights back bit for bit: the record keeps copies of the layers and of the normalization,
+    beside the graph and outside of `state_dict`, at the cost of their memory. After `.to()`, `.half()` and such it
+    gives what these make of the old weights. Folded weights that were trained, loaded or rounded to a lower dtype and
+    back cannot be taken apart, so undoing raises `UndoError` then.
+
+    Args:
+        reversible: `False` keeps no copies; then the pass cannot be undone.
+
+    Source: Jacob et al., Quantization and Training of Neural Networks, 2017, arXiv:1712.05877, section 3.2.
+
+    Example:
+        >>> import fxopt, torch
+        >>> layers = torch.nn.Sequential(torch.nn.ConvTranspose1d(3, 4, 2), torch.nn.BatchNorm1d(4)).eval()
+        >>> folded = FoldBatchNorms()(fxopt.trace(layers, (torch.ones(1, 3, 5),)))
+        >>> [name for name, _ in folded.named_parameters()]
+        ['0.weight', '0.bias']
+    """
+
+    layers: ClassVar[Mapping[type[_BatchNorm], Kinds]] = {
+        nn.BatchNorm1d: (nn.Linear, nn.Conv1d, nn.ConvTranspose1d),
+        nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
+        nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
+    }
+    """The layers that each kind of normalization is folded into."""
+
+    into_behind: ClassVar[bool] = True
+    """Whether layers behind a normalization are tried, too."""
+
+    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
+        """Yield the normalizations with the layers to fold them into, each layer at most once."""
+        index, taken = GraphIndex(graph_module), set[Node]()
+        for kind, layers in self.layers.items():
+            for norm in index.calls_like(kind):
+                reasons = list[str]()
+                for found in self._folds(index, norm, kind, layers):
+                    if isinstance(found, str):
+                        reasons.append(found)
+                    elif taken.isdisjoint(found.layers):
+                        taken.update(found.layers)
+                        yield found
+                        break
+                else:
+                    if reasons:
+                        yield Refusal(norm, "; ".join(dict.fromkeys(reasons)))
+
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
+        """Tell whether a normalization is left, which may follow one that was folded, or come before it."""
+        calls = graph_module.graph.find_nodes(op="call_module", sort=False)
+        return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)
+
+    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
+        """What the normalization multiplies each channel by, and what it adds."""
+        return batch_norm.scale_and_shift(graph_module.get_submodule(str(node.target)))
+
+    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
+        """The normalization, which goes where nothing else calls it."""
+        path = str(site.node.target)
+        alone = rewriter.graph.find_nodes(op="call_module", target=path) == [site.node]
+        return {path: None if site.removable and alone else rewriter.graph_module.get_submodule(path)}
+
+    def _folds(
+        self, index: GraphIndex, norm: Node, kind: type[_BatchNorm], layers: Kinds
+    ) -> Iterator[Fold | str]:
+        """The folds of a normalization, the better one first, and the reasons why there are no others."""
+        value, removable = graph.input_of(norm, index.module(norm)), index.removable(norm)
+        path = layer_before(index, value, layers)
+        if path:
+            yield self._obstacle(index, path[0], [*path, norm], kind) or Fold(
+                (path[0],), norm, True, removable
+            )
+        behind = layers_behind(index, norm, layers) if self.into_behind else []
+        if behind and value is not None:
+            reasons = (self._obstacle(index, layer, [norm, layer], kind, value) for layer in behind)
+            reason = next(filter(None, reasons), None) or use_obstacle(norm, behind)
+            yield reason or Fold((*behind,), norm, False, removable)
+
+    def _obstacle(
+        self,
+        index: GraphIndex,
+        layer: Node,
+        path: Sequence[Node],
+        kind: type[_BatchNorm],
+        value: Node | None = None,
+    ) -> str | None:
+        """Why a normalization cannot become a part of a layer, with the arguments of `folding_obstacle`."""
+        norm = path[-1] if value is None else path[0]
+        module, beside = index.module(norm), index.module(layer)
+        reason = (
+            _rank_obstacle(norm, kind, beside)
+            or layer_obstacle(index, layer)
+            or index.inexact(norm, kind)
+            or batch_norm.statistics_obstacle(beside, module, behind=value is None)
+            or index.reading_obstacle(norm)
+        )
+        if reason is None and value is None:
+            uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
+            reason = next(filter(None, uses), None)
+        return reason or folding_obstacle(index, layer, path, *batch_norm.scale_and_shift(module), value)
+
+
+def _rank_obstacle(norm: Node, kind: type[_BatchNorm], layer: nn.Module) -> str | None:
+    """Why a normalization may work on other channels than a layer; None if it does not."""
+    if kind is not nn.BatchNorm1d:
+        return None  # it takes batches alone, and raises an error otherwise
+    rank, needed = graph.rank_of(norm), 2 if isinstance(layer, nn.Linear) else 3
+    if rank is None:
+        return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"
+    if rank != needed:
+        return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the channels of the layer"
+    return None

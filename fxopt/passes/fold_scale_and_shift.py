@@ -1,0 +1,228 @@
+"""A multiplication or addition of constants beside a layer: the layer can do that, too."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxopt import graph, submodules
+from fxopt.constants import computed_constant
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact, facts_of, name_of
+from fxopt.passes.folding import (
+    Fold,
+    Folding,
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.scaling import LAYERS, channel_dimension, channels, wide_dtype
+
+ScaleAndShift = tuple[Tensor, Tensor | None]
+
+
+class FoldScaleAndShift(Folding):
+    """Folds multiplications and additions of constants into the layer before them, or else into the layers behind.
+
+    The layers are `torch.nn.Linear` and convolutions of every kind. The constants are numbers, and parameters or
+    buffers with one value for all or one for each channel, also where the graph makes them of such, as `1 + weight`:
+    the scale of a residual branch (LayerScale), that of queries, the weight of a RMSNorm that the model writes itself.
+    Nothing else may use the value between.
+
+    New layers take the place of the old ones, which stay as they are. A parameter that was folded stays where it is, and
+    nothing reads it: training it ends here. Undoing, its memory and what it refuses are as those of `FoldBatchNorms`.
+
+    Args:
+        reversible: `False` keeps no copies; then the pass cannot be undone.
+
+    Example:
+        >>> import fxopt, torch
+        >>> class Scaled(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear, self.scale = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.ones(3))
+        ...     def forward(self, x):
+        ...         return self.linear(x) * self.scale / 8
+        >>> folded = FoldScaleAndShift()(torch.fx.symbolic_trace(Scaled()))
+        >>> print(folded.code.strip())
+        def forward(self, x):
+            linear = self.linear(x);  x = None
+            return linear
+    """
+
+    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
+        """Yield the multiplications and additions with the layers to fold them into, each layer at most once."""
+        index, taken = GraphIndex(graph_module), set[Node]()
+        for node in index.nodes:
+            operands = _operands(node)
+            reasons = list[str]()
+            for found in _folds(index, node, *operands) if operands else ():
+                if isinstance(found, str):
+                    reasons.append(found)
+                elif taken.isdisjoint(found.layers):
+                    taken.update(found.layers)
+                    yield found
+                    break
+            else:
+                if reasons:
+                    yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
+
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
+        """Tell whether something may follow what was folded, or come before it."""
+        return bool(sites)
+
+    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> ScaleAndShift:
+        """What the operator multiplies by, and what it adds: one number, or one for each channel."""
+        operands = _operands(node)
+        assert operands is not None
+        return _scale_and_shift(node, _constant(graph_module, operands[1]).flatten())
+
+    def value(self, node: Node) -> Node | None:
+        """The operand that is no constant."""
+        operands = _operands(node)
+        return operands and operands[0]
+
+    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
+        """The parameters and buffers of the constant, which stay."""
+        operands = _operands(site.node)
+        assert operands is not None
+        paths = [str(node.target) for node in _parts(operands[1]) if node.op == "get_attr"]
+        return {path: submodules.attribute(rewriter.graph_module, path) for path in paths}
+
+
+_OPERATORS: dict[str, Callable[[Tensor, bool], ScaleAndShift]] = {
+    **dict.fromkeys(("mul", "multiply"), lambda c, first: (c, None)),
+    **dict.fromkeys(("div", "divide", "truediv", "true_divide"), lambda c, first: (1 / c, None)),
+    **dict.fromkeys(("add",), lambda c, first: (torch.ones_like(c), c)),
+    **dict.fromkeys(("sub", "subtract"), lambda c, first: _difference(c, first)),
+    "rsub": lambda c, first: _difference(c, not first),
+}
+"""For each operator, what it multiplies by and adds, given a constant and whether that is its first operand."""
+
+
+def _difference(constant: Tensor, first: bool) -> ScaleAndShift:
+    one = torch.ones_like(constant)
+    return (-one, constant) if first else (one, -constant)
+
+
+def _scale_and_shift(node: Node, constant: Tensor) -> ScaleAndShift:
+    return _OPERATORS[name_of(node)](constant.to(wide_dtype(constant)), not _is_changing(node.args[0]))
+
+
+def _operands(node: Node) -> tuple[Node, Node | float] | None:
+    """What changes from run to run, and the constant, of an operator on two of these; None for any other node."""
+    name, operands = name_of(node), [*node.args, *node.kwargs.values()]
+    if name not in _OPERATORS or len(operands) != 2 or not set(node.kwargs) <= {"other"}:
+        return None
+    for value, constant in (operands, operands[::-1]):
+        if _is_changing(value) and not _is_changing(constant):
+            divides = name.startswith(("div", "true")) and constant is operands[0]
+            return None if divides else (value, constant)  # type: ignore[return-value]
+    return None
+
+
+def _is_changing(value: Any, depth: int = 6) -> bool:
+    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
+    if not isinstance(value, Node):
+        return type(value) not in (int, float) or not math.isfinite(value)
+    if value.op == "get_attr":
+        return False
+    inputs = value.all_input_nodes if value.op in ("call_function", "call_method") else []
+    return not inputs or not depth or any(_is_changing(each, depth - 1) for each in inputs)
+
+
+def _parts(constant: Node | float) -> list[Node]:
+    """The nodes that a constant is made of."""
+    if not isinstance(constant, Node):
+        return []
+    found = [part for each in constant.all_input_nodes for part in _parts(each)]
+    return list(dict.fromkeys([*found, constant]))
+
+
+def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
+    if isinstance(constant, Node):
+        value: Tensor = computed_constant(graph_module, constant, {}).detach()
+        return value
+    return torch.tensor(constant, dtype=torch.float64)
+
+
+def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -> Iterator[Fold | str]:
+    """The folds of an operator, the better one first, and the reasons why there are no others."""
+    path = layer_before(index, value, LAYERS)
+    if path:
+        uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise([*path, node]))
+        reason = next(filter(None, uses), None) or _obstacle(index, path[0], [*path, node], value, constant)
+        yield reason or Fold((path[0],), node, True)
+    behind = layers_behind(index, node, LAYERS)
+    if behind:
+        reasons = (_obstacle(index, layer, [node, layer], value, constant) for layer in behind)
+        reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
+        yield reason or Fold((*behind,), node, False)
+
+
+def _obstacle(
+    index: GraphIndex, layer: Node, path: Sequence[Node], value: Node, constant: Node | float
+) -> str | None:
+    """Why an operator cannot become a part of a layer; None if it can."""
+    behind, node = layer is path[0], path[-1] if layer is path[0] else path[0]
+    reason = (
+        layer_obstacle(index, layer) or _write_obstacle(index, node) or _constant_obstacle(index, constant)
+    )
+    if reason:
+        return reason
+    module, found = index.module(layer), _constant(index.graph_module, constant)
+    weight = module.get_parameter("weight")
+    if isinstance(constant, Node) and (found.dtype, found.device) != (weight.dtype, weight.device):
+        return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
+    if not behind and graph.dtype_of(value) != weight.dtype:
+        return f"{value.name} is not known to be {weight.dtype}, which the layer is"
+    reason = _shape_obstacle(module, found, value, behind)
+    scale, shift = _scale_and_shift(node, found.flatten())
+    return reason or folding_obstacle(index, layer, path, scale, shift, None if behind else value)
+
+
+def _shape_obstacle(layer: nn.Module, constant: Tensor, value: Node, behind: bool) -> str | None:
+    """Why a constant has not one value for each channel of a layer, or one for all; None if it has."""
+    dimension, number = channel_dimension(layer), channels(layer, behind)
+    rank = graph.rank_of(value)
+    if constant.ndim > (-dimension if rank is None else rank):
+        return f"the constant has {constant.ndim} dimensions, which the value is not known to have"
+    if constant.numel() == 1:
+        return None
+    if constant.ndim < -dimension or constant.numel() != number or constant.shape[dimension] != number:
+        return f"the constant {[*constant.shape]} has not one value for each of {number} channels"
+    if not behind and graph.value_of(value).shape[dimension] != number:
+        return f"{value.name} has fewer channels than the product with the constant"
+    return None
+
+
+def _write_obstacle(index: GraphIndex, node: Node) -> str | None:
+    return f"{node.name} writes into what it takes" if index.memory.writes(node) else None
+
+
+def _constant_obstacle(index: GraphIndex, constant: Node | float) -> str | None:
+    """Why a constant may be another one at its place in the graph; None if it is the same everywhere."""
+    parts = _parts(constant)
+    for node in parts:
+        if node.op == "get_attr":
+            tensor = submodules.attribute(index.graph_module, str(node.target))
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
+                return f"{node.target} is no plain parameter or buffer without hooks"
+        elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
+            return f"{node.name} is not known to give the same in every run"
+        writer = index.memory.written(node)
+        if writer:
+            return f"{writer.name} may write into the constant"
+    if len(parts) > 1 and any("autocast" in graph.function_name(node) for node in index.nodes):
+        return "the constant is computed in a graph with autocast, which chooses its dtype"
+    return None

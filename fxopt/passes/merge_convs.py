@@ -1,0 +1,32 @@
+"""Convolutions on the same input become one convolution with more channels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from fxopt.passes.merging import Merging
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeConvs(Merging):
+    """Merges convolutions that take the same input into one, whose channels are sliced.
+
+    They are `torch.nn.Conv1d`, `2d` or `3d` of one group, with the same kernel size, stride, padding and dilation. For
+    the rest, what `MergeLinears` says of layers, slices and undoing holds here, too.
+
+    Example:
+        >>> import torch
+        >>> class Branches(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.left, self.right = torch.nn.Conv2d(4, 3, 1), torch.nn.Conv2d(4, 2, 1)
+        ...     def forward(self, x):
+        ...         return self.left(x), self.right(x)
+        >>> merged = MergeConvs()(torch.fx.symbolic_trace(Branches()))
+        >>> merged.fxopt_merged_left_right
+        Conv2d(4, 5, kernel_size=(1, 1), stride=(1, 1))
+    """
+
+    layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

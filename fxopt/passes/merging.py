@@ -1,0 +1,156 @@
+"""Layers of one kind on the same input become one larger layer: what the passes share that merge."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from fxopt import graph, submodules
+from fxopt.errors import UndoError
+from fxopt.graph_index import GraphIndex
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.scaling import channel_dimension
+from fxopt.slicing import layout_obstacle, write_obstacle
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Calls of layers that read the same value, in graph order; `node` is the first one."""
+
+    node: Node
+    calls: tuple[Node, ...]
+    value: Node
+
+
+class Merging(ReversibleRewrite[LayerGroup]):
+    """A pass that merges layers which take the same input into one; its output is sliced."""
+
+    @property
+    @abc.abstractmethod
+    def layers(self) -> tuple[type[nn.Module], ...]:
+        """The kinds of layers that are merged, each with its own."""
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[LayerGroup | Refusal]:
+        """Yield the groups of layers that can be merged."""
+        index = GraphIndex(graph_module)
+        for kind in self.layers:
+            for value, calls in index.calls_by_input(kind).items():
+                kinds: dict[object, list[Node]] = {}
+                for call in calls if len(calls) > 1 else ():
+                    reason = index.obstacle(call, kind) or _obstacle(index, call)
+                    if reason:
+                        yield Refusal(call, reason)
+                    else:
+                        kinds.setdefault(_kind(index.module(call)), []).append(call)
+                for alike in kinds.values():
+                    yield from _groups(index, value, alike)
+
+    def apply(self, rewriter: Rewriter, site: LayerGroup) -> Node:
+        """Put the merged layer before the first call, and slices in the place of the calls."""
+        paths = [str(call.target) for call in site.calls]
+        layers: dict[str, Any] = {path: rewriter.graph_module.get_submodule(path) for path in paths}
+        parent = submodules.common_parent(paths)
+        name = "fxopt_merged_" + "_".join(path.removeprefix(f"{parent}.").replace(".", "_") for path in paths)
+        path = submodules.free_path(rewriter.graph_module, parent, name)
+        merged = _merged([*layers.values()])
+        shells = {path: submodules.without_tensors(layer) for path, layer in layers.items()}
+        biased = frozenset(path for path, layer in layers.items() if layer.bias is not None)
+        rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, biased))
+        dimension = channel_dimension(merged)
+        val = graph.with_size(site.node, dimension, _width(merged))
+        node = rewriter.create("call_module", path, (site.value,), before=site.node, val=val)
+        start, rest = 0, [slice(None)] * (-1 - dimension)
+        for call, layer in zip(site.calls, layers.values(), strict=True):
+            part = (node, (Ellipsis, slice(start, start + _width(layer)), *rest))
+            rewriter.set(call, op="call_function", target=operator.getitem, args=part, kwargs={})
+            start += _width(layer)
+        return node
+
+
+def _obstacle(index: GraphIndex, call: Node) -> str | None:
+    """Why the output of a layer cannot be a slice; None if it can."""
+    layer: Any = index.module(call)
+    if getattr(layer, "groups", 1) != 1:
+        return f"it has {layer.groups} groups, of which each would take other channels"
+    return layout_obstacle(index, call, layer.out_features if isinstance(layer, nn.Linear) else None)
+
+
+def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LayerGroup | Refusal]:
+    """Runs of layers of one kind, between which nothing writes into their input."""
+    alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients, training flag or options"
+    write = index.memory.write_between(calls[0], calls[-1], value)
+    if write:
+        alone = f"a write or side effect stands between it and the others on the same input: {write}"
+    for run in index.memory.runs(calls, value):
+        written = {call: write_obstacle(index, call, {*run} - {call}) for call in run if len(run) > 1}
+        yield from (Refusal(call, reason) for call, reason in written.items() if reason)
+        kept = [call for call in run if not written.get(call)]
+        if len(kept) > 1:
+            yield LayerGroup(kept[0], tuple(kept), value)
+        else:
+            yield from (Refusal(call, alone) for call in kept)
+
+
+def _kind(layer: nn.Module) -> object:
+    """What layers must agree in, so that one parameter can hold the weights of all, and come apart again."""
+    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
+    like = weight if bias is None and not trains else bias
+    facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
+    options = [getattr(layer, name, None) for name in ("stride", "padding", "dilation", "padding_mode")]
+    strides = weight.stride() if weight.ndim > 2 else None  # the memory format
+    return weight.shape[1:], layer.training, *facts, *options, strides
+
+
+def _merged(layers: Sequence[nn.Module]) -> nn.Module:
+    """One layer whose rows are those of `layers`, one after the other."""
+    merged, sizes = submodules.without_tensors(layers[0]), [_width(layer) for layer in layers]
+    setattr(merged, _width_name(merged), sum(sizes))
+    for name in merged._parameters:
+        held = [layer._parameters[name] for layer in layers]
+        gradients = {part.requires_grad for part in held if part is not None}
+        if gradients:
+            zeros = layers[0].get_parameter("weight").detach().new_zeros
+            parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
+            merged._parameters[name] = nn.Parameter(torch.cat(parts), *gradients)
+    return merged
+
+
+def _width_name(layer: nn.Module) -> str:
+    return "out_features" if isinstance(layer, nn.Linear) else "out_channels"
+
+
+def _width(layer: nn.Module) -> int:
+    """The number of channels that a layer gives."""
+    return int(getattr(layer, _width_name(layer)))
+
+
+def _split(
+    shells: Mapping[str, nn.Module], biased: frozenset[str], now: Mapping[str, Any], left: object
+) -> dict[str, nn.Module]:
+    """The inverse of `_merged`, with the current weights."""
+    (merged,) = now.values()
+    layers: dict[str, nn.Module] = {path: submodules.without_tensors(each) for path, each in shells.items()}
+    sizes = [_width(shell) for shell in shells.values()]
+    for name, parameter in merged.named_parameters():
+        for path, part in zip(layers, parameter.detach().split(sizes), strict=True):
+            if name == "weight" or path in biased:
+                layers[path]._parameters[name] = nn.Parameter(part.clone(), parameter.requires_grad)
+            elif not part.is_meta and part.any():
+                raise UndoError(
+                    f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or "
+                    "load_state_dict): set it to zero first"
+                )
+    return layers

@@ -1,0 +1,141 @@
+"""Linear layers and convolutions that scale and shift what they take, or what they give, channel by channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.submodules import without_tensors
+
+LAYERS: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""The layers that can."""
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute weights in, which are then rounded once: float64, or float32 on devices that lack it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def channel_dimension(layer: nn.Module) -> int:
+    """The dimension of the channels, counted from the last one, in what a layer takes and gives.
+
+    Example:
+        >>> channel_dimension(nn.Linear(2, 2)), channel_dimension(nn.Conv2d(2, 2, 1))
+        (-1, -3)
+    """
+    return 1 - layer.get_parameter("weight").ndim
+
+
+def channels(layer: nn.Module, behind: bool) -> int:
+    """The number of channels that a layer gives, or takes.
+
+    Example:
+        >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
+        >>> channels(layer, behind=True), channels(layer, behind=False)
+        (6, 4)
+    """
+    rows, columns = layer.get_parameter("weight").shape[:2]
+    return rows if _of_rows(layer, behind) else columns * _groups(layer)
+
+
+def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> nn.Module:
+    """A layer that also multiplies by `scale` and adds `shift` behind itself, or before, rounded once to its dtype.
+
+    `a (W x + c) + b = (a W) x + (a c + b)`, and `W (a x + b) + c = (W a) x + (W b + c)`.
+
+    Args:
+        layer: one of `LAYERS`.
+        scale: a factor for each channel, or one for all, in a wide dtype.
+        shift: summands likewise; None for none.
+        behind: whether the channels are those that the layer gives, and not those that it takes.
+    """
+    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
+    values, constant = (
+        weight.detach().to(scale.dtype),
+        None if bias is None else bias.detach().to(scale.dtype),
+    )
+    if behind and constant is not None:
+        constant = constant * scale
+    if shift is not None:
+        added = shift if behind else (values * _factor(layer, shift, behind)).flatten(1).sum(1)
+        constant = added if constant is None else constant + added
+    fused = without_tensors(layer)
+    values = values * _factor(layer, scale, behind)
+    fused._parameters["weight"] = nn.Parameter(values.to(weight.dtype), weight.requires_grad)
+    if constant is not None:
+        gradients = (weight if bias is None else bias).requires_grad
+        fused._parameters["bias"] = nn.Parameter(constant.to(weight.dtype), gradients)
+    return fused
+
+
+def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> str | None:
+    """Why no layer can scale and shift as `folded` would have it; None if one can."""
+    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    if not weight.is_floating_point():
+        return f"the weight of the layer is {weight.dtype}"
+    if shift is not None and not behind and _takes_zeros(layer):
+        return "the layer takes zeros beside its input, which would not be shifted"
+    if weight.is_meta or not weight.numel():
+        return None
+    scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
+    limits, largest = torch.finfo(weight.dtype), _largest_of_channels(layer, behind).to(scale.dtype)
+    sizes = largest * scale.abs()
+    added = scale.new_zeros(()) if shift is None else shift.abs().max()
+    if bias is not None:
+        added = added + bias.detach().abs().max() * (scale.abs().max() if behind else 1)
+    if shift is not None and not behind:
+        added = added + largest.max() * shift.abs().max() * weight[0].numel()
+    if not (sizes.max() <= limits.max and added <= limits.max):  # nan is not, either
+        return f"the folded weights are perhaps not finite in {weight.dtype}"
+    if ((sizes > 0) & (sizes < limits.tiny)).any():
+        return f"the folded weights are too small for {weight.dtype}"
+    return None
+
+
+def _spread(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
+    """A value for each channel, in the dtype and on the device to compute weights in."""
+    weight = layer.get_parameter("weight")
+    return values.to(weight.device, wide_dtype(weight)).expand(channels(layer, behind))
+
+
+def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
+    """`values`, one for each channel, as a factor of the weight of a layer."""
+    weight = layer.get_parameter("weight")
+    if _of_rows(layer, behind):
+        factor = values.unsqueeze(1)
+    else:
+        groups = _groups(layer)
+        factor = values.reshape(groups, -1).repeat_interleave(len(weight) // groups, dim=0)
+    return factor.reshape(*factor.shape, *[1] * (weight.ndim - 2))
+
+
+def _largest_of_channels(layer: nn.Module, behind: bool) -> Tensor:
+    """The size of the largest weight of each channel."""
+    weight: Tensor = layer.get_parameter("weight").detach()
+    sizes = weight.abs().reshape(*weight.shape[:2], -1)
+    rows = _of_rows(layer, behind)
+    return (
+        sizes.amax((1, 2))
+        if rows
+        else sizes.reshape(_groups(layer), -1, *sizes.shape[1:]).amax((1, 3)).flatten()
+    )
+
+
+def _of_rows(layer: nn.Module, behind: bool) -> bool:
+    """Tell whether the channels are the first dimension of the weight, which transposed convolutions have the other way round."""
+    return behind != getattr(layer, "transposed", False)
+
+
+def _groups(layer: nn.Module) -> int:
+    return int(getattr(layer, "groups", 1))
+
+
+def _takes_zeros(layer: nn.Module) -> bool:
+    """Tell whether a layer computes some outputs of zeros beside its input."""
+    padding = getattr(layer, "padding", "valid")
+    pads = padding != "valid" if isinstance(padding, str) else any(padding)
+    return getattr(layer, "transposed", False) or (pads and getattr(layer, "padding_mode", "") == "zeros")

@@ -1,0 +1,115 @@
+"""MergeConvs: merged where options agree and slices will do, refused with a reason where they will not."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt import MergeConvs
+from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+
+X = torch.randn(2, 4, 6, 5)
+
+
+class Branches(nn.Module):
+    """Two convolutions on one input, used as `use` says."""
+
+    def __init__(self, left=None, right=None, use=None):
+        super().__init__()
+        self.left, self.right = left or nn.Conv2d(4, 3, 3), right or nn.Conv2d(4, 2, 3)
+        self.use = use or (lambda m, x: (m.left(x).relu(), m.right(x) * 2))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+@pytest.mark.parametrize("trace", [fx_trace, fxopt_trace])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"stride": 2, "padding": 1, "dilation": 2},
+        {"padding": "same", "padding_mode": "reflect"},
+    ],
+)
+def test_merges(options, trace):
+    model = Branches(nn.Conv2d(4, 3, 3, **options), nn.Conv2d(4, 2, 3, **options))
+    after = rewritten(MergeConvs(), model, X, sites=1, trace=trace)
+    assert after.fxopt_merged_left_right.out_channels == 5
+    if trace is fxopt_trace:
+        (merged,) = MergeConvs().get_transformed_nodes(after)
+        assert merged.meta["val"].shape == merged.graph.owning_module.fxopt_merged_left_right(X).shape
+
+
+@pytest.mark.parametrize(("kind", "x"), [(nn.Conv1d, X[0]), (nn.Conv3d, X[:, :, None].repeat(1, 1, 4, 1, 1))])
+def test_of_other_dimensions_and_without_a_batch(kind, x):
+    channels = x.shape[-kind(1, 1, 1).weight.ndim + 1]
+    rewritten(MergeConvs(), Branches(kind(channels, 3, 3), kind(channels, 2, 3)), x, sites=1)
+
+
+def test_without_a_batch():
+    rewritten(MergeConvs(), Branches(), X[0], sites=1)
+
+
+def test_only_some_have_a_bias():
+    rewritten(MergeConvs(), Branches(right=nn.Conv2d(4, 2, 3, bias=False)), X, sites=1)
+
+
+def test_memory_formats_come_back():
+    model = Branches().to(memory_format=torch.channels_last)
+    after = rewritten(MergeConvs(), model, X, sites=1)
+    undone = MergeConvs()(after, reverse=True)
+    assert undone.left.weight.stride() == model.left.weight.stride()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 2},
+        {"padding": 1},
+        {"dilation": 2},
+        {"kernel_size": 1},
+        {"padding": "same", "padding_mode": "reflect"},
+    ],
+)
+def test_other_options_are_refused(options):
+    right = nn.Conv2d(4, 2, **({"kernel_size": 3} | options))
+    model = Branches(nn.Conv2d(4, 3, 3, padding="same") if "padding_mode" in options else None, right)
+    refused(MergeConvs(), model, X, reason="training flag or options")
+
+
+def test_other_memory_formats_are_refused():
+    model = Branches(right=nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last))
+    refused(MergeConvs(), model, X, reason="training flag or options")
+
+
+def test_groups_are_refused():
+    model = Branches(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 3, groups=2))
+    refused(MergeConvs(), model, X, reason="it has 2 groups")
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda m, x: (m.left(x).view(2, -1), m.right(x)), "depends on the memory layout"),
+        (lambda m, x: (m.left(x), m.right(x), m.left.weight), "reads left.weight"),
+        (lambda m, x: (m.left(x), m.right(x), m.left(x * 2)), "also called by"),
+    ],
+)
+def test_other_uses_are_refused(use, reason):
+    refused(MergeConvs(), Branches(use=use), X, reason=reason)
+
+
+def test_a_write_between_is_refused():
+    def use(m, x):
+        h = x * 1
+        y = m.left(h)
+        h.add_(1)
+        return y, m.right(h)
+
+    refused(MergeConvs(), Branches(use=use), X, reason="a write or side effect stands between")
+
+
+def test_other_kinds_are_left_alone():
+    model = Branches(nn.ConvTranspose2d(4, 3, 3), nn.ConvTranspose2d(4, 2, 3))
+    assert not MergeConvs().explain(torch.fx.symbolic_trace(model)).rows
