@@ -30,6 +30,7 @@ from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_identity import RemoveIdentity
+from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.rewriting.explanation import Refusal
@@ -63,6 +64,7 @@ __all__ = [
     "QuantizeLinears",
     "Refusal",
     "RemoveIdentity",
+    "RemoveRepeatedHeads",
     "ReplaceActivation",
     "ReversibleRewrite",
     "ReversibleTransformation",

@@ -23,6 +23,7 @@ from fxopt import (
     MergeLinears,
     PassError,
     RemoveIdentity,
+    RemoveRepeatedHeads,
     ReplaceActivation,
     UndoError,
     undo,
@@ -60,6 +61,7 @@ IDLE = (
     fxopt.FuseEpilogues,
     fxopt.QuantizeLinears,
     RemoveIdentity,
+    RemoveRepeatedHeads,
 )
 """Passes with nothing to do in the model here."""
 

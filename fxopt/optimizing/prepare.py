@@ -35,6 +35,7 @@ from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_identity import RemoveIdentity
+from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
@@ -152,6 +153,7 @@ def _pipeline(options: Options) -> list[Rewrite[Any]]:
         FuseBatchNorm1dInLinear(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
+        RemoveRepeatedHeads(),
         EliminateDeadCode(),
         *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),

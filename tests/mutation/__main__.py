@@ -47,6 +47,7 @@ _FIRST = {
         *("tests/passes/test_undo_folds.py", "tests/hazards/test_gradients_and_buffers.py"),
     ],
     "attention.py": ["tests/passes/test_fuse_attention.py"],
+    "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "layouts.py": ["tests/passes/test_packing.py"],
     "passes/pack_convs.py": ["tests/passes/test_packing.py"],

@@ -91,6 +91,15 @@ class Attention(nn.Module):
         return (weights @ rows)[0]
 
 
+class Grouped(nn.Module):
+    """Attention whose queries have twice as many heads as its keys and values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x[None, None].expand(1, 2, 2, WIDTH)
+        heads = x[None, None][:, :, None].expand(1, 1, 2, 2, WIDTH).reshape(1, 2, 2, WIDTH)
+        return nn.functional.scaled_dot_product_attention(query, heads, heads)[0, 0]
+
+
 class Checks(nn.Module):
     """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
@@ -109,6 +118,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         "FuseAttention": Attention,
         "FuseEpilogues": Packed,
         "QuantizeLinears": Wide,
+        "RemoveRepeatedHeads": Grouped,
     }
     if name in own:
         return own[name]
@@ -120,7 +130,7 @@ def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
     shape = (2, WIDTH, 4, 4) if kind is Convolution else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
-    if kind is Constant:  # there are no constants where nobody checks sizes
+    if kind in (Constant, Grouped):  # which have to be the same in every run
         graph_module.add_submodule("checks", Checks())
         (x,) = graph_module.graph.find_nodes(op="placeholder")
         with graph_module.graph.inserting_after(x):
