@@ -90,6 +90,10 @@ class Graphs:
             self._forgotten += bool(self._graphs)
             self._start()
 
+    def trained(self) -> None:
+        """Take note that the weights may have been trained, in a way that leaves their versions as they were."""
+        self._trains = True
+
     @property
     def report(self) -> Report:
         """The graphs that were made so far."""
