@@ -69,7 +69,7 @@ class Graphs:
         self, module: nn.Module, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None
     ) -> None:
         self._module, self._twin = module, twin
-        self._options, self._dynamic = options, dynamic
+        self.options, self._dynamic = options, dynamic
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._forgotten = 0
@@ -93,6 +93,12 @@ class Graphs:
     def trained(self) -> None:
         """Take note that the weights may have been trained, in a way that leaves their versions as they were."""
         self._trains = True
+
+    def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[TracedModule, ...]]:
+        """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
+        if self._has_changed():
+            self.forget()
+        return {(key[0], tuple(key[1:])): graphs for key, graphs in self._graphs.items()}
 
     @property
     def report(self) -> Report:
@@ -172,7 +178,7 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    traced, report = prepare(self._twin(), inputs, dynamic, self._options, title)
+                    traced, report = prepare(self._twin(), inputs, dynamic, self.options, title)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 traced, report = None, GraphReport(title, reason=reason)
@@ -209,13 +215,16 @@ class Graphs:
             return (
                 f"its weights, modules or options have changed {_MOST_FORGOTTEN} times since it was optimized"
             )
-        if self._watched is not None:
-            if self._watched.changed() or (self._trains and self._watched.trained()):
-                if swapped(self._module):
-                    return ""
-                self.forget()
-            self._trains = False
+        if self._has_changed():
+            if swapped(self._module):
+                return ""
+            self.forget()
+        self._trains = False
         return None
+
+    def _has_changed(self) -> bool:
+        watched = self._watched
+        return watched is not None and (watched.changed() or (self._trains and watched.trained()))
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:

@@ -14,11 +14,9 @@ from fxopt.errors import PassError
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
 from fxopt.optimizing.report import Report
-from fxopt.rewriting.history import STANDS_FOR
+from fxopt.rewriting.history import GRAPHS, STANDS_FOR
 
 M = TypeVar("M", bound=nn.Module)
-
-_GRAPHS = "_fxopt_graphs"
 
 
 def optimize(
@@ -74,14 +72,14 @@ def optimize(
     _check(model, args, kwargs, precision)
     fast = _standing_for(model, Options(precision, tune), dynamic_shapes)
     if args or kwargs:
-        graphs: Graphs = fast.__dict__[_GRAPHS]
+        graphs: Graphs = fast.__dict__[GRAPHS]
         graphs.make(Inputs(tuple(args), dict(kwargs or {})))
     return fast
 
 
 def graphs_of(fast: nn.Module) -> Graphs:
     """The graphs of a module that `optimize` has made."""
-    graphs: Graphs = vars(fast)[_GRAPHS]
+    graphs: Graphs = vars(fast)[GRAPHS]
     return graphs
 
 
@@ -132,13 +130,13 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
 
     def twin() -> nn.Module:
         attributes = {
-            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, _GRAPHS) and "hooks" not in n
+            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, GRAPHS) and "hooks" not in n
         }
         made = _shared(model, type(model))
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
         return made
 
-    fast.__dict__[_GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
+    fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
     return fast
 
 
@@ -163,7 +161,7 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         if graphs is None:
             return cls.forward(self, *args, **kwargs)
         model = self.__dict__[STANDS_FOR]
@@ -172,18 +170,18 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = cls._apply(self, *args, **kwargs)
-        if _GRAPHS in vars(self):
-            vars(self)[_GRAPHS].forget()
+        if GRAPHS in vars(self):
+            vars(self)[GRAPHS].forget()
         return found
 
     def reduce(self: Any, protocol: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         if graphs is None:
             return cls.__reduce_ex__(self, protocol)
-        return _standing_for, (self.__dict__[STANDS_FOR], graphs._options, graphs._dynamic)
+        return _standing_for, (self.__dict__[STANDS_FOR], graphs.options, graphs._dynamic)
 
     def report(self: Any) -> Report:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         return Report() if graphs is None else graphs.report
 
     members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce}

@@ -49,7 +49,7 @@ ATTENTION = (
     Fault("attention: strides do not matter", _PASS, "[\"contiguous\"] * site.contiguous", "[]", BEHIND),
     Fault("attention: its keys stay", _PASS, "        if not attention.key.users:\n            rewriter.erase(attention.key)  # which was only turned\n", ""),
     # --- repeated heads
-    Fault("heads: any index", _HEADS, "all(key in (None, Ellipsis) or isinstance(key, slice) for key in keys)", "True", SITE),
+    Fault("heads: any index", _HEADS, "isinstance(key, slice) for key in keys", "True for key in keys", SITE),
     Fault("heads: copies of other heads", _HEADS, "alike(grouped, (batch, count, 1, *rest)) and ", "", SITE),
     Fault("heads: elements in another order", _HEADS, "tuple(steps) if fits and alike(flat, (batch, count * copied[2], *rest)) else ()", "tuple(steps) if fits else ()"),
     Fault("heads: writes are ignored", _HEADS, "index.memory.write_between(steps[0], node, source)", "None"),
