@@ -149,63 +149,45 @@ def _size(node: Node, inputs: Sequence[Node]) -> tuple[Node, int] | None:
 def _layer(node: Node, held: Mapping[Node, Tensor]) -> tuple[Node, nn.Module] | None:
     """The layer that computes what a node does, with tensors that are held, and its input; None where there is none."""
     name = name_of(node)
-    given = dict(zip(_PARAMETERS.get(name, ()), node.args, strict=False)) | node.kwargs
-    nodes = {n: each for n in _TENSORS if (each := given.pop(n, None)) is not None}
+    given: dict[str, Any] = dict(zip(_PARAMETERS.get(name, ()), node.args, strict=False)) | node.kwargs
+    nodes: dict[str, Node] = {n: each for n in _TENSORS if (each := given.pop(n, None)) is not None}
     value = given.pop("input", None)
-    if (
-        not isinstance(value, Node)
-        or value in held
-        or not nodes
-        or not all(each in held for each in nodes.values())
-    ):
+    if name not in _PARAMETERS or not isinstance(value, Node) or value in held:
+        return None
+    if not nodes or not all(each in held for each in nodes.values()):
         return None
     tensors = {n: held[each] for n, each in nodes.items()}
-    parameters = {n: tensors.pop(n) for n in ("weight", "bias") if n in tensors}
-    if not all(isinstance(each, nn.Parameter) for each in parameters.values()):
-        return None
-    layer = _made(name, value, given, parameters, tensors)
+    layer = _norm(value, given, tensors) if name == "batch_norm" else _product(given, **tensors)
     if layer is None:
         return None
-    layer._parameters.update(parameters)
-    layer._buffers.update(tensors)
+    for n, tensor in tensors.items():
+        registry: Any = layer._parameters if isinstance(tensor, nn.Parameter) else layer._buffers
+        registry[n] = tensor
     return value, layer
 
 
-def _made(
-    name: str,
-    value: Any,
-    options: dict[str, Any],
-    parameters: Mapping[str, Tensor],
-    statistics: Mapping[str, Tensor],
-) -> nn.Module | None:
-    """A layer without weights of its own."""
-    weight = parameters.get("weight")
-    if name == "batch_norm":
-        described = value.meta.get("example_value")
-        kind = _NORMS.get(described.dim()) if isinstance(described, Tensor) else None
-        if (
-            kind is None
-            or options.pop("training", False) is not False
-            or len(parameters) == 1
-            or len(statistics) != 2
-        ):
-            return None
-        return kind(*statistics["running_mean"].shape, **options, affine=weight is not None)
-    if weight is None:
+def _norm(value: Node, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module | None:
+    """A normalization by statistics, which do not change, without weights of its own."""
+    described = value.meta.get("example_value")
+    kind: Any = _NORMS.get(described.dim()) if isinstance(described, Tensor) else None
+    affine = {"weight", "bias"} & tensors.keys()
+    learned = all(isinstance(tensors[n], nn.Parameter) for n in affine) and len(affine) != 1
+    if kind is None or options.pop("training", False) is not False or len(tensors) - len(affine) != 2:
         return None
-    if name == "linear":
-        fits = weight.dim() == 2
-        return nn.Linear(*reversed(weight.shape), bias="bias" in parameters, device="meta") if fits else None
+    made: nn.Module = kind(*tensors["running_mean"].shape, **options, affine=bool(affine))
+    return made if learned else None
+
+
+def _product(options: Mapping[str, Any], weight: Any = None, bias: Any = None) -> nn.Module | None:
+    """A linear layer or a convolution, without weights of its own."""
+    if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None) or weight.dim() < 2:
+        return None
     out, inner, *kernel = weight.shape
-    kind = _CONVS[len(kernel)]
-    return kind(
-        inner * options.get("groups", 1),
-        out,
-        tuple(kernel),
-        **options,
-        bias="bias" in parameters,
-        device="meta",
-    )
+    fixed: dict[str, Any] = {"bias": bias is not None, "device": "meta", **options}
+    if not kernel:
+        return nn.Linear(inner, out, **fixed)
+    made: nn.Module = _CONVS[len(kernel)](inner * options.get("groups", 1), out, tuple(kernel), **fixed)
+    return made
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -132,7 +132,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
     if isinstance(module, GraphModule):
         return [((0, ()), module)]
     if isinstance(module, GraphSet):
-        return list(zip(module.calls, module.graphs, strict=True))
+        return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
     if GRAPHS not in vars(module):
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."

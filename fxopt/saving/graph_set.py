@@ -27,9 +27,10 @@ class GraphSet(nn.Module):
 
     def __init__(self, graphs: Iterable[tuple[Call, GraphModule]], tune: bool) -> None:
         super().__init__()
-        self.calls, made = zip(*graphs, strict=True)
-        self.graphs, self.tune = nn.ModuleList(made), tune
-        self.training = self.graphs[0].training
+        found = list(graphs)
+        self.calls, self.tune = tuple(call for call, _ in found), tune
+        self.graphs = nn.ModuleList(graph for _, graph in found)
+        self.training = found[0][1].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does; GuardError where no graph was made for such inputs."""
