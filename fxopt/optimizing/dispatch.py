@@ -80,6 +80,9 @@ class Graphs:
         self._calls: dict[Any, _Calls] = {}
         self._failures = 0
         self._reports: list[GraphReport] = []
+        self.parts: dict[
+            int, nn.Module
+        ] = {}  # optimized parts of the module that are called by themselves, by their ids
         self._parameters = list(self._module.parameters())
         self._watched: Watched | None = None  # made with the first graph
         self._trains = False  # whether gradients were recorded meanwhile
@@ -103,7 +106,7 @@ class Graphs:
     @property
     def report(self) -> Report:
         """The graphs that were made so far."""
-        return Report(self._reports)
+        return Report([*self._reports, *(each for part in self.parts.values() for each in part.report)])
 
     def run(self, eager: Callable[..., Any], inputs: Inputs, training: bool) -> Any:
         """Compute the forward: by a graph where there is one for these inputs, else by `eager`."""

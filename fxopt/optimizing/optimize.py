@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxopt.errors import PassError
+from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
 from fxopt.optimizing.report import Report
@@ -134,6 +135,8 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
         }
         made = _shared(model, type(model))
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
+        # Those of the module itself run around its forward, which is what the graph stands for.
+        made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
         return made
 
     fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
@@ -180,14 +183,38 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
             return cls.__reduce_ex__(self, protocol)
         return _standing_for, (self.__dict__[STANDS_FOR], graphs.options, graphs._dynamic)
 
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder = cls.get_encoder(self, *args, **kwargs)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
+        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
+        return _optimized_part(graphs, encoder) if graphs is not None and alone else encoder
+
     def report(self: Any) -> Report:
         graphs: Graphs | None = vars(self).get(GRAPHS)
         return Report() if graphs is None else graphs.report
 
     members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce}
     members |= {"report": property(report)} if reports else {}
+    members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)
+
+
+def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
+    """A part of an optimized module that is called by itself, as `generate()` does with encoders, optimized as that is."""
+    made = graphs.parts.get(id(part))
+    if made is None:
+        try:
+            made = optimize(part, precision=graphs.options.precision, tune=graphs.options.tune)
+        except PassError:  # it is in training mode, or nothing that can be optimized
+            return part
+        graphs.parts[id(part)] = made
+    if "forward" in vars(part):
+        return part
+    made.__dict__.update(
+        vars(part)
+    )  # it has the same weights, flags and hooks, also where these are others by now
+    return made
 
 
 class _Subclass:

@@ -70,6 +70,12 @@ NO_SITE = {
     "elements in another order": lambda m, q, k: ATTEND(
         q, *(k[:, :, None].expand(2, 2, 3, 5, 4).reshape(2, 3, 2, 5, 4).flatten(1, 2),) * 2
     ),
+    "heads that take turns": lambda m, q, k: ATTEND(
+        q[:, :4], *(k[:, None].expand(2, 2, 2, 5, 4).reshape(2, 4, 5, 4),) * 2
+    ),
+    "more keys": lambda m, q, k: ATTEND(
+        q[:, :2], *(k[:, :, None].expand(2, 2, 3, 5, 4).reshape(2, 2, 15, 4),) * 2
+    ),
     "fewer keys": lambda m, q, k: ATTEND(
         q, *(k[:, :, None, 1:].expand(2, 2, 3, 4, 4).reshape(2, 6, 4, 4),) * 2
     ),
