@@ -80,9 +80,8 @@ class Graphs:
         self._calls: dict[Any, _Calls] = {}
         self._failures = 0
         self._reports: list[GraphReport] = []
-        self.parts: dict[
-            int, nn.Module
-        ] = {}  # optimized parts of the module that are called by themselves, by their ids
+        # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
+        self.parts: dict[int, Any] = {}
         self._parameters = list(self._module.parameters())
         self._watched: Watched | None = None  # made with the first graph
         self._trains = False  # whether gradients were recorded meanwhile

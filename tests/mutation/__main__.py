@@ -52,6 +52,8 @@ _FIRST = {
     "layouts.py": ["tests/passes/test_packing.py"],
     "passes/pack_convs.py": ["tests/passes/test_packing.py"],
     "passes/fuse_epilogues.py": ["tests/passes/test_packing.py"],
+    "optimizing/backend.py": ["tests/optimizing/test_backend.py"],
+    "saving": [f"tests/{name}.py" for name in ("optimizing/test_saving_optimized", "test_saving")],
     "optimizing": [f"tests/optimizing/test_{name}.py" for name in ("optimize", "generation")],
     "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
     "slicing.py": ["tests/passes/test_merge_linears.py", "tests/hazards/test_numbers_and_writes.py"],
