@@ -42,7 +42,7 @@ def compile_graph(
     Example:
         >>> import fxopt, torch
         >>> model, x = torch.nn.Linear(8, 4).eval(), torch.randn(2, 8)
-        >>> fast = torch.compile(model, backend="fxopt", options={"precision": "float32"})
+        >>> fast = torch.compile(model, backend="fxopt", options={"tune": False})
         >>> with torch.no_grad():
         ...     torch.allclose(fast(x), model(x), atol=1e-6)
         True

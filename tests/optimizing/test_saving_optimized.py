@@ -137,7 +137,7 @@ def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypa
 
 
 @torch.no_grad()
-def test_int8_stays(tmp_path):
+def test_int8_stays(tmp_path, monkeypatch):
     if "int8" not in kernels_for(nn.Linear(64, 64), rounding=True):
         pytest.skip("this build of torch has no kernel for int8")
     model, x = randomise(nn.Sequential(nn.Linear(64, 64)).eval()), torch.randn(1, 64)
@@ -145,10 +145,11 @@ def test_int8_stays(tmp_path):
     loaded = reloaded(fast, tmp_path)
     assert [m.kernel for m in loaded.modules() if isinstance(m, PackedLinear)] == ["int8"]
     assert torch.equal(loaded(x), fast(x))
+    asked = []
+    monkeypatch.setattr(graph_set, "fastest", lambda *_, rounding: (asked.append(rounding) or "int8", {}))
     loaded.tune = True
-    assert not torch.equal(loaded(x), model(x))
     loaded.choose_kernels()
-    torch.testing.assert_close(loaded(x), model(x), atol=0.1, rtol=0.1)
+    assert asked == [True]
 
 
 @torch.no_grad()
