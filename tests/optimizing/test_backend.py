@@ -107,6 +107,7 @@ def test_other_functions_with_weights_stay_what_they_are(made):
             x = F.layer_norm(input=x, normalized_shape=(16,), weight=self.weight, bias=self.bias)
             x = x + F.prelu(input=x, weight=self.weight[:1]) + F.linear(self.square, x, None).sum()
             x = x + F.linear(weight=self.flat, input=x)[:, None]
+            x = x + F.embedding(input=torch.arange(x.shape[0]), weight=self.square)
             return F.linear(weight=self.square, bias=self.bias[:4], input=x), F.linear(
                 input=x, weight=self.square
             )
