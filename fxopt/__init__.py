@@ -14,6 +14,7 @@ from fxopt.errors import (
     UnverifiedWarning,
     VerificationWarning,
 )
+from fxopt.optimizing import backend as _backend  # noqa: F401 - torch.compile finds it by its name
 from fxopt.optimizing.optimize import optimize
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
@@ -35,6 +36,7 @@ from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
+from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.rewriting.explanation import Refusal
@@ -73,6 +75,7 @@ __all__ = [
     "Refusal",
     "RemoveCopies",
     "RemoveIdentity",
+    "RemoveRepeatedHeads",
     "ReplaceActivation",
     "ReversibleRewrite",
     "ReversibleTransformation",

@@ -13,11 +13,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
 from fxopt import graph
 from fxopt.constants import computed_constant, constants_of
+from fxopt.graph import alike
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, name_of
 from fxopt.submodules import attribute
@@ -280,20 +280,20 @@ class AttentionReader:
         (*front, rows, columns), (*behind, _, _) = _value(steps[0]).shape, _value(steps[-1]).shape
         query, key, value = (_value(node).shape for node in inputs)
         inner = (query[-1], columns) if turned else (columns, query[-1])
-        fits = _alike(query[:-1], (*front, rows)) and _alike(key, (*front, *inner))
-        if not fits or not _alike(value[:-1], (*behind, columns)):
+        fits = alike(query[:-1], (*front, rows)) and alike(key, (*front, *inner))
+        if not fits or not alike(value[:-1], (*behind, columns)):
             raise Obstacle("queries, keys and values are broadcast to each other")
         shapes = [_value(step).shape for step in steps]
         for before, after, step in zip(shapes, shapes[1:], steps[1:], strict=False):
-            regrouped = self._name(step) in _VIEWS and self._index.guard and _alike(before[-2:], after[-2:])
-            if not regrouped and not _alike(before, after):
+            regrouped = self._name(step) in _VIEWS and self._index.guard and alike(before[-2:], after[-2:])
+            if not regrouped and not alike(before, after):
                 raise Obstacle(f"{step.name} changes the shape of the scores")
         if not all(len(shape) in (3, 4) for shape in shapes):
             raise Obstacle("the scores do not have 3 or 4 dimensions")
         if not all(_value(mask.node).shape for mask in masks):
             raise Obstacle("a mask is one number")
         grouped = [shape[:2] for shape in shapes if len(shape) == 4]
-        if not all(_alike(grouped[0], sizes) for sizes in grouped):
+        if not all(alike(grouped[0], sizes) for sizes in grouped):
             raise Obstacle("batch and heads are grouped in two ways")
         if not grouped or len(grouped) == len(shapes):
             return None
@@ -408,14 +408,6 @@ def _value(node: Node) -> Tensor:
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp"
         )
     return value
-
-
-def _alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether sizes are the same in every run: written alike, or so by what the trace has found out."""
-    return len(sizes) == len(others) and all(
-        str(size) == str(other) or statically_known_true(size == other)
-        for size, other in zip(sizes, others, strict=True)
-    )
 
 
 def _stop(reason: str | None) -> None:

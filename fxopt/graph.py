@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_any, tree_map
 
 
@@ -174,6 +175,14 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
         FakeTensor(described.fake_mode, empty, described.device)
         if isinstance(described, FakeTensor)
         else empty
+    )
+
+
+def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether sizes are the same in every run: written alike, or so by what the trace has found out."""
+    return len(sizes) == len(others) and all(
+        str(size) == str(other) or statically_known_true(size == other)
+        for size, other in zip(sizes, others, strict=True)
     )
 
 

@@ -23,6 +23,7 @@ from fxopt import (
     MergeLinears,
     PassError,
     RemoveIdentity,
+    RemoveRepeatedHeads,
     ReplaceActivation,
     UndoError,
     undo,
@@ -63,6 +64,7 @@ IDLE = (
     fxopt.QuantizeLinears,
     fxopt.RemoveCopies,
     RemoveIdentity,
+    RemoveRepeatedHeads,
 )
 """Passes with nothing to do in the model here."""
 

@@ -108,7 +108,7 @@ def test_a_newer_format(folder):
 
     change(folder, newer)
     with pytest.raises(
-        fxopt.LoadError, match=r"format 2, written by fxopt 9.1; this fxopt reads up to 1. Update fxopt"
+        fxopt.LoadError, match=r"format 3, written by fxopt 9.1; this fxopt reads up to 2. Update fxopt"
     ):
         fxopt.load(folder)
 

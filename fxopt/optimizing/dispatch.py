@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
@@ -69,7 +70,7 @@ class Graphs:
         self, module: nn.Module, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None
     ) -> None:
         self._module, self._twin = module, twin
-        self._options, self._dynamic = options, dynamic
+        self.options, self._dynamic = options, dynamic
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._forgotten = 0
@@ -80,6 +81,8 @@ class Graphs:
         self._calls: dict[Any, _Calls] = {}
         self._failures = 0
         self._reports: list[GraphReport] = []
+        # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
+        self.parts: dict[int, Any] = {}
         self._parameters = list(self._module.parameters())
         self._watched: Watched | None = None  # made with the first graph
         self._trains = False  # whether gradients were recorded meanwhile
@@ -90,10 +93,23 @@ class Graphs:
             self._forgotten += bool(self._graphs)
             self._start()
 
+    def trained(self) -> None:
+        """Take note that the weights may have been trained, in a way that leaves their versions as they were."""
+        self._trains = True
+
+    def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
+        """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
+        if self._has_changed():
+            self.forget()
+        return {
+            (key[0], tuple(key[1:])): tuple(each.traced for each in lowered)
+            for key, lowered in self._graphs.items()
+        }
+
     @property
     def report(self) -> Report:
         """The graphs that were made so far."""
-        return Report(self._reports)
+        return Report([*self._reports, *(each for part in self.parts.values() for each in part.report)])
 
     def run(self, eager: Callable[..., Any], inputs: Inputs, training: bool) -> Any:
         """Compute the forward: by a graph where there is one for these inputs, else by `eager`."""
@@ -166,7 +182,7 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(self._twin(), inputs, dynamic, self._options, title)
+                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)
@@ -204,13 +220,16 @@ class Graphs:
             return (
                 f"its weights, modules or options have changed {_MOST_FORGOTTEN} times since it was optimized"
             )
-        if self._watched is not None:
-            if self._watched.changed() or (self._trains and self._watched.trained()):
-                if swapped(self._module):
-                    return ""
-                self.forget()
-            self._trains = False
+        if self._has_changed():
+            if swapped(self._module):
+                return ""
+            self.forget()
+        self._trains = False
         return None
+
+    def _has_changed(self) -> bool:
+        watched = self._watched
+        return watched is not None and (watched.changed() or (self._trains and watched.trained()))
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from fxopt.errors import PassError
+from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
 from fxopt.optimizing.report import Report
-from fxopt.rewriting.history import STANDS_FOR
+from fxopt.rewriting.history import GRAPHS, STANDS_FOR
 
 M = TypeVar("M", bound=nn.Module)
-
-_GRAPHS = "_fxopt_graphs"
 
 
 def optimize(
@@ -74,9 +73,15 @@ def optimize(
     _check(model, args, kwargs, precision)
     fast = _standing_for(model, Options(precision, tune), dynamic_shapes)
     if args or kwargs:
-        graphs: Graphs = fast.__dict__[_GRAPHS]
+        graphs: Graphs = fast.__dict__[GRAPHS]
         graphs.make(Inputs(tuple(args), dict(kwargs or {})))
     return fast
+
+
+def graphs_of(fast: nn.Module) -> Graphs:
+    """The graphs of a module that `optimize` has made."""
+    graphs: Graphs = vars(fast)[GRAPHS]
+    return graphs
 
 
 def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
@@ -126,13 +131,15 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
 
     def twin() -> nn.Module:
         attributes = {
-            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, _GRAPHS) and "hooks" not in n
+            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, GRAPHS) and "hooks" not in n
         }
         made = _shared(model, type(model))
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
+        # Those of the module itself run around its forward, which is what the graph stands for.
+        made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
         return made
 
-    fast.__dict__[_GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
+    fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
     return fast
 
 
@@ -157,7 +164,7 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         if graphs is None:
             return cls.forward(self, *args, **kwargs)
         model = self.__dict__[STANDS_FOR]
@@ -166,24 +173,48 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = cls._apply(self, *args, **kwargs)
-        if _GRAPHS in vars(self):
-            vars(self)[_GRAPHS].forget()
+        if GRAPHS in vars(self):
+            vars(self)[GRAPHS].forget()
         return found
 
     def reduce(self: Any, protocol: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         if graphs is None:
             return cls.__reduce_ex__(self, protocol)
-        return _standing_for, (self.__dict__[STANDS_FOR], graphs._options, graphs._dynamic)
+        return _standing_for, (self.__dict__[STANDS_FOR], graphs.options, graphs._dynamic)
+
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder = cls.get_encoder(self, *args, **kwargs)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
+        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
+        return _optimized_part(graphs, encoder) if graphs is not None and alone else encoder
 
     def report(self: Any) -> Report:
-        graphs: Graphs | None = vars(self).get(_GRAPHS)
+        graphs: Graphs | None = vars(self).get(GRAPHS)
         return Report() if graphs is None else graphs.report
 
     members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce}
     members |= {"report": property(report)} if reports else {}
+    members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)
+
+
+def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
+    """A part of an optimized module that is called by itself, as `generate()` does with encoders, optimized as that is."""
+    made = graphs.parts.get(id(part))
+    if made is None:
+        try:
+            made = optimize(part, precision=graphs.options.precision, tune=graphs.options.tune)
+        except PassError:  # it is in training mode, or nothing that can be optimized
+            return part
+        graphs.parts[id(part)] = made
+    if "forward" in vars(part):
+        return part
+    made.__dict__.update(
+        vars(part)
+    )  # it has the same weights, flags and hooks, also where these are others by now
+    return made
 
 
 class _Subclass:

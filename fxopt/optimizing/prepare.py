@@ -37,6 +37,7 @@ from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
+from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
@@ -155,6 +156,7 @@ def _pipeline(options: Options) -> list[Rewrite[Any]]:
         FoldScaleBehindLayers(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
+        RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),
         *([MergeFasterLinears()] if options.tune and options.precision != "int8" else []),

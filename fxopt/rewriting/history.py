@@ -54,6 +54,9 @@ def history(graph_module: GraphModule) -> History:
 STANDS_FOR = "_fxopt_stands_for"
 """Where a module that `fxopt.optimize` made keeps the model that it was made of."""
 
+GRAPHS = "_fxopt_graphs"
+"""Where it keeps its graphs."""
+
 
 def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     """Undo what was applied last; the graph module changes in place.

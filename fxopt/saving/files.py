@@ -21,7 +21,7 @@ from torch import Tensor
 from fxopt.errors import LoadError, SaveError
 
 GRAPH, WEIGHTS = "graph.json", "model.safetensors"
-FORMAT = 1
+FORMAT = 2
 """The number of the format; a newer one is refused."""
 
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError, LoadError, SaveError
-from fxopt.rewriting.history import STANDS_FOR
+from fxopt.rewriting.history import GRAPHS
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
 from fxopt.saving.allowed import NameRefused, Names, is_identifier
+from fxopt.saving.graph_set import Call, GraphSet
 from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
 from fxopt.saving.tensors import TensorTable, restored
 from fxopt.saving.values import NotData
 
 
-def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
+def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
     """Save a graph module as data: its graph in `graph.json`, its tensors in `model.safetensors`.
 
     Everything goes to the file that the graph runs with: layers, parameters and buffers (those that are not persistent,
@@ -30,8 +31,10 @@ def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterab
     values in `node.meta["val"]`, without which passes may refuse more (apply them first), `gm.meta`, and a `.config` that
     is not rebuilt from its `to_dict()`. A pass whose changes are no data stays in `fxopt.history` and cannot be undone.
 
+    Of a module that `fxopt.optimize` made, the graphs are saved that it has so far, and no record of passes.
+
     Args:
-        module: a captured module, or any `torch.fx.GraphModule`.
+        module: a captured module, any `torch.fx.GraphModule`, or a module that `fxopt.optimize` made.
         folder: where it goes: a new folder, an empty one, or one that `save` wrote, which is replaced as a whole.
         trusted: classes and functions of yours that the graph calls or has as layers; `load` needs the same.
 
@@ -47,30 +50,19 @@ def save(module: GraphModule, folder: str | os.PathLike[str], *, trusted: Iterab
         ...     fxopt.load(folder).code == traced.code
         True
     """
-    if STANDS_FOR in vars(module):
-        raise SaveError(
-            "a module of fxopt.optimize holds graphs and kernels that were chosen for this machine: save the model "
-            "(save_pretrained, or its state_dict) and optimize it where it is loaded, or save a graph of it to which "
-            "PackConvs, PackLinears and FuseEpilogues were applied."
-        )
+    names, found = Names(trusted), _graphs_in(module)
+    tensors = TensorTable(_names_of_tensors([graph for _, graph in found]))
+    written = [_written(graph, names, tensors, records=graph is module) for _, graph in found]
+    document = written[0]
     if not isinstance(module, GraphModule):
-        raise SaveError(
-            f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
-        )
-    names = Names(trusted)
-    find_record(module)  # puts marks back that a pickle has dropped
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = TensorTable({id(tensor): name for name, tensor in named})
-    writer = ModuleWriter(names, tensors)
-    document: dict[str, Any] = {"class_name": module.__class__.__name__}
-    document |= write_graph(module.graph, names)
-    writer.write_root(module)
-    document["modules"] = writer.written
+        calls = [[count, list(given)] for (count, given), _ in found]
+        document = {"tune": _is_tuned(module), "calls": calls, "graphs": written}
     try:
         entries, document["tensors"] = tensors.stored()
     except NotData as error:
         raise SaveError(f"the graph module holds {error}, which cannot be saved.") from None
-    _prove(module, document, names, tensors.tensors)
+    for (_, graph), data in zip(found, written, strict=True):
+        _prove(graph, data, names, tensors.tensors)
     files.write(Path(folder), document, entries)
 
 
@@ -79,7 +71,7 @@ def load(
     *,
     device: torch.device | str | None = None,
     trusted: Iterable[Any] = (),
-) -> GraphModule:
+) -> Any:
     """Load what `save` wrote: the same graph, code, names, weights, guards and outputs.
 
     Nothing is unpickled and no code out of the folder runs: operators and classes are looked up by name among those that
@@ -92,7 +84,9 @@ def load(
         trusted: the same classes and functions as for `save`.
 
     Returns:
-        A `TracedModule`, or a `torch.fx.GraphModule` where one was saved.
+        A `TracedModule`, or a `torch.fx.GraphModule` where one was saved. Of a module that `fxopt.optimize` made, a module
+        that computes the same by its graphs, with the kernels that are the fastest on this machine for the layers that had
+        one. It is not of the model's class, has no `generate()`, and raises a `GuardError` for inputs that no graph takes.
 
     Raises:
         LoadError: a file is missing, cut off, changed, or of a newer format; the graph names what is refused, or what is
@@ -109,7 +103,13 @@ def load(
     document, entries = files.read(place)
     try:
         tensors = restored(entries, document["tensors"], None if device is None else torch.device(device))
-        return _rebuilt(document, Names(trusted), tensors)
+        if "graphs" not in document:
+            return _rebuilt(document, Names(trusted), tensors)
+        graphs = [_rebuilt(data, Names(trusted), tensors) for data in document["graphs"]]
+        calls = [(int(count), tuple(map(str, given))) for count, given in document["calls"]]
+        made = GraphSet(zip(calls, graphs, strict=True), bool(document["tune"]))
+        made.choose_kernels()
+        return made
     except NameRefused as error:
         raise LoadError(
             f"{place / files.GRAPH} names {error}, which fxopt does not load: neither an operator of torch nor a class that "
@@ -125,6 +125,47 @@ def load(
         raise LoadError(
             f"{place / files.GRAPH} describes no graph module ({type(error).__name__}: {error}): save it again."
         ) from error
+
+
+def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
+    """The graphs that a module computes by, each with the kind of call for which it is tried."""
+    if isinstance(module, GraphModule):
+        return [((0, ()), module)]
+    if isinstance(module, GraphSet):
+        return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
+    if GRAPHS not in vars(module):
+        raise SaveError(
+            f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
+        )
+    made = vars(module)[GRAPHS].made()
+    if not made:
+        raise SaveError(
+            "this module of fxopt.optimize has no graph to save: call it before, under torch.no_grad(), with each kind of "
+            "inputs that it is to take. print(module.report) says why there is none where it was called."
+        )
+    return [(call, graph) for call, graphs in made.items() for graph in graphs]
+
+
+def _is_tuned(module: torch.nn.Module) -> bool:
+    return module.tune if isinstance(module, GraphSet) else bool(vars(module)[GRAPHS].options.tune)
+
+
+def _names_of_tensors(graphs: Sequence[GraphModule]) -> dict[int, str]:
+    """A name for each tensor, where it is not that of another one in an earlier graph."""
+    found: dict[str, torch.Tensor] = {}
+    for graph in graphs:
+        for name, tensor in (*graph.named_parameters(), *graph.named_buffers()):
+            found.setdefault(name, tensor)
+    return {id(tensor): name for name, tensor in reversed(found.items())}
+
+
+def _written(graph: GraphModule, names: Names, tensors: TensorTable, records: bool) -> dict[str, Any]:
+    """A graph module as data, but for its tensors; with what undo needs where its records are wanted."""
+    find_record(graph)  # puts marks back that a pickle has dropped
+    writer = ModuleWriter(names, tensors, records)
+    document = {"class_name": graph.__class__.__name__, **write_graph(graph.graph, names)}
+    writer.write_root(graph)
+    return {**document, "modules": writer.written}
 
 
 def _rebuilt(document: Mapping[str, Any], names: Names, tensors: Mapping[str, torch.Tensor]) -> GraphModule:

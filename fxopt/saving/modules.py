@@ -44,12 +44,13 @@ class ModuleWriter:
     Args:
         names: what may be named.
         tensors: takes the tensors.
+        records: whether to write the record of passes, with what undo needs, too.
     """
 
-    def __init__(self, names: Names, tensors: TensorTable) -> None:
+    def __init__(self, names: Names, tensors: TensorTable, records: bool = True) -> None:
         self.written: list[Any] = []
         self.values = Values(names, tensors.key, self._number)
-        self._names, self._tensors = names, tensors
+        self._names, self._tensors, self._records = names, tensors, records
         self._numbers: dict[int, int] = {}
         self._paths: dict[int, str] = {}
         self._alive: list[torch.nn.Module] = []
@@ -76,6 +77,7 @@ class ModuleWriter:
             "children": {
                 name: None if child is None else self._number(child)
                 for name, child in module._modules.items()
+                if self._records or not isinstance(child, PassRecord)
             },
         }
         return number

@@ -278,6 +278,29 @@ class _Builder:
         self.values = [v for v in self.values if v not in (scores, weights) or self.chance(0.1)]
         self.add(f"({result}).transpose(1, 2).reshape({batch}, {length}, 4)", (batch, length, 4), False)
 
+    def grouped_attention(self) -> None:
+        value = self.pick(3)
+        if len(value.shape) != 3 or value.shape[-1] != 4:
+            return
+        batch, length = value.shape[:2]
+        heads, shape = [], (batch, 2, length, 2)
+        for _ in range(3):
+            out = self.call(self.layer("nn.Linear(4, 4)"), value, value.shape)
+            heads.append(self.add(f"{out.name}.view({batch}, {length}, 2, 2).transpose(1, 2)", shape, False))
+        query, *others = heads
+        copies = []
+        for head in others:
+            head = self.add(f"{head.name}[:, :1]", (batch, 1, length, 2), False)
+            repeat = self.draw.choice(_REPEATS).format(h=head.name, b=batch, n=length)
+            copies.append(self.add(repeat, shape, False))
+            if self.chance(0.1):
+                self.write(self.draw.choice((None, head, copies[-1])))
+        options = self.draw.choice(("", ", is_causal=True", ", scale=0.3"))
+        names = ", ".join(each.name for each in (query, *copies))
+        result = self.add(f"F.scaled_dot_product_attention({names}{options})", shape, False)
+        self.values = [v for v in self.values if v not in copies or self.chance(0.1)]
+        self.add(f"{result.name}.transpose(1, 2).reshape({batch}, {length}, 4)", (batch, length, 4), False)
+
     def weight_read(self) -> None:
         layers = [
             n
@@ -332,9 +355,9 @@ class _Builder:
 _MOTIFS: Sequence[Callable[[_Builder], object]] = (
     *(_Builder.heads, _Builder.linear, _Builder.norm, _Builder.convolution, _Builder.division),
     *(_Builder.activation, _Builder.view, _Builder.write, _Builder.join, _Builder.attention),
-    *(_Builder.weight_read, _Builder.scale),
+    *(_Builder.grouped_attention, _Builder.weight_read, _Builder.scale),
 )
-_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1, 3)
+_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1, 1, 3)
 
 _CONV_OPTIONS = (
     *(", 1", ", 1", ", 1, bias=False", ", 1, groups=2", ", 3, padding=1", ", 3, padding='same'"),
@@ -352,6 +375,14 @@ _ATTENTION = (
     ),
 )
 """Scores of queries and keys, and values with their weights."""
+
+_REPEATS = (
+    "{h}[:, :, None, :, :].expand({b}, 1, 2, {n}, 2).reshape({b}, 2, {n}, 2)",
+    "{h}.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2)",
+    "{h}[:, None].expand({b}, 2, 1, {n}, 2).reshape({b}, 2, {n}, 2)",
+    "{h}[:, [0], None].expand({b}, 1, 2, {n}, 2).reshape({b}, 2, {n}, 2)",
+)
+"""One head twice."""
 
 _MASKS = (
     "{s} + {s}.new_ones({n}, {n}).tril()",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -176,6 +177,16 @@ SITES: dict[str, Site] = {
     "attention": Site(
         fxopt.FuseAttention(),
         lambda m, x: (x @ x.transpose(-1, -2) / 3).softmax(-1) @ x,
+        dict,
+        IMAGE,
+        (),
+        ("own",),
+    ),
+    "heads": Site(
+        fxopt.RemoveRepeatedHeads(),
+        lambda m, x: F.scaled_dot_product_attention(
+            x.expand(2, 3, 5, 5), *(x[:, :1][:, :, None].expand(2, 1, 3, 5, 5).reshape(2, 3, 5, 5),) * 2
+        ),
         dict,
         IMAGE,
         (),

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxopt
@@ -38,6 +39,9 @@ class Meeting(nn.Module):
         y = self.last(self.middle(self.first(self.act(self.drop(q)))))
         heads = y[None] + 1
         y = y + ((heads @ heads.transpose(-1, -2) / 7).softmax(-1) @ heads)[0]
+        heads = heads[None]
+        twice = heads[:, :, None].expand(1, 1, 2, 5, 4).reshape(1, 2, 5, 4)
+        y = y + F.scaled_dot_product_attention(heads.expand(1, 2, 5, 4), twice, twice)[0, 0]
         y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1) + self.wide(torch.cat([x] * 16, 1))
         y = y + self.behind(self.layer_norm(y))
         image = torch.relu(self.packed(y))[None, None]

@@ -6,6 +6,7 @@ from tests.mutation.fault import BEHIND, SITE, Fault
 
 _READING = "attention.py"
 _PASS = "passes/fuse_attention.py"
+_HEADS = "passes/remove_repeated_heads.py"
 
 ATTENTION = (
     # --- reading
@@ -47,4 +48,15 @@ ATTENTION = (
     Fault("attention: masks of all heads are split", _PASS, "if not split or not heads or str(*front) == \"1\":", "if not heads:", SITE),
     Fault("attention: strides do not matter", _PASS, "[\"contiguous\"] * site.contiguous", "[]", BEHIND),
     Fault("attention: its keys stay", _PASS, "        if not attention.key.users:\n            rewriter.erase(attention.key)  # which was only turned\n", ""),
+    # --- repeated heads
+    Fault("heads: any index", _HEADS, "isinstance(key, slice) for key in keys", "True for key in keys", SITE),
+    Fault("heads: copies of other heads", _HEADS, "alike(grouped, (batch, count, 1, *rest)) and ", "", SITE),
+    Fault("heads: elements in another order", _HEADS, "tuple(steps) if fits and alike(flat, (batch, count * copied[2], *rest)) else ()", "tuple(steps) if fits else ()"),
+    Fault("heads: writes are ignored", _HEADS, "index.memory.write_between(steps[0], node, source)", "None"),
+    Fault("heads: what gradients need may be written", _HEADS, "            if index.position[writer] > index.position[node]:", "            if False:"),
+    Fault("heads: broadcast heads", _HEADS, "        if not alike(_sizes(steps[-1])[:2], _sizes(query)[:2]):", "        if False:"),
+    Fault("heads: all devices take groups", _HEADS, " or described.device.type != \"cpu\":", ":"),
+    Fault("heads: sizes that nobody checks are believed", _HEADS, "    if index.guard is None:", "    if False:"),
+    Fault("heads: the keys alone are repeated", _HEADS, "if not keys or not values:", "if not keys and not values:"),
+    Fault("heads: copies stay", _HEADS, "            if not step.users:", "            if False:"),
 )  # fmt: skip

@@ -291,4 +291,49 @@ PACKING = (
         "        args, kwargs = copy.deepcopy(given, tensors)\n        return Inputs(args, kwargs)",
         "        return self",
     ),
+    # --- the backend of torch.compile, saved graphs, encoders
+    Fault(
+        "backend: weights are told by nothing",
+        "optimizing/backend.py",
+        "key = tuple(id(args[i]) for i in self._weights)",
+        "key = ()",
+    ),
+    Fault(
+        "backend: steps of fused optimizers are not seen",
+        "optimizing/backend.py",
+        "            graphs_of(fast).trained()",
+        "            pass",
+    ),
+    Fault(
+        "backend: any function with weights is a layer",
+        "optimizing/backend.py",
+        "    if name not in _PARAMETERS or not",
+        "    if not",
+    ),
+    Fault(
+        "backend: sizes are fixed",
+        "optimizing/backend.py",
+        "if (found := _size(node, given))",
+        "if (found := None)",
+    ),
+    Fault("saved: int8 is given up", "saving/graph_set.py", "rounding=rounding)", "rounding=False)"),
+    Fault("saved: kernels stay", "saving/folder.py", "        made.choose_kernels()\n", ""),
+    Fault(
+        "saved: graphs of old weights",
+        "optimizing/dispatch.py",
+        "        if self._has_changed():\n            self.forget()\n        return {",
+        "        return {",
+    ),
+    Fault(
+        "optimize: hooks of the model run twice",
+        "optimizing/optimize.py",
+        "for name in hooks_of(made)}",
+        "for name in ()}",
+    ),
+    Fault(
+        "optimize: an encoder keeps its old weights",
+        "optimizing/optimize.py",
+        "    made.__dict__.update(vars(part))",
+        "    pass",
+    ),
 )

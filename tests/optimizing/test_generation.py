@@ -1,5 +1,6 @@
 """`generate()` and pipelines on optimized models: the tokens are eager's."""
 
+import copy
 import warnings
 
 import pytest
@@ -100,10 +101,44 @@ def test_greedy_tokens_are_those_of_the_model(make):
     options = {"max_new_tokens": 12, "do_sample": False}
     wanted = model.generate(**inputs, **options)
     assert torch.equal(fast.generate(**inputs, **options), wanted)
-    assert [each.reason for each in fast.report] == [None] * 3, str(fast.report)
+    encoders = int(model.config.is_encoder_decoder)  # which generate() calls by themselves
+    assert [each.reason for each in fast.report] == [None] * (3 + encoders), str(fast.report)
     known = len(fast.report)
     assert torch.equal(fast.generate(**inputs, **options), wanted)
     assert len(fast.report) == known, "a second time, all graphs are there"
+
+
+@torch.no_grad()
+def test_an_encoder_that_is_called_by_itself_follows_the_model():
+    model, inputs = t5()
+    model = randomise(model.eval())
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+
+    def assert_same():
+        encoder = fast.get_encoder()
+        wanted, found = plain.get_encoder()(**inputs)[0], encoder(**inputs)[0]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        return encoder
+
+    assert assert_same() is assert_same() is not fast.encoder
+    assert [each.reason for each in fast.report] == [None]
+    for each in (fast, plain):
+        torch.manual_seed(1)
+        each.encoder.final_layer_norm.weight.mul_(2)
+        each.encoder.block[0].layer[0].SelfAttention.q.weight = nn.Parameter(torch.randn(32, 32))
+    assert_same()
+    handles = [
+        each.encoder.register_forward_hook(lambda m, args, kwargs, out: (out[0] * 2,), with_kwargs=True)
+        for each in (fast, plain)
+    ]
+    assert_same()
+    for handle in handles:
+        handle.remove()
+    assert_same()
+    fast.train()
+    assert fast.get_encoder().training
+    fast.eval()
+    assert_same()
 
 
 def tokenizer():

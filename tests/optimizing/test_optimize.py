@@ -291,6 +291,16 @@ def test_hooks_of_the_model_run_once():
     assert seen == ["model"]
 
 
+@torch.no_grad()
+def test_what_hooks_of_the_model_compute_is_no_part_of_its_graph():
+    model, x = randomise(nn.Sequential(nn.Linear(16, 16)).eval()), torch.randn(2, 16)
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    fast = fxopt.optimize(model, (x,))
+    assert reasons(fast) == [None]
+    torch.testing.assert_close(fast(x), model(x))
+
+
 @pytest.mark.filterwarnings("default:the model itself runs")
 @torch.no_grad()
 def test_a_fault_of_ours_is_reported(monkeypatch):

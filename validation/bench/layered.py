@@ -129,6 +129,15 @@ class Copies(nn.Module):
         return x.transpose(0, 1).contiguous().transpose(0, 1).reshape(2, WIDTH) + 1
 
 
+class Grouped(nn.Module):
+    """Attention whose queries have twice as many heads as its keys and values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x[None, None].expand(1, 2, 2, WIDTH)
+        heads = x[None, None][:, :, None].expand(1, 1, 2, 2, WIDTH).reshape(1, 2, 2, WIDTH)
+        return nn.functional.scaled_dot_product_attention(query, heads, heads)[0, 0]
+
+
 class Checks(nn.Module):
     """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
@@ -149,6 +158,7 @@ def kind_for(name: str) -> Callable[[], nn.Module]:
         "MergeConvs": Branches,
         "QuantizeLinears": Wide,
         "RemoveCopies": Copies,
+        "RemoveRepeatedHeads": Grouped,
     }
     if name in own:
         return own[name]
@@ -162,7 +172,7 @@ def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
     shape = (2, WIDTH, 4, 4) if kind in (Convolution, Branches) else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
-    if kind in (Constant, Copies):  # there are none where nobody checks sizes
+    if kind in (Constant, Copies, Grouped):  # there are none where nobody checks sizes
         graph_module.add_submodule("checks", Checks())
         (x,) = graph_module.graph.find_nodes(op="placeholder")
         with graph_module.graph.inserting_after(x):

@@ -1,0 +1,129 @@
+"""Attention takes its key and value heads as they are, not as copies for each head of the queries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fxopt import graph
+from fxopt.graph import alike
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import name_of
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedHeads:
+    """A call of `scaled_dot_product_attention`, and the steps that repeat the heads of its keys and of its values."""
+
+    node: Node
+    keys: tuple[Node, ...]
+    values: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
+    """Removes copies of key and value heads in front of `scaled_dot_product_attention`, which takes groups of heads itself.
+
+    Copies are made by `repeat_kv` of transformers and the like: `x[:, :, None].expand(...).reshape(...)`. Without them the call
+    has `enable_gqa=True`. Its kernel on the CPU then computes the same, bit for bit, and reads less memory. On other devices
+    some kernels take no groups: these sites are refused.
+
+    Example:
+        >>> import fxopt, torch
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, query, key):
+        ...         key = key[:, :, None].expand(1, 2, 3, 5, 4).reshape(1, 6, 5, 4)
+        ...         return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+        >>> traced = fxopt.trace(Attention(), (torch.ones(1, 6, 5, 4), torch.ones(1, 2, 5, 4)))
+        >>> print(RemoveRepeatedHeads()(traced).graph.output_node().args[0].format_node())
+        %scaled_dot_product_attention : [num_users=1] = call_function[target=torch._C._nn.scaled_dot_product_attention](args = (%query, %key, %key), kwargs = {enable_gqa: True})
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[RepeatedHeads | Refusal]:
+        """Yield the calls whose keys and values both have repeated heads."""
+        index = GraphIndex(graph_module)
+        for node in index.nodes:
+            if name_of(node) != "scaled_dot_product_attention" or node.op != "call_function":
+                continue
+            query, key, value = (_argument(node, position) for position in range(3))
+            keys, values = _repeating(key), _repeating(value)
+            if not keys or not values:
+                continue
+            site = RepeatedHeads(node, keys, values)
+            reason = _obstacle(index, site, query)
+            yield Refusal(node, reason) if reason else site
+
+    def apply(self, rewriter: Rewriter, site: RepeatedHeads) -> Node:
+        """Give the call what is repeated, and erase the steps."""
+        node = site.node
+        for steps in (site.keys, site.values):
+            rewriter.replace_input(node, steps[-1], steps[0].all_input_nodes[0])
+        rewriter.set(node, kwargs={**node.kwargs, "enable_gqa": True})
+        for step in reversed(dict.fromkeys((*site.keys, *site.values))):
+            if not step.users:
+                rewriter.erase(step)
+        return node
+
+
+def _argument(node: Node, position: int) -> Any:
+    """The queries, the keys or the values."""
+    name = ("query", "key", "value")[position]
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def _repeating(node: Any) -> tuple[Node, ...]:
+    """The steps that copy each head of (batch, heads, length, width) several times, in order; none where it is not so made."""
+    steps: list[Node] = []
+    for names in (("reshape", "flatten", "view"), ("expand",), ("unsqueeze", "getitem")):
+        if not isinstance(node, Node) or name_of(node) not in names:
+            return ()
+        steps.insert(0, node)
+        node = node.args[0]
+    heads, grouped, copied, flat = map(_sizes, (node, *steps))
+    if len(heads) != 4 or len(copied) != 5 or not _only_slices(steps[0]):
+        return ()
+    batch, count, *rest = heads
+    # None of the operators changes the order of elements, so that the shapes tell what they do.
+    fits = alike(grouped, (batch, count, 1, *rest)) and alike(copied, (batch, count, copied[2], *rest))
+    return tuple(steps) if fits and alike(flat, (batch, count * copied[2], *rest)) else ()
+
+
+def _only_slices(node: Node) -> bool:
+    """Tell whether a node leaves out, at most, what its shape tells, and changes no order as an index may."""
+    keys = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
+    return name_of(node) != "getitem" or all(
+        key in (None, Ellipsis) or isinstance(key, slice) for key in keys
+    )
+
+
+def _obstacle(index: GraphIndex, site: RepeatedHeads, query: Any) -> str | None:
+    node, described = site.node, graph.value_of(site.node)
+    if not isinstance(described, Tensor) or described.device.type != "cpu":
+        return "kernels of other devices than the CPU may take no groups"
+    if index.guard is None:
+        return "nobody checks its sizes, which may be others in a run: capture the model with fxopt.trace"
+    for steps in (site.keys, site.values):
+        if not alike(_sizes(steps[-1])[:2], _sizes(query)[:2]):
+            return "queries, keys and values are broadcast to each other"
+        source = steps[0].all_input_nodes[0]
+        reason = index.memory.write_between(steps[0], node, source)
+        if reason:
+            return reason
+        for writer in index.memory.writers(source):
+            if index.position[writer] > index.position[node]:
+                return f"{writer.name} may write into {source.name}, which the call keeps for gradients"
+    return None
+
+
+def _sizes(node: Any) -> tuple[Any, ...]:
+    value = graph.value_of(node) if isinstance(node, Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
