@@ -211,9 +211,8 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
         graphs.parts[id(part)] = made
     if "forward" in vars(part):
         return part
-    made.__dict__.update(
-        vars(part)
-    )  # it has the same weights, flags and hooks, also where these are others by now
+    # It has the same weights, flags and hooks, also where these are others by now.
+    made.__dict__.update(vars(part))
     return made
 
 

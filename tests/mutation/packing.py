@@ -248,20 +248,20 @@ PACKING = (
     Fault(
         "optimize: changes are not seen",
         _GRAPHS,
-        "            if self._watched.changed() or (",
-        "            if False or (",
+        "(watched.changed() or ",
+        "(False or ",
     ),
     Fault(
         "optimize: fused optimizers are not seen",
         _GRAPHS,
-        " or (self._trains and self._watched.trained())",
+        " or (self._trains and watched.trained())",
         "",
     ),
     Fault(
         "optimize: weights given for a call are kept",
         _GRAPHS,
-        "                if swapped(self._module):",
-        "                if False:",
+        "            if swapped(self._module):",
+        "            if False:",
     ),
     Fault(
         "optimize: flags are not watched",
