@@ -128,7 +128,7 @@ def prepare(
     if effect:
         return None, report(effect)
     exact = in_float64(traced, inputs.bound(traced))
-    made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in _pipeline(options)])
+    made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in pipeline(options)])
     traced.recompile()
     made = dataclasses.replace(made, kernels=_kernels(traced))
     computed = lowered(traced)
@@ -147,7 +147,8 @@ def prepare(
     return computed, report()
 
 
-def _pipeline(options: Options) -> list[Rewrite[Any]]:
+def pipeline(options: Options) -> list[Rewrite[Any]]:
+    """The passes of `optimize`, in order."""
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),

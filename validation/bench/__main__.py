@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from validation.bench.ablation import ablation
 from validation.bench.capture import capture
 from validation.bench.passes import passes
 from validation.bench.peers import peers
@@ -18,6 +19,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
+app.command()(ablation)
 app.command()(capture)
 app.command()(passes)
 app.command()(peers)

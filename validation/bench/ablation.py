@@ -1,0 +1,107 @@
+"""`python -m validation.bench ablation`: what each pass of `fxopt.optimize` is worth, by leaving it out."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from rich.console import Console
+
+import fxopt
+from fxopt.optimizing.lowering import lowered
+from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
+from validation import store
+from validation.bench import machine
+from validation.bench.nested import fresh
+from validation.bench.rounds import in_random_order, speedup
+from validation.bench.workloads import SMALL, WORKLOADS, Workload, build
+from validation.report.markdown import pipes
+
+ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
+
+
+def ablation(
+    models: Annotated[
+        str, typer.Option(help="Models by name, separated by commas.")
+    ] = "bert-1x128,resnet50-1,groupvit",
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "float32",
+    threads: Annotated[int, typer.Option(help="Threads; 0 for all cores.")] = 0,
+    seconds: Annotated[float, typer.Option(help="How long the rounds of each model go on.")] = 30.0,
+    small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
+    out: Annotated[Path, typer.Option(help="Where ablation.md is written.")] = Path("reports/baseline"),
+) -> None:
+    """How much longer a model takes without each pass of fxopt.optimize: ratios of the same round, in random order.
+
+    The machine should be idle: a run on one that is not is marked.
+    """
+    torch.set_num_threads(threads or machine.all_threads())
+    known, tables = SMALL if small else WORKLOADS, []
+    for name in models.split(","):
+        if name not in known:
+            raise typer.BadParameter(f"there is no model {name!r}: it is one of {', '.join(known)}")
+        tables.append(_measured(name, build(name, small), precision, seconds))
+    text = _document(pd.concat(tables, axis=1), precision)
+    out.mkdir(parents=True, exist_ok=True)
+    store.replace(out / "ablation.md", text.encode())
+    Console().print(text, markup=False)
+
+
+def _measured(name: str, workload: Workload, precision: str, seconds: float) -> pd.DataFrame:
+    """A row for each pass that has sites: the model's time without it by that with all passes."""
+    passes = pipeline(Options(precision, tune=True))
+    runs = {ALL: _graph(workload, passes), AGAIN: _graph(workload, passes), PLAIN: _graph(workload, [])}
+    for pass_ in passes:
+        without = _graph(workload, [each for each in passes if each is not pass_])
+        if without.traced.code != runs[ALL].traced.code:
+            runs[type(pass_).__name__] = without
+    others = machine.Others()
+    turns = {label: functools.partial(_seconds, run, workload) for label, run in runs.items()}
+    with torch.no_grad():
+        times = in_random_order(turns, 10, seconds, np.random.default_rng(0))
+    busy = others.cores()
+    cells = {}
+    for label in runs:
+        ratio = speedup(times[label], times[ALL])
+        cells[label] = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    column = f"{name}, {1e3 * float(np.median(times[ALL])):.0f} ms" + (
+        " (not idle)" if busy > machine.BUSY else ""
+    )
+    return pd.DataFrame({column: cells}).drop(index=ALL)
+
+
+def _graph(workload: Workload, passes: list[Any]) -> Any:
+    traced = fxopt.trace(workload.model, (), workload.inputs)
+    for pass_ in passes:
+        traced = pass_(traced, lint_and_recompile=False)
+    traced.recompile()
+    return lowered(traced)
+
+
+def _seconds(run: Callable[..., Any], workload: Workload) -> float:
+    """The second of two runs: the first one fills the caches."""
+    run(**fresh(workload.inputs))
+    inputs = fresh(workload.inputs)
+    start = time.perf_counter()
+    run(**inputs)
+    return time.perf_counter() - start
+
+
+def _document(table: pd.DataFrame, precision: str) -> str:
+    run = store.Run.now(threads=torch.get_num_threads())
+    return (
+        "# What each pass of `fxopt.optimize` is worth\n\n"
+        f"Written by `python -m validation.bench ablation`: {precision}, {torch.get_num_threads()} threads, "
+        f"{run.devices['cpu']}, torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}.\n\n"
+        "Each number is the time of a graph without one pass by that of the graph with all of them, in the same round: the "
+        "median with its 95 % bootstrap interval, so 1.10 says that the pass is worth 10 %. `-` says that the pass changes "
+        f"nothing there. `{AGAIN}` is the graph with all passes once more: as far as it is from 1, the measurement is off. "
+        "The passes after one that is left out find other sites than before.\n\n"
+        f"{pipes(table.fillna('-').rename_axis('without').reset_index())}\n"
+    )
