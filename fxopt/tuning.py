@@ -32,7 +32,7 @@ MARGIN = 0.97
 """A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
 
 _WORKING_SET = 2**25  # bytes of weights to go through, so that they come from memory as in a whole model
-_SECONDS = 0.02  # how long to run each kernel of a layer
+_SECONDS = 0.01  # how long to run each kernel of a layer
 
 _known: dict[str, dict[str, float]] = {}
 
