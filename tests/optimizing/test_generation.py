@@ -154,7 +154,7 @@ def test_a_text_generation_pipeline():
     model, _ = llama()
     model = randomise(model.eval())
     text = "w5 w6 w7 w8"
-    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_full_text": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = pipeline("text-generation", model=model, tokenizer=tokenizer())(text, **options)
