@@ -5,7 +5,6 @@ The user's model is never run and never changed; what a forward does to its own 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.errors import TraceError
@@ -60,7 +60,7 @@ class FakeModel:
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
         try:
-            self.model = copy.deepcopy(model, memo)
+            self.model = deepcopy_with_closures(model, memo)
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
@@ -152,6 +152,14 @@ class FakeModel:
         for name, kinds in hooks.items():
             module = self.model.get_submodule(name)
             module._forward_hooks, module._forward_pre_hooks = kinds
+
+    def written(self) -> set[str]:
+        """The names of the parameters into which the forward has written."""
+        return {
+            name
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if parameter.is_inference() or parameter._version
+        }
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)

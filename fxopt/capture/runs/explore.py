@@ -16,6 +16,7 @@ from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runs.if_conversion import if_convert
@@ -25,17 +26,19 @@ from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
 
-def capture_graph(request: Request) -> TracedModule:
+def capture_graph(request: Request, verify: bool) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
+    outside = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
     try:
-        with ReachableState(
-            module for _, module in recorded_modules(request.model, request.layers)
-        ).restored():
+        with outside.restored():
             made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()
-        return made.module(alternatives)
+        traced = made.module(alternatives)
+        if verify:
+            check_against_eager(traced, request, made.written, outside.restored)
+        return traced
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ class ForwardRun:
     changes: Changes
     state: Changes
     hooks: dict[str, Any]
+    # The names of the parameters into which it has written.
+    written: set[str]
     # What it has changed outside of the model, in words, and whether it has put a tensor there.
     changed_outside: dict[str, bool]
     # By line: what is done after each question there, and may be left out.
@@ -109,6 +112,7 @@ class ForwardRun:
                 example.close()
         raise_caught(recorder, shape_env)
         self.hooks = shell.hooks()
+        self.written = shell.written()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
         self.changed_outside = surroundings.changed()
         self.placeholders.check_unchanged()
@@ -154,7 +158,8 @@ class ForwardRun:
             patched_torch(recorder),
             recorder,
         ):
-            result = _run_forward(model, args, kwargs)
+            # Context variables that the forward sets are set for this run.
+            result = contextvars.copy_context().run(_run_forward, model, args, kwargs)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             with recorder.paused():
