@@ -5,6 +5,7 @@ The user's model is never run and never changed; what a forward does to its own 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,14 @@ _PLAIN = (bool, int, float, str)
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The tensors of the user into which a forward writes: parameters by name, and tensors from outside of the model."""
+
+    parameters: set[str]
+    outside: list[torch.Tensor]
+
+
 class FakeModel:
     """A copy of `model` with fake tensors in the place of real ones.
 
@@ -45,6 +54,7 @@ class FakeModel:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
+        self._outside: list[torch.Tensor] = []
         memo: dict[int, Any] = {}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
@@ -83,6 +93,7 @@ class FakeModel:
         """The fake of a real tensor, the same one each time."""
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self.originals[id(fake)] = tensor
+        self._outside.append(fake)
         return fake
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
@@ -153,13 +164,16 @@ class FakeModel:
             module = self.model.get_submodule(name)
             module._forward_hooks, module._forward_pre_hooks = kinds
 
-    def written(self) -> set[str]:
-        """The names of the parameters into which the forward has written."""
-        return {
-            name
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if parameter.is_inference() or parameter._version
-        }
+    def written(self) -> Written:
+        """The parameters, and the tensors from outside of the model, into which the forward has written."""
+        return Written(
+            {
+                name
+                for name, parameter in self.model.named_parameters(remove_duplicate=False)
+                if parameter.is_inference() or parameter._version
+            },
+            [self.originals[id(fake)] for fake in self._outside if fake.is_inference() or fake._version],
+        )
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)

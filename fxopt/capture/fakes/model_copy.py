@@ -13,12 +13,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _PATCHED = (types.FunctionType, functools._lru_cache_wrapper)
 
 
-def deepcopy_with_closures(value: Any, memo: dict[int, Any]) -> Any:
+def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
     """A deep copy; `memo` says, by identity, what is to stand for an object. The capture's lock is held meanwhile."""
     with _functions_copied():
         return copy.deepcopy(value, memo)

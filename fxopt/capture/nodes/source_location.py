@@ -6,7 +6,8 @@ import functools
 import linecache
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import sympy
 import torch
@@ -41,12 +42,33 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def stack_trace(frame: FrameType | None) -> str:
-    """The model's part of the stack, outermost call first, as Python prints it."""
+class RunningCode:
+    """The functions of a model that made calls of torch, or made others that did, with their globals.
+
+    `owners` are the objects whose methods were among them.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[CodeType, dict[str, Any]] = {}
+        self.owners: dict[int, Any] = {}
+
+    def note(self, frame: FrameType) -> None:
+        """Take note of the function of a frame."""
+        code = frame.f_code
+        if code not in self.functions:
+            self.functions[code] = frame.f_globals
+            owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+            if owner is not None and not isinstance(owner, torch.nn.Module):
+                self.owners[id(owner)] = owner
+
+
+def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
+    """The model's part of the stack, outermost call first, as Python prints it; its functions are taken note of."""
     lines: list[str] = []
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         code = frame.f_code
         if is_model_code(code.co_filename):
+            running.note(frame)
             lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return sys.intern("".join(reversed(lines)))  # layers share their lines

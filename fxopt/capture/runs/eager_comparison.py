@@ -7,18 +7,18 @@ compares. The second call is for state: a counter that stands still in a graph i
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 
+from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.eager_outcome import Outcome, difference, outcome_of
 from fxopt.capture.runs.first_difference import exporting, likely_cause, parting_place
-from fxopt.capture.runs.own_copies import RepeatedRandomness, copy_graph, copy_inputs, copy_model
+from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import GuardError, TraceError
 from fxopt.objects import tensors_in
@@ -30,7 +30,7 @@ Restored = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def check_against_eager(
-    traced: TracedModule, request: Request, written: Collection[str], restored: Restored
+    traced: TracedModule, request: Request, written: Written, restored: Restored
 ) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
@@ -41,7 +41,7 @@ def check_against_eager(
     Args:
         traced: the graph.
         request: the model and the inputs, which are left as they are.
-        written: the names of parameters into which the forward writes: copied, where all others are shared.
+        written: what the forward writes of the user's tensors, which is copied.
         restored: undoes what a run does to state outside of the model.
     """
     if not _is_real(request):
@@ -51,16 +51,6 @@ def check_against_eager(
         _Comparison(traced, request, written, restored, randomness).check()
 
 
-class _Twin:
-    """A copy of the model or of the graph, with context variables of its own."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self._context = module, contextvars.copy_context()
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._context.run(function, *args)
-
-
 class _Comparison:
     """The calls of one check."""
 
@@ -68,7 +58,7 @@ class _Comparison:
         self,
         traced: TracedModule,
         request: Request,
-        written: Collection[str],
+        written: Written,
         restored: Restored,
         randomness: RepeatedRandomness,
     ) -> None:
@@ -96,17 +86,17 @@ class _Comparison:
                 return
             raise self._error(differs, call)
 
-    def _model(self) -> _Twin:
-        return _Twin(copy_model(self._request.model, self._written))
+    def _model(self) -> Twin:
+        return Twin(self._request.model, self._written)
 
-    def _graph(self) -> _Twin:
-        return _Twin(copy_graph(self._traced, self._written))
+    def _graph(self) -> Twin:
+        return Twin(self._traced, self._written)
 
-    def _at(self, call: int, twin: _Twin) -> Outcome:
+    def _at(self, call: int, twin: Twin) -> Outcome:
         """What a fresh copy gives at this call."""
         return [self._outcome(twin) for _ in range(call)][-1]
 
-    def _outcome(self, twin: _Twin, function: Callable[..., Any] | None = None) -> Outcome:
+    def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
         """One call, by `function` where it is not that of the module itself."""
         examples = copy_inputs(self._request.inputs)
         self._randomness.rewind()
@@ -117,8 +107,7 @@ class _Comparison:
 
         with self._restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found: Outcome = twin.run(outcome_of, call, examples, twin.module, self._gradients)
-            return found
+            return twin.run(outcome_of, call, examples, twin.module, self._gradients)
 
     def _error(self, differs: str, call: int) -> TraceError:
         exported = exporting(lambda: self._at(call, self._model()))

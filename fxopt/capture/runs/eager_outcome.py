@@ -86,7 +86,7 @@ def _differences(left: Any, right: Any, where: str, seen: dict[int, int]) -> Ite
         if (how := _tensor_difference(left, right)) is not None:
             yield where, how
         return
-    if type(left) is not type(right):
+    if type(left) is not type(right) and not _is_zero_for_none(left, right):
         yield where, f"is a {type(right).__name__}, not a {type(left).__name__}"
         return
     if id(left) in seen:
@@ -104,6 +104,11 @@ def _differences(left: Any, right: Any, where: str, seen: dict[int, int]) -> Ite
         yield from _differences(value, parts[1][key], f"{where}.{key}" if where else str(key), seen)
 
 
+def _is_zero_for_none(left: Any, right: Any) -> bool:
+    """Whether a gradient is 0 that the model does not have, as where a branch is taken always that it did not take."""
+    return left is None and isinstance(right, torch.Tensor) and not bool(right.any())
+
+
 def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, dict):
         return value
@@ -117,9 +122,11 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:
-    for name in ("dtype", "shape", "layout", "device", "requires_grad"):
+    for name in ("dtype", "shape", "layout", "device"):
         if getattr(left, name) != getattr(right, name):
             return f"has {name} {_short(getattr(right, name))}, not {_short(getattr(left, name))}"
+    if left.requires_grad and not right.requires_grad:  # a branch that is taken always may bring gradients, of 0
+        return "takes no gradients"
     if type(left) is not type(right):
         return f"is a {type(right).__name__}, not a {type(left).__name__}"
     if left.layout is torch.strided and not left.is_nested and _strides(left) != _strides(right):

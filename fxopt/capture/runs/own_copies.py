@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
+from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.recording.random_state import PythonRandomState
 from fxopt.capture.recording.request import Request
@@ -17,14 +19,40 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.objects import tensors_in
 
-
-def copy_model(model: torch.nn.Module, written: Collection[str]) -> torch.nn.Module:
-    """The model with buffers and Python state of its own, and the memory of its parameters but for those `written`."""
-    copied: torch.nn.Module = deepcopy_with_closures(model, _memo(model, written))
-    return copied
+T = TypeVar("T")
 
 
-def copy_graph(traced: TracedModule, written: Collection[str]) -> TracedModule:
+class Twin:
+    """A copy of the model or of its graph that is run for a comparison.
+
+    It shares the memory of parameters but for those `written`, and has everything else for itself: buffers, Python state,
+    closures, context variables, and what it writes into tensors from outside of the model.
+    """
+
+    def __init__(self, module: torch.nn.Module, written: Written) -> None:
+        self.module = copy_graph(module, written) if isinstance(module, TracedModule) else copy_model(module, written)
+        self._context = contextvars.copy_context()
+        self._outside = [(tensor, tensor.detach().clone()) for tensor in written.outside]
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, in which the module runs."""
+        found = [tensor.detach().clone() for tensor, _ in self._outside]
+        try:
+            for tensor, own in self._outside:
+                tensor.data.copy_(own)
+            return self._context.run(function, *args)
+        finally:
+            for (tensor, own), before in zip(self._outside, found, strict=True):
+                own.copy_(tensor.detach())
+                tensor.data.copy_(before)
+
+
+def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
+    """The model with buffers and Python state of its own, and the memory of its parameters but for those written."""
+    return deepcopy_with_closures(model, _memo(model, written))
+
+
+def copy_graph(traced: TracedModule, written: Written) -> TracedModule:
     """The graph module with layers and buffers of its own, in the same way; its nodes are shared."""
     memo = _memo(traced, written)
     memo |= {id(module): module for module in traced.modules() if isinstance(module, InputGuard)}
@@ -102,11 +130,11 @@ class RepeatedRandomness:
             self.rewind()
 
 
-def _memo(module: torch.nn.Module, written: Collection[str]) -> dict[int, Any]:
+def _memo(module: torch.nn.Module, written: Written) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
-            memo[id(parameter)] = _alias(parameter, name in written or parameter.is_inference())
+            memo[id(parameter)] = _alias(parameter, name in written.parameters or parameter.is_inference())
     for part in module.modules():
         for value in (*part.__dict__.values(), *part._buffers.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
