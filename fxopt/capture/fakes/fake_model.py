@@ -119,6 +119,10 @@ class FakeModel:
                     "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
                 )
 
+    def keep_settings(self, layer: torch.nn.Module) -> None:
+        """Take a layer as it is after a call of it: what it changes itself, it changes when the graph runs."""
+        self._settings |= {id(part): _settings(part) for part in layer.modules()}
+
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
 
@@ -191,9 +195,28 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """What decides how a layer computes: numbers, flags, and which tensors it holds."""
-    plain = {key: value for key, value in module.__dict__.items() if isinstance(value, _PLAIN)}
-    tensors = {key: id(t) for held in (module._parameters, module._buffers) for key, t in held.items()}
-    return plain | tensors
+    held = module._parameters | module._buffers | module.__dict__
+    return {
+        key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
+        for key, value in held.items()
+        if isinstance(value, (*_PLAIN, tuple, list, torch.dtype, torch.Tensor, type(None)))
+    }
+
+
+def _setting(value: Any) -> Any:
+    """A constant as itself, and of anything else, which is the object itself, a form that can be compared."""
+    return value if isinstance(value, (*_PLAIN, torch.dtype)) else _Identity(value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Identity:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

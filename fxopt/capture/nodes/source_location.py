@@ -29,11 +29,17 @@ def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
+_NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy"}
 
 
 def is_model_code(filename: str) -> bool:
     """Whether a file belongs to the model rather than to torch or to the capture."""
     return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
+
+
+def is_model_package(module: str | None) -> bool:
+    """Whether a module, by its name, belongs to the model rather than to Python, torch or numpy."""
+    return bool(module) and module.partition(".")[0] not in _NOT_A_MODEL  # type: ignore[union-attr]
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:

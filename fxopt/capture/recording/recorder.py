@@ -44,6 +44,8 @@ _RESHAPES_IN_PLACE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
     *("resize_", "resize_as_", "set_", "as_strided_"),
 }
+# Functions with a flag `inplace` whose backward needs nothing of the input.
+_KEEP_NO_INPUT = {"relu", "dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
@@ -137,7 +139,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             bound = inspect.signature(function).bind(*args, **kwargs)
             if bound.arguments.get("inplace"):
                 bound.arguments["inplace"] = False
-                return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
+                written = bound.arguments["input"]
+                if torch.is_grad_enabled() and written.requires_grad and name not in _KEEP_NO_INPUT:
+                    # What backward needs of the input would be overwritten; torch copies it, too.
+                    bound.arguments["input"] = self._call(torch.Tensor.clone, (written,), {})
+                return self._written(written, function, bound.args, bound.kwargs)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := select_by_scalar(args[0], args[1], self._call)) is not None:
@@ -253,6 +259,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self.paused():
             containers.before_call((args, kwargs))
             result, questions = self._layer_result(module, args, kwargs)
+            self._shell.keep_settings(module)
             if module.training or containers.any_in((args, kwargs)):
                 self._shape_env.guard(questions)  # a second call would change something
             else:

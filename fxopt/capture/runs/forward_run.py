@@ -157,7 +157,7 @@ class ForwardRun:
             self.fake_mode,
             # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
             enable_python_dispatcher(),
-            patched_torch(recorder),
+            patched_torch(recorder, model),
             recorder,
         ):
             # Context variables that the forward sets are set for this run.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.nodes.source_location import RunningCode
+from fxopt.capture.nodes.source_location import RunningCode, is_model_package
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, types.CellType)
-_NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy"}
 # Through how many functions that were not seen to run names are followed.
 _DEPTH = 2
 
@@ -81,7 +79,7 @@ def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:
         value = known[name]
         if not isinstance(value, types.ModuleType):
             yield value, f"{name!r} of {module}", functools.partial(known.pop, name, None)
-        elif not _is_foreign_name(value.__name__):
+        elif is_model_package(value.__name__):
             inside = vars(value)
             for part in names & inside.keys():
                 remove = functools.partial(inside.pop, part, None)
@@ -141,8 +139,5 @@ def _is_foreign(value: Any) -> bool:
         return False
     if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):
         return True
-    return _is_foreign_name(getattr(value, "__module__", None) or type(value).__module__)
-
-
-def _is_foreign_name(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _NOT_A_MODEL
+    module = getattr(value, "__module__", None)
+    return not is_model_package(module if isinstance(module, str) else type(value).__module__)
