@@ -54,7 +54,7 @@ class FakeModel:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
-        self._outside: list[torch.Tensor] = []
+        self._outside: dict[int, torch.Tensor] = {}
         memo: dict[int, Any] = {}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
@@ -93,7 +93,7 @@ class FakeModel:
         """The fake of a real tensor, the same one each time."""
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self.originals[id(fake)] = tensor
-        self._outside.append(fake)
+        self._outside[id(fake)] = fake
         return fake
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
@@ -176,7 +176,7 @@ class FakeModel:
                 for name, parameter in self.model.named_parameters(remove_duplicate=False)
                 if parameter.is_inference() or parameter._version
             },
-            [self.originals[id(fake)] for fake in self._outside if fake.is_inference() or fake._version],
+            [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
         )
 
     def _stale(self) -> torch.Tensor:

@@ -33,10 +33,12 @@ def _functions_copied() -> Iterator[None]:
     atomic = getattr(module, "_atomic_types", None)  # Python 3.14 asks there first
     before = {kind: dispatch.get(kind) for kind in _PATCHED}
     thread = threading.get_ident()
-    copiers: dict[type, Callable[[Any, Any], Any]] = dict(zip(_PATCHED, (_copy_function, _copy_cache), strict=True))
+    copiers: dict[type, Callable[[Any, Any], Any]] = dict(
+        zip(_PATCHED, (_copy_function, _copy_cache), strict=True)
+    )
     for kind, copier in copiers.items():
-        dispatch[kind] = (
-            lambda value, memo, copier=copier: copier(value, memo) if threading.get_ident() == thread else value
+        dispatch[kind] = lambda value, memo, copier=copier: (
+            copier(value, memo) if threading.get_ident() == thread else value
         )
     if atomic is not None:
         module._atomic_types = atomic - set(_PATCHED)

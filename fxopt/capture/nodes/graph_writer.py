@@ -181,8 +181,8 @@ class GraphWriter:
             self._shell.names[id(tensor)] = name
         if name is None:
             raise TraceError(
-                "a tensor was made out of sight of the capture (in a custom C++ function, or by a transform of torch.func). "
-                f"Make the module that makes it a leaf. {self.where()}"
+                "a tensor was made out of sight of the capture (in a custom C++ function, in a hook of a layer, or by a "
+                f"transform of torch.func). Make the module that makes it a leaf. {self.where()}"
             )
         return self.create("get_attr", name, (), {}, tensor)
 

@@ -49,23 +49,10 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
 
 
 class RunningCode:
-    """The functions of a model that made calls of torch, or made others that did, with their globals.
-
-    `owners` are the objects whose methods were among them.
-    """
+    """The functions of a model that made calls of torch, or made others that did, with their globals."""
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
-        self.owners: dict[int, Any] = {}
-
-    def note(self, frame: FrameType) -> None:
-        """Take note of the function of a frame."""
-        code = frame.f_code
-        if code not in self.functions:
-            self.functions[code] = frame.f_globals
-            owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
-            if owner is not None and not isinstance(owner, torch.nn.Module):
-                self.owners[id(owner)] = owner
 
 
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
@@ -74,7 +61,7 @@ def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         code = frame.f_code
         if is_model_code(code.co_filename):
-            running.note(frame)
+            running.functions[code] = frame.f_globals
             lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return sys.intern("".join(reversed(lines)))  # layers share their lines

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ def _type_of_ordinary_values(active: Any) -> type:
         def __hash__(cls) -> int:
             return hash(type)
 
-    class stand_in(type, metaclass=Meta):  # noqa: N801
+    class stand_in(type, metaclass=Meta):
         pass
 
     return stand_in

@@ -257,7 +257,9 @@ def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
 
     def set_default_dtype(dtype: torch.dtype) -> None:
         if active() and dtype != torch.get_default_dtype():
-            recorder.fail("the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls")
+            recorder.fail(
+                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls"
+            )
         set_dtype(dtype)
 
     stack.enter_context(replaced(torch, "set_default_dtype", set_default_dtype))

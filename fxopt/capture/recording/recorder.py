@@ -45,7 +45,15 @@ _RESHAPES_IN_PLACE = {
     *("resize_", "resize_as_", "set_", "as_strided_"),
 }
 # Functions with a flag `inplace` whose backward needs nothing of the input.
-_KEEP_NO_INPUT = {"relu", "dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"}
+_KEEP_NO_INPUT = {
+    "relu",
+    "dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}

@@ -29,9 +29,7 @@ _CALLS = 2
 Restored = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def check_against_eager(
-    traced: TracedModule, request: Request, written: Written, restored: Restored
-) -> None:
+def check_against_eager(traced: TracedModule, request: Request, written: Written, restored: Restored) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
     Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
@@ -82,7 +80,9 @@ class _Comparison:
             if differs is None:
                 continue
             if difference(expected, self._at(call, self._model())) is not None:
-                self._unjudged("from one state of the random generators the model gives one thing, then another")
+                self._unjudged(
+                    "from one state of the random generators the model gives one thing, then another"
+                )
                 return
             raise self._error(differs, call)
 

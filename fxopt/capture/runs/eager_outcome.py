@@ -51,7 +51,7 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
         ("output", expected.output, found.output),
         ("input", expected.inputs, found.inputs),
         ("buffer", expected.buffers, {name: found.buffers.get(name) for name in expected.buffers}),
-        ("gradient of", expected.gradients, found.gradients),
+        ("gradient of", expected.gradients, found.gradients if expected.gradient_error is None else None),
     )
     for kind, left, right in pairs:
         for where, what in _differences(left, right, "", {}):
@@ -125,7 +125,9 @@ def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:
     for name in ("dtype", "shape", "layout", "device"):
         if getattr(left, name) != getattr(right, name):
             return f"has {name} {_short(getattr(right, name))}, not {_short(getattr(left, name))}"
-    if left.requires_grad and not right.requires_grad:  # a branch that is taken always may bring gradients, of 0
+    if (
+        left.requires_grad and not right.requires_grad
+    ):  # a branch that is taken always may bring gradients, of 0
         return "takes no gradients"
     if type(left) is not type(right):
         return f"is a {type(right).__name__}, not a {type(left).__name__}"

@@ -20,6 +20,7 @@ from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runs.if_conversion import if_convert
+from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
@@ -42,6 +43,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:
+        remove_fakes(request.running)
         forget_shape_envs()
 
 

@@ -134,6 +134,10 @@ class _GraphValues(torch.fx.Interpreter):
             values += bound[name[1:]] if name.startswith("*") else [bound[name]] if name in bound else []
         return self.run(*values)
 
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        return tuple(value) if target.startswith("*") else value
+
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
         digests = _digests(result)

@@ -29,7 +29,7 @@ _DEPTH = 2
 _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
-def remove_fakes(code: RunningCode) -> list[str]:
+def remove_fakes(code: RunningCode, from_caches_alone: bool = False) -> list[str]:
     """Empty each `functools.lru_cache` that holds a fake tensor or size, and take away those that are elsewhere.
 
     Returns:
@@ -42,7 +42,7 @@ def remove_fakes(code: RunningCode) -> list[str]:
         (value, where, remove), depth = left.pop()
         if _is_fake(value) or (isinstance(value, tuple) and any(map(_is_fake, value))):
             found.append(where)
-            if remove is not None:
+            if remove is not None and not from_caches_alone:
                 remove()
             continue
         if id(value) in seen or _is_foreign(value):
@@ -68,8 +68,6 @@ def _roots(code: RunningCode) -> Iterator[_Entry]:
         for name in path:
             value = vars(value).get(name) if isinstance(value, type) else None
         yield value, f"{owner!r} of {known.get('__name__')}", None
-    for value in code.owners.values():
-        yield value, f"an object of {type(value).__name__}", None
 
 
 def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:

@@ -30,7 +30,9 @@ class Twin:
     """
 
     def __init__(self, module: torch.nn.Module, written: Written) -> None:
-        self.module = copy_graph(module, written) if isinstance(module, TracedModule) else copy_model(module, written)
+        self.module = (
+            copy_graph(module, written) if isinstance(module, TracedModule) else copy_model(module, written)
+        )
         self._context = contextvars.copy_context()
         self._outside = [(tensor, tensor.detach().clone()) for tensor in written.outside]
 
