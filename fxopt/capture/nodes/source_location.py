@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import linecache
 import os
 import sys
@@ -53,6 +55,16 @@ class RunningCode:
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
+
+
+@functools.lru_cache(maxsize=4096)
+def compares_identity(code: CodeType) -> bool:
+    """Whether code has an `a is b` of two variables, or items, rather than of one and a constant or a class."""
+    names = [instruction.opname for instruction in dis.get_instructions(code)]
+    return any(
+        after == "IS_OP" and before.startswith(("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR", "BINARY_OP"))
+        for before, after in itertools.pairwise(names)
+    )
 
 
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:

@@ -166,6 +166,9 @@ class Recorder(PreDispatchTorchFunctionMode):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
             return self._read_values(name, function, args, kwargs)
+        if name == "data_ptr":
+            self.queries.note(name, args, None)
+            return _address(args[0])
         if name in ("__format__", "__repr__"):
             if not _is_known(args[:1]):
                 return self.decisions.text(name, *args)
@@ -442,6 +445,13 @@ def _has_inplace_flag(function: Any) -> bool:
 def _is_known(value: Any) -> bool:
     """Whether the tensors in `value` are made from Python data, so that their numbers are known."""
     return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
+
+
+def _address(fake: torch.Tensor) -> int:
+    """A number that tells the memory of one fake from that of another."""
+    storage: int = fake.untyped_storage()._cdata
+    offset = fake.storage_offset()
+    return storage * 64 + (offset * fake.element_size() if isinstance(offset, int) else 0)
 
 
 def _versions(value: Any) -> list[int]:

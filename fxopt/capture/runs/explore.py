@@ -25,6 +25,7 @@ from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
 
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
@@ -33,6 +34,10 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
     try:
         with outside.restored():
             made = _settled(request)
+            given = [id(tensor) for tensor in tensors_in(request.inputs)]
+            if len(set(given)) < len(given) and made.placeholders.identity_matters(made.recorder.queries):
+                request = dataclasses.replace(request, shared_inputs=True)
+                made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()

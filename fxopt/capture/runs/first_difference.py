@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.objects import tensors_in
 
 Digest = tuple[Any, ...]
@@ -36,7 +35,7 @@ UNSEEN = (
 
 
 def parting_place(
-    graph: TracedModule, model: torch.nn.Module, layers: Collection[str], run: Callable[..., Any]
+    graph: torch.nn.Module, model: torch.nn.Module, layers: Collection[str], run: Callable[..., Any]
 ) -> str:
     """The first node whose value the model does not compute, else the first call of the model that no node makes.
 
@@ -47,7 +46,7 @@ def parting_place(
     values = _GraphValues(graph)
     run(values)
     for node, digest in values.found:
-        if digest not in eager.digests:
+        if digest not in eager.digests | values.given:
             trace = (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]
             line = " ".join(part.strip() for part in trace)
             return f"node {node.format_node()!r}" + (f", {line}" if line else "")
@@ -121,13 +120,13 @@ class _Mode(TorchFunctionMode):
 class _GraphValues(torch.fx.Interpreter):
     """Runs a graph, and keeps what its nodes give."""
 
-    def __init__(self, graph: TracedModule) -> None:
+    def __init__(self, graph: Any) -> None:
         super().__init__(graph)
         self.found: list[tuple[torch.fx.Node, Digest]] = []
         self.given: set[Digest] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments  # type: ignore[arg-type]
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
         values: list[Any] = []
         for node in self.graph.find_nodes(op="placeholder"):
             name = str(node.target)
