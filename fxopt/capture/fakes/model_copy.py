@@ -45,11 +45,11 @@ def _functions_copied() -> Iterator[None]:
     try:
         yield
     finally:
-        for kind, copier in before.items():
-            if copier is None:
+        for kind, found in before.items():
+            if found is None:
                 del dispatch[kind]
             else:
-                dispatch[kind] = copier
+                dispatch[kind] = found
         if atomic is not None:
             module._atomic_types = atomic
 

@@ -68,8 +68,8 @@ class Placeholders:
         # Numbers in objects that may vary, should the forward change them: where, the object, the key and the number.
         self._numbers: list[tuple[str, Any, Any, int]] = []
         self._places: dict[int, str] = {}
-        # The fake for each tensor that is given, and where that is given first.
-        self._given: dict[int, tuple[torch.Tensor, str]] = {}
+        # The fake for each tensor that is given, and what is expected where it is given first.
+        self._given: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
 
     def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
         """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
@@ -168,12 +168,9 @@ class Placeholders:
                 if (where, dim) in self._request.at_one:
                     example = example.narrow(dim, 0, 1).contiguous()
                     del choices[dim]
-        fake, first = self._given.get(id(value), (None, "")) if self._request.shared_inputs else (None, "")
-        if fake is not None:
-            spec = next(
-                spec for spec in self.expected if isinstance(spec, TensorSpec) and describe(spec) == first
-            )
-            self.expected.append(dataclasses.replace(spec, name=name, path=path, same_as=first))
+        if self._request.shared_inputs and id(value) in self._given:
+            fake, first = self._given[id(value)]
+            self.expected.append(dataclasses.replace(first, name=name, path=path))
             if not inside:
                 self._writer.add_input(fake, node, path)
             return fake
@@ -190,8 +187,9 @@ class Placeholders:
         made = TensorSpec(
             name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
         )
-        self.expected.append(dataclasses.replace(made, same_as=describe(made)))
-        self._given[id(value)] = fake, self.expected[-1]
+        made = dataclasses.replace(made, same_as=describe(made))
+        self.expected.append(made)
+        self._given[id(value)] = fake, made
         if not inside:
             self._writer.add_input(fake, node, path)
         return fake
