@@ -51,10 +51,14 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
 
 
 class RunningCode:
-    """The functions of a model that made calls of torch, or made others that did, with their globals."""
+    """The functions of a model that made calls of torch, or made others that did, with their globals.
+
+    `left_fakes` says that they have left fake tensors outside of the model.
+    """
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
+        self.left_fakes = False
 
 
 @functools.lru_cache(maxsize=4096)

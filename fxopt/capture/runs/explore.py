@@ -48,7 +48,8 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:
-        remove_fakes(request.running)
+        if request.running.left_fakes:
+            remove_fakes(request.running)
         forget_shape_envs()
 
 

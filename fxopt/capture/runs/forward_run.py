@@ -106,6 +106,7 @@ class ForwardRun:
             recorder.draws.take_back()
             self.changed_outside = surroundings.changed()
             fakes_left = remove_fakes(request.running, from_caches_alone=True)
+            request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
             shape_env.decide = lambda expression: None
