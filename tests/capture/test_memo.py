@@ -361,18 +361,6 @@ def test_a_call_that_asks_is_made_by_each_capture(ask):
         made.remember(result, ask(shape_env, sizes))
 
 
-def test_tensors_of_another_default_dtype_are_not_remembered():
-    class Zeros(nn.Module):
-        def forward(self, x):
-            dtypes = []
-            for dtype in (torch.float32, torch.float64, torch.float32):
-                torch.set_default_dtype(dtype)
-                dtypes.append(torch.zeros(2).dtype)
-            return dtypes
-
-    assert fxopt.trace(Zeros(), (X,))(X) == [torch.float32, torch.float64, torch.float32]
-
-
 def test_sizes_that_values_decide_are_new_with_each_call():
     class Count(nn.Module):
         def forward(self, x, y):

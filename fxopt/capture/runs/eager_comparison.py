@@ -76,6 +76,9 @@ class _Comparison:
             found = self._outcome(graph)
             if isinstance(found.error, GuardError) and drawn and self._request.specialize:
                 return  # decided by random numbers, which are others now
+            if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
+                self._unjudged(f"the graph raises {_named(found.error)}")
+                return
             differs = f"raises {_named(found.error)}" if found.error else difference(expected, found)
             if differs is None:
                 continue

@@ -136,7 +136,15 @@ def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:
     left, right = left.detach(), right.detach()
     if left.layout is not torch.strided or left.is_nested or left.is_quantized:
         return None if _same_values(_dense(left), _dense(right)) else "has other values"
-    return None if _same_values(left, right) else "has other values"
+    return None if _same_values(_comparable(left), _comparable(right)) else "has other values"
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a dtype that `==` knows: not of 8 bits floating, nor of many bits without a sign."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
 
 
 def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
