@@ -332,6 +332,25 @@ def test_a_capture_leaves_no_fakes_in_the_process(get, verify):
     assert not any(isinstance(value, FakeTensor) for value in FILLED.values())
 
 
+class Lazy(dict):
+    """A mapping that would import what it gives, and objects that answer to any name: nobody may ask them."""
+
+    def values(self):
+        raise ImportError("nothing to be asked")
+
+    items = __iter__ = values
+
+    def __getattr__(self, name):
+        raise ImportError(name)
+
+
+LAZY = Lazy(a=1)
+
+
+def test_objects_are_looked_through_without_running_their_code():
+    assert torch.equal(fxopt.trace(Made(lambda self, x: x * len(LAZY)), (X,))(X), X)
+
+
 def test_a_cache_of_a_bound_method_is_one_of_the_copy():
     class Cached(nn.Module):
         def __init__(self):

@@ -39,9 +39,9 @@ def is_model_code(filename: str) -> bool:
     return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
 
 
-def is_model_package(module: str | None) -> bool:
+def is_model_package(module: Any) -> bool:
     """Whether a module, by its name, belongs to the model rather than to Python, torch or numpy."""
-    return bool(module) and module.partition(".")[0] not in _NOT_A_MODEL  # type: ignore[union-attr]
+    return isinstance(module, str) and module.partition(".")[0] not in _NOT_A_MODEL
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:

@@ -98,17 +98,17 @@ def _entries(value: Any, where: str) -> Iterator[_Entry]:
             yield held, f"{name!r} of {value.__qualname__}", functools.partial(delattr, value, name)
         return
     if isinstance(value, dict):
-        for key, held in list(value.items()):
-            yield held, where, functools.partial(value.pop, key, None)
+        for key, held in list(dict.items(value)):  # one of a class of its own may import what it gives
+            yield held, where, functools.partial(dict.pop, value, key, None)
         return
     if isinstance(value, _SEQUENCES):
-        for held in list(value):
+        for held in gc.get_referents(value):
             yield held, where, getattr(value, "clear", None)
         return
     if not isinstance(value, _WRAPPERS):
         yield type(value), where, None
-    attributes = getattr(value, "__dict__", {})
-    if isinstance(attributes, dict):
+    attributes = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None
+    if type(attributes) is dict:
         for name, held in list(attributes.items()):
             yield held, f"{name!r} of a {type(value).__qualname__}", functools.partial(delattr, value, name)
     for held in gc.get_referents(value):  # slots, and what is written in C
@@ -119,8 +119,11 @@ def _entries(value: Any, where: str) -> Iterator[_Entry]:
 def _holds_fake(values: Any, depth: int = 3) -> bool:
     return any(
         _is_fake(value)
-        or (depth > 0 and isinstance(value, dict) and _holds_fake(value.values(), depth - 1))
-        or (depth > 0 and isinstance(value, _SEQUENCES) and _holds_fake(value, depth - 1))
+        or (
+            depth > 0
+            and isinstance(value, (dict, *_SEQUENCES))
+            and _holds_fake(gc.get_referents(value), depth - 1)
+        )
         for value in values
     )
 
@@ -137,5 +140,7 @@ def _is_foreign(value: Any) -> bool:
         return False
     if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):
         return True
-    module = getattr(value, "__module__", None)
-    return not is_model_package(module if isinstance(module, str) else type(value).__module__)
+    named = (
+        value if isinstance(value, (type, types.FunctionType, functools._lru_cache_wrapper)) else type(value)
+    )
+    return not is_model_package(named.__module__)
