@@ -4,12 +4,14 @@ import contextvars
 import functools
 import itertools
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertModel
 
 import fxopt
 
@@ -523,3 +525,40 @@ def test_which_inputs_are_one_tensor_is_decided_at_capture(forward, free):
 def test_which_inputs_are_one_tensor_is_free_where_nobody_asks():
     traced = fxopt.trace(Made(lambda self, q, k: q + k if k is not None else q), (X, X))
     assert torch.equal(traced(X, X * 2), X * 3)
+
+
+class Storage:
+    """Something that puts a tensor where names alone do not lead."""
+
+    kept: ClassVar[dict] = {}
+
+    def put(self, value):
+        type(self).kept["it"] = value
+
+
+STORAGES = {"one": Storage()}
+
+
+def test_a_fake_that_is_left_behind_an_object_in_a_dict_is_refused():
+    def forward(self, x):
+        STORAGES["one"].put(torch.arange(4.0))
+        return x * 2
+
+    with pytest.raises(fxopt.TraceError, match="outside of the model"):
+        fxopt.trace(Made(forward), (X,), verify=False)
+    assert Storage.kept == {}
+
+
+def test_symbolic_trace_compares_unless_told_not_to():
+    class Counts(BertModel):
+        def forward(self, input_ids):
+            return super().forward(input_ids).last_hidden_state * next(self.numbers)
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    model = Counts(config).eval()
+    model.numbers = itertools.cycle([1.0, 2.0])
+    assert fxopt.symbolic_trace(model, disable_check=True)
+    with pytest.raises(fxopt.TraceError, match="in call 2"):
+        fxopt.symbolic_trace(model)

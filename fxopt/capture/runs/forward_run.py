@@ -228,14 +228,10 @@ assert _run_forward.__name__ == RUN_FORWARD
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Give back the gradient mode and the default dtype; a graph cannot hold a change of the latter."""
+    """Give back the gradient mode and the default dtype."""
     grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         yield
-        if torch.get_default_dtype() != dtype:
-            raise TraceError(
-                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls."
-            )
     finally:
         torch._C._set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)
