@@ -43,8 +43,8 @@ def symbolic_trace(
             (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. With
             `past_key_values` among them the graph is one step of decoding: it takes one token and the cache of
             those before, which it updates as the model does. Without it, a decoder's graph returns a new cache.
-        disable_check: accepted for compatibility. The ancestor checked the class against a list of supported
-            architectures; here every capture checks itself, so there is nothing to turn off.
+        disable_check: do not run the model and the graph to compare them, as `verify=False` of `fxopt.trace`. (The
+            ancestor checked the class against a list of supported architectures.)
         specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that
             later inputs decide likewise. The examples are made up: token ids, masks, embeddings and pixels are all 1,
             class labels 0. So masks mask nothing; where the decision must be another, give `fxopt.trace` real data.
@@ -81,6 +81,7 @@ def symbolic_trace(
     def example(name: str) -> Example:
         return _example(name, config, dtype, device, type(model).__name__)
 
+    verify = not disable_check
     made = [name for name in names if name in (*CACHES, "encoder_outputs")]
     examples = {name: example(name) for name in names if name not in made}
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
@@ -98,11 +99,11 @@ def symbolic_trace(
     if len(dimensions.get("pixel_values", ())) > 1:
         # Free heights and widths must not cost the capture, nor single images.
         with contextlib.suppress(TraceError):
-            traced = trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+            traced = trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize, verify=verify)
             if _takes(traced, {name: tensor[:1] for name, (tensor, _) in examples.items()}):
                 return traced
         dimensions["pixel_values"] = _FIXED_IMAGES
-    return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize)
+    return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize, verify=verify)
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:

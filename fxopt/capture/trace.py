@@ -24,10 +24,12 @@ def trace(
     dynamic_shapes: Any = None,
     leaf_modules: LeafModules = (),
     specialize: bool = False,
+    verify: bool = True,
 ) -> TracedModule:
     """Capture the forward of `model` as a graph in which `torch.nn` layers are `call_module` nodes.
 
-    The forward runs once, on fake tensors: nothing is computed, and the model is not changed.
+    The forward runs on fake tensors, and the model is not changed. Then a copy of the model and the graph are run on
+    the example inputs and compared, unless these are fake.
 
     Args:
         model: any `nn.Module`, on one device, in the training mode and dtype in which the graph will run.
@@ -46,6 +48,10 @@ def trace(
             run through the graph so far, on the CPU or GPU where they are, and from there on with it: that costs at most
             one forward, and the memory of its intermediate results and of a copy of the buffers. Without it such
             forwards are refused, except where one side raises: then the other one is in the graph, with a check.
+        verify: run the model and the graph twice each on copies of the example inputs, from one state of the random
+            generators, and compare outputs, buffers, written inputs and, in training, gradients. The copy of the model
+            shares its parameters; nothing that the user has is changed. False where the inputs only have the right
+            shapes, or where four forwards cost too much. A warning says so where the model cannot be judged.
 
     Returns:
         A `TracedModule`, a `torch.fx.GraphModule` that takes the inputs by the names of the forward's
@@ -54,7 +60,8 @@ def trace(
     Raises:
         TraceError: when an entry of `leaf_modules` fits no module; when the forward cannot be a graph without
             changing its meaning (it branches on a tensor's value, for example), with the line of the model that
-            is the reason.
+            is the reason; when the graph computes something else than the model on the example inputs, with the node at
+            which they part.
 
     Example:
         >>> import torch, fxopt
@@ -83,7 +90,7 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture_graph(Request(model, inputs, dimensions, layers, specialize))
+        return capture_graph(Request(model, inputs, dimensions, layers, specialize), verify)
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def prepare(
         return dataclasses.replace(made, reason=reason, seconds=time.perf_counter() - start, **facts)
 
     try:
-        traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes)
+        traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes, verify=False)
     except FxoptError as error:
         return None, report(f"{UNCAPTURED}: {error}")
     effect = _effect(traced)

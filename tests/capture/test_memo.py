@@ -80,7 +80,7 @@ class Layers(nn.Module):
 
 
 def captured(model, inputs, free):
-    gm = fxopt.trace(model, (), inputs, dynamic_shapes=free)
+    gm = fxopt.trace(model, (), inputs, dynamic_shapes=free, verify=False)
     first = {}
     values = []
     for node in gm.graph.nodes:
@@ -166,7 +166,7 @@ def test_calls_are_remembered(monkeypatch):
     made = []
     original = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(self) or original(self, x))
-    fxopt.trace(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), (X,))
+    fxopt.trace(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), (X,), verify=False)
     assert len(made) == 2  # on the input, and on what depends on parameters
 
 
@@ -202,7 +202,7 @@ def test_attention_is_remembered(monkeypatch):
             asked.append((function, original(self, function, *args))) or asked[-1][1]
         ),
     )
-    fxopt.trace(Attends(), (X,))
+    fxopt.trace(Attends(), (X,), verify=False)
     assert [call.known for function, call in asked if "attention" in function.__name__] == [
         False,
         True,
@@ -259,7 +259,7 @@ def test_calls_on_as_many_rows_as_a_run_finds_are_remembered(monkeypatch):
     original = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: made.append(x) or original(self, x))
     model = Finds()
-    gm = fxopt.trace(model, (X,))
+    gm = fxopt.trace(model, (X,), verify=False)
     assert (
         len(made) == 4
     )  # on the input, on what depends on parameters, and on as many rows as each index finds
@@ -359,18 +359,6 @@ def test_a_call_that_asks_is_made_by_each_capture(ask):
         made, result = call(sizes[0])
         assert not made.known
         made.remember(result, ask(shape_env, sizes))
-
-
-def test_tensors_of_another_default_dtype_are_not_remembered():
-    class Zeros(nn.Module):
-        def forward(self, x):
-            dtypes = []
-            for dtype in (torch.float32, torch.float64, torch.float32):
-                torch.set_default_dtype(dtype)
-                dtypes.append(torch.zeros(2).dtype)
-            return dtypes
-
-    assert fxopt.trace(Zeros(), (X,))(X) == [torch.float32, torch.float64, torch.float32]
 
 
 def test_sizes_that_values_decide_are_new_with_each_call():

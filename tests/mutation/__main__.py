@@ -38,7 +38,7 @@ _FOLDS = [
 _FIRST = {
     "capture": [
         f"tests/capture/test_{name}.py"
-        for name in ("silent_changes", "state", "reads", "trace", "modes", "module")
+        for name in ("against_eager", "silent_changes", "state", "reads", "trace", "modes", "module")
     ],
     "graph.py": ["tests/passes/test_replace_activation.py"],
     "graph_index.py": [

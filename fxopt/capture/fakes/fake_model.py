@@ -5,7 +5,7 @@ The user's model is never run and never changed; what a forward does to its own 
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.errors import TraceError
@@ -25,6 +26,14 @@ MADE = object()
 _PLAIN = (bool, int, float, str)
 # Attributes that every module has: parameters, children and hooks among them.
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The tensors of the user into which a forward writes: parameters by name, and tensors from outside of the model."""
+
+    parameters: set[str]
+    outside: list[torch.Tensor]
 
 
 class FakeModel:
@@ -45,6 +54,7 @@ class FakeModel:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, torch.Tensor] = {}
         memo: dict[int, Any] = {}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
@@ -60,7 +70,7 @@ class FakeModel:
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
         try:
-            self.model = copy.deepcopy(model, memo)
+            self.model = deepcopy_with_closures(model, memo)
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
@@ -83,6 +93,7 @@ class FakeModel:
         """The fake of a real tensor, the same one each time."""
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         self.originals[id(fake)] = tensor
+        self._outside[id(fake)] = fake
         return fake
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
@@ -107,6 +118,10 @@ class FakeModel:
                     f"the forward changes {', '.join(changed)} of the layer {name!r} before calling it, and a graph would "
                     "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
                 )
+
+    def keep_settings(self, layer: torch.nn.Module) -> None:
+        """Take a layer as it is after a call of it: what it changes itself, it changes when the graph runs."""
+        self._settings |= {id(part): _settings(part) for part in layer.modules()}
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
@@ -153,6 +168,17 @@ class FakeModel:
             module = self.model.get_submodule(name)
             module._forward_hooks, module._forward_pre_hooks = kinds
 
+    def written(self) -> Written:
+        """The parameters, and the tensors from outside of the model, into which the forward has written."""
+        return Written(
+            {
+                name
+                for name, parameter in self.model.named_parameters(remove_duplicate=False)
+                if parameter.is_inference() or parameter._version
+            },
+            [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
+        )
+
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
@@ -169,9 +195,28 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """What decides how a layer computes: numbers, flags, and which tensors it holds."""
-    plain = {key: value for key, value in module.__dict__.items() if isinstance(value, _PLAIN)}
-    tensors = {key: id(t) for held in (module._parameters, module._buffers) for key, t in held.items()}
-    return plain | tensors
+    held = module._parameters | module._buffers | module.__dict__
+    return {
+        key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
+        for key, value in held.items()
+        if isinstance(value, (*_PLAIN, tuple, list, torch.dtype, torch.Tensor, type(None)))
+    }
+
+
+def _setting(value: Any) -> Any:
+    """A constant as itself, and of anything else, which is the object itself, a form that can be compared."""
+    return value if isinstance(value, (*_PLAIN, torch.dtype)) else _Identity(value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Identity:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.capture.nodes.mutable_objects import MutableObjects
 from fxopt.capture.nodes.size_nodes import SizeNodes
-from fxopt.capture.nodes.source_location import describe_location, model_frame, stack_trace
+from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import is_open, tensors_in
@@ -48,11 +48,17 @@ class Origin:
 class GraphWriter:
     """Writes the nodes of one capture.
 
-    `shell` knows the names of the model's tensors; `device` is the capture's, which the graph takes from its input.
+    `shell` knows the names of the model's tensors; `device` is the capture's, which the graph takes from its input;
+    `running` gets the functions of the model that make calls.
     """
 
     def __init__(
-        self, graph: torch.fx.Graph, sizes: SizeNodes, shell: FakeModel, device: torch.device
+        self,
+        graph: torch.fx.Graph,
+        sizes: SizeNodes,
+        shell: FakeModel,
+        device: torch.device,
+        running: RunningCode,
     ) -> None:
         self.graph = graph
         self.constants: dict[str, torch.Tensor] = {}
@@ -60,6 +66,7 @@ class GraphWriter:
         self.fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
         self._sizes = sizes
         self._shell = shell
+        self._running = running
         self.device = device
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
@@ -174,8 +181,8 @@ class GraphWriter:
             self._shell.names[id(tensor)] = name
         if name is None:
             raise TraceError(
-                "a tensor was made out of sight of the capture (in a custom C++ function, or by a transform of torch.func). "
-                f"Make the module that makes it a leaf. {self.where()}"
+                "a tensor was made out of sight of the capture (in a custom C++ function, in a hook of a layer, or by a "
+                f"transform of torch.func). Make the module that makes it a leaf. {self.where()}"
             )
         return self.create("get_attr", name, (), {}, tensor)
 
@@ -239,7 +246,7 @@ class GraphWriter:
         if result is not None:
             node.meta["val"] = result
         node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in self._modules}
-        node.meta["stack_trace"] = stack_trace(sys._getframe(1))
+        node.meta["stack_trace"] = stack_trace(sys._getframe(1), self._running)
         self.bind_result(result, Origin(node))
         return node
 

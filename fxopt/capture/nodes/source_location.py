@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import linecache
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import sympy
 import torch
@@ -28,11 +31,17 @@ def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
+_NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy"}
 
 
 def is_model_code(filename: str) -> bool:
     """Whether a file belongs to the model rather than to torch or to the capture."""
     return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
+
+
+def is_model_package(module: Any) -> bool:
+    """Whether a module, by its name, belongs to the model rather than to Python, torch or numpy."""
+    return isinstance(module, str) and module.partition(".")[0] not in _NOT_A_MODEL
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
@@ -41,12 +50,34 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def stack_trace(frame: FrameType | None) -> str:
-    """The model's part of the stack, outermost call first, as Python prints it."""
+class RunningCode:
+    """The functions of a model that made calls of torch, or made others that did, with their globals.
+
+    `left_fakes` says that they have left fake tensors outside of the model.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[CodeType, dict[str, Any]] = {}
+        self.left_fakes = False
+
+
+@functools.lru_cache(maxsize=4096)
+def compares_identity(code: CodeType) -> bool:
+    """Whether code has an `a is b` of two variables, or items, rather than of one and a constant or a class."""
+    names = [instruction.opname for instruction in dis.get_instructions(code)]
+    return any(
+        after == "IS_OP" and before.startswith(("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR", "BINARY_OP"))
+        for before, after in itertools.pairwise(names)
+    )
+
+
+def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
+    """The model's part of the stack, outermost call first, as Python prints it; its functions are taken note of."""
     lines: list[str] = []
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         code = frame.f_code
         if is_model_code(code.co_filename):
+            running.functions[code] = frame.f_globals
             lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return sys.intern("".join(reversed(lines)))  # layers share their lines

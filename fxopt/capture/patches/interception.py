@@ -19,6 +19,7 @@ from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
 from fxopt.capture.patches.random_numbers import patch_random_numbers
 from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.tensor_types import patch_types
 from fxopt.capture.patches.torch_functions import patch_torch
 from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
@@ -27,8 +28,8 @@ lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def patched_torch(recorder: Recorder) -> Iterator[None]:
-    """Report to `recorder` what this thread does inside the block."""
+def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
+    """Report to `recorder` what this thread does inside the block, in which `model` is run."""
     thread = threading.get_ident()
 
     def active() -> bool:
@@ -44,4 +45,5 @@ def patched_torch(recorder: Recorder) -> Iterator[None]:
         patch_random_numbers(stack, recorder, active)
         patch_masks(stack, recorder, active)
         patch_loops(stack, recorder, active)
+        patch_types(stack, model, active)
         yield

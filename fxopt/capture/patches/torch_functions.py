@@ -253,6 +253,16 @@ def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
         enter(self)
 
     stack.enter_context(replaced(hooks, "__enter__", __enter__))
+    set_dtype: Any = torch.set_default_dtype
+
+    def set_default_dtype(dtype: torch.dtype) -> None:
+        if active() and dtype != torch.get_default_dtype():
+            recorder.fail(
+                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls"
+            )
+        set_dtype(dtype)
+
+    stack.enter_context(replaced(torch, "set_default_dtype", set_default_dtype))
     for name in ("manual_seed", "seed", "set_rng_state", "get_rng_state"):
         original: Any = getattr(torch.random, name)
 

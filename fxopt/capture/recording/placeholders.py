@@ -19,6 +19,7 @@ from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, symbolic_cont
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.source_location import compares_identity
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runtime.input_specs import (
@@ -28,6 +29,7 @@ from fxopt.capture.runtime.input_specs import (
     Path,
     StructureSpec,
     TensorSpec,
+    describe,
     layout,
     same_value,
     structure_keys,
@@ -66,6 +68,8 @@ class Placeholders:
         # Numbers in objects that may vary, should the forward change them: where, the object, the key and the number.
         self._numbers: list[tuple[str, Any, Any, int]] = []
         self._places: dict[int, str] = {}
+        # The fake for each tensor that is given, and what is expected where it is given first.
+        self._given: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
 
     def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
         """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
@@ -94,6 +98,12 @@ class Placeholders:
     def final(self, queries: PropertyReads) -> list[InputSpec]:
         """What is expected, with the sizes that are left free after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
+
+    def identity_matters(self, queries: PropertyReads) -> bool:
+        """Whether the forward has asked which inputs are the same tensor."""
+        return queries.memory_read_at is not None or any(
+            map(compares_identity, self._request.running.functions)
+        )
 
     # --- fakes
 
@@ -158,6 +168,12 @@ class Placeholders:
                 if (where, dim) in self._request.at_one:
                     example = example.narrow(dim, 0, 1).contiguous()
                     del choices[dim]
+        if self._request.shared_inputs and id(value) in self._given:
+            fake, first = self._given[id(value)]
+            self.expected.append(dataclasses.replace(first, name=name, path=path))
+            if not inside:
+                self._writer.add_input(fake, node, path)
+            return fake
         fake = self._fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
@@ -168,11 +184,12 @@ class Placeholders:
             )
         self._examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
-        self.expected.append(
-            TensorSpec(
-                name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
-            )
+        made = TensorSpec(
+            name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
         )
+        made = dataclasses.replace(made, same_as=describe(made))
+        self.expected.append(made)
+        self._given[id(value)] = fake, made
         if not inside:
             self._writer.add_input(fake, node, path)
         return fake
@@ -227,6 +244,7 @@ class Placeholders:
             strict_dtype=expected.dtype in queries.dtypes_read_at,
             layout=expected.layout if queries.layout_read_at is not None else None,
             requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
+            same_as=expected.same_as if self.identity_matters(queries) else None,
         )
 
     def _resolved(self, size: Any) -> int | str:

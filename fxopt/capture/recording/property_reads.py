@@ -20,6 +20,8 @@ class PropertyReads:
         self._writer = writer
         # Where the forward first asked for strides.
         self.layout_read_at: str | None = None
+        # Where it first asked for the address of a tensor.
+        self.memory_read_at: str | None = None
         # Where it first asked whether a tensor takes gradients.
         self.gradients_read_at: str | None = None
         self._grad_enabled = torch.is_grad_enabled()
@@ -31,6 +33,8 @@ class PropertyReads:
         """Take note of a call with no tensor as its result, if it asks such a thing."""
         if name in _LAYOUT_QUERIES and self.layout_read_at is None:
             self.layout_read_at = self._writer.location()
+        if name == "data_ptr" and self.memory_read_at is None:
+            self.memory_read_at = self._writer.location()
         if name in GRAD_QUERIES and self.gradients_read_at is None:
             self.gradients_read_at = self._writer.location()
             self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))

@@ -44,6 +44,16 @@ _RESHAPES_IN_PLACE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
     *("resize_", "resize_as_", "set_", "as_strided_"),
 }
+# Functions with a flag `inplace` whose backward needs nothing of the input.
+_KEEP_NO_INPUT = {
+    "relu",
+    "dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
@@ -137,7 +147,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             bound = inspect.signature(function).bind(*args, **kwargs)
             if bound.arguments.get("inplace"):
                 bound.arguments["inplace"] = False
-                return self._written(bound.arguments["input"], function, bound.args, bound.kwargs)
+                written = bound.arguments["input"]
+                if torch.is_grad_enabled() and written.requires_grad and name not in _KEEP_NO_INPUT:
+                    # What backward needs of the input would be overwritten; torch copies it, too.
+                    bound.arguments["input"] = self._call(torch.Tensor.clone, (written,), {})
+                return self._written(written, function, bound.args, bound.kwargs)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := select_by_scalar(args[0], args[1], self._call)) is not None:
@@ -152,6 +166,9 @@ class Recorder(PreDispatchTorchFunctionMode):
             if (truth := self.tensor_sizes.truth(name, args)) is not None:
                 return truth
             return self._read_values(name, function, args, kwargs)
+        if name == "data_ptr":
+            self.queries.note(name, args, None)
+            return _address(args[0])
         if name in ("__format__", "__repr__"):
             if not _is_known(args[:1]):
                 return self.decisions.text(name, *args)
@@ -253,6 +270,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         with self.paused():
             containers.before_call((args, kwargs))
             result, questions = self._layer_result(module, args, kwargs)
+            self._shell.keep_settings(module)
             if module.training or containers.any_in((args, kwargs)):
                 self._shape_env.guard(questions)  # a second call would change something
             else:
@@ -427,6 +445,13 @@ def _has_inplace_flag(function: Any) -> bool:
 def _is_known(value: Any) -> bool:
     """Whether the tensors in `value` are made from Python data, so that their numbers are known."""
     return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
+
+
+def _address(fake: torch.Tensor) -> int:
+    """A number that tells the memory of one fake from that of another."""
+    storage: int = fake.untyped_storage()._cdata
+    offset = fake.storage_offset()
+    return storage * 64 + (offset * fake.element_size() if isinstance(offset, int) else 0)
 
 
 def _versions(value: Any) -> list[int]:

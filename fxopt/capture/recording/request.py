@@ -12,6 +12,7 @@ import torch
 from fxopt.capture.data_dependence.branches import Outcomes
 from fxopt.capture.fakes.call_cache import Earlier
 from fxopt.capture.fakes.fake_model import Changes
+from fxopt.capture.nodes.source_location import RunningCode
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.errors import TraceError
 
@@ -24,9 +25,11 @@ class Request:
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
     inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `moving` names ints
-    inside objects that are free, because the forward changes them. `earlier` is the state of the model that an earlier
+    inside objects that are free, because the forward changes them. `shared_inputs` says that a tensor that is given twice is
+    one tensor to the forward, which asks that. `earlier` is the state of the model that an earlier
     call left, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
-    whether functions of torch were seen to raise for one answer to a question, and `results`, what calls gave.
+    whether functions of torch were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that
+    made calls.
     """
 
     model: torch.nn.Module
@@ -38,10 +41,12 @@ class Request:
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
     reads_texts: bool = False
     moving: Set[str] = frozenset()
+    shared_inputs: bool = False
     earlier: Changes | None = None
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
+    running: RunningCode = dataclasses.field(default_factory=RunningCode)
 
     def device(self) -> torch.device:
         """The one device of the model (of the inputs, where it has no tensors)."""

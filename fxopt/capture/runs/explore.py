@@ -16,29 +16,40 @@ from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runs.if_conversion import if_convert
+from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
 
 
-def capture_graph(request: Request) -> TracedModule:
+def capture_graph(request: Request, verify: bool) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
+    outside = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
     try:
-        with ReachableState(
-            module for _, module in recorded_modules(request.model, request.layers)
-        ).restored():
+        with outside.restored():
             made = _settled(request)
+            given = [id(tensor) for tensor in tensors_in(request.inputs)]
+            if len(set(given)) < len(given) and made.placeholders.identity_matters(made.recorder.queries):
+                request = dataclasses.replace(request, shared_inputs=True)
+                made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()
-        return made.module(alternatives)
+        traced = made.module(alternatives)
+        if verify:
+            check_against_eager(traced, request, made.written, outside.restored)
+        return traced
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:
+        if request.running.left_fakes:
+            remove_fakes(request.running)
         forget_shape_envs()
 
 

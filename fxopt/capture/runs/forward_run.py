@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from fxopt.capture.data_dependence.example_run import ExampleRun
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.fakes.fake_model import Changes, FakeModel
+from fxopt.capture.fakes.fake_model import Changes, FakeModel, Written
 from fxopt.capture.fakes.module_tree import copy_tree, recorded_modules
 from fxopt.capture.fakes.shape_env import LEARNED, CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions
@@ -31,7 +32,8 @@ from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.failures import classify_error, raise_caught
-from fxopt.capture.runs.outside_state import ReachableState
+from fxopt.capture.runs.left_behind import remove_fakes
+from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.size_guards import SizeGuard
@@ -50,6 +52,7 @@ class ForwardRun:
     changes: Changes
     state: Changes
     hooks: dict[str, Any]
+    written: Written
     # What it has changed outside of the model, in words, and whether it has put a tensor there.
     changed_outside: dict[str, bool]
     # By line: what is done after each question there, and may be left out.
@@ -72,7 +75,7 @@ class ForwardRun:
         request, shape_env = self.request, self.shape_env
         device = request.device()
         shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier)
-        writer = GraphWriter(self.graph, self.sizes, shell, device)
+        writer = GraphWriter(self.graph, self.sizes, shell, device, request.running)
         example = None
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
@@ -101,7 +104,9 @@ class ForwardRun:
             raise reason from None if isinstance(reason, DataDependentBranch) else error
         finally:
             recorder.draws.take_back()
-            surroundings.clear_caches()
+            self.changed_outside = surroundings.changed()
+            fakes_left = remove_fakes(request.running, from_caches_alone=True)
+            request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
             shape_env.decide = lambda expression: None
@@ -109,8 +114,10 @@ class ForwardRun:
                 example.close()
         raise_caught(recorder, shape_env)
         self.hooks = shell.hooks()
+        self.written = shell.written()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
-        self.changed_outside = surroundings.changed()
+        if fakes_left and not self.changed_outside:
+            raise refused_outside(fakes_left[0])
         self.placeholders.check_unchanged()
 
     def relied_on(self) -> list[Condition]:
@@ -151,10 +158,11 @@ class ForwardRun:
             self.fake_mode,
             # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
             enable_python_dispatcher(),
-            patched_torch(recorder),
+            patched_torch(recorder, model),
             recorder,
         ):
-            result = _run_forward(model, args, kwargs)
+            # Context variables that the forward sets are set for this run.
+            result = contextvars.copy_context().run(_run_forward, model, args, kwargs)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             with recorder.paused():
@@ -220,14 +228,10 @@ assert _run_forward.__name__ == RUN_FORWARD
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Give back the gradient mode and the default dtype; a graph cannot hold a change of the latter."""
+    """Give back the gradient mode and the default dtype."""
     grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         yield
-        if torch.get_default_dtype() != dtype:
-            raise TraceError(
-                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls."
-            )
     finally:
         torch._C._set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)

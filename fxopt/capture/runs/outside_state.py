@@ -53,8 +53,6 @@ class ReachableState:
         self._scopes: list[_Scope] = []
         self._names: dict[int, set[str]] = {}
         self._seen: set[int] = set()
-        # Functions under `functools.lru_cache`, with how often each had to be called so far.
-        self._caches: list[tuple[Any, int]] = []
         for cls in {type(module): None for module in modules}:
             attributes = {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
             for value in (*cls.__mro__, cls.forward):
@@ -69,12 +67,6 @@ class ReachableState:
             f"{name!r} of {self._scopes[scope].place}": (scope, name) in now and now[scope, name].kept is None
             for scope, name in sorted(changed)
         }
-
-    def clear_caches(self) -> None:
-        """Empty each `functools.lru_cache` that has taken something up: it may be a fake tensor."""
-        for function, misses in self._caches:
-            if function.cache_info().misses != misses:
-                function.cache_clear()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -109,9 +101,7 @@ class ReachableState:
         """Add what a function or class holds, and what a function names in turn: globals, or one of its class's methods."""
         if isinstance(value, _METHODS):
             value = value.fget if isinstance(value, property) else value.__func__
-        if isinstance(value, functools._lru_cache_wrapper) and id(value) not in self._seen:
-            self._seen.add(id(value))
-            self._caches.append((value, value.cache_info().misses))
+        if isinstance(value, functools._lru_cache_wrapper):
             value = value.__wrapped__
         if id(value) in self._seen or not isinstance(value, (type, types.FunctionType)):
             return

@@ -109,6 +109,13 @@ def _of_tensor(expected: TensorSpec, module: InputGuard) -> Iterator[Guard]:
         yield Guard(name, None, contiguous, "the forward reads strides")
     if expected.requires_grad is not None:
         yield Guard(name, None, f"requires_grad is {expected.requires_grad}", "the forward reads that")
+    if expected.same_as is not None:
+        same = (
+            f"the same tensor as {expected.same_as}"
+            if expected.same_as != name
+            else "no tensor that is given before"
+        )
+        yield Guard(name, None, same, "the forward compares tensors by identity or memory address")
     for dim, size in enumerate(expected.shape):
         place = f"{name}.shape[{dim}]"
         if module.words.get(str(size)) != place:

@@ -68,12 +68,14 @@ class InputGuard(torch.nn.Module):
         sizes: dict[str, int] = {}
         deferred: list[Deferred] = []
         objects: dict[int, str] = {}
+        tensors: list[tuple[torch.Tensor, str]] = []
         for expected in self.inputs:
             value = named[expected.name]
             for kind, key in expected.path:
                 value = value[key] if kind == "item" else getattr(value, key)
             if isinstance(expected, TensorSpec):
                 _check_tensor(expected, value, sizes, deferred)
+                _check_identity(expected, value, tensors)
             elif isinstance(expected, StructureSpec):
                 _check_structure(expected, value, objects)
             elif isinstance(expected, NumberSpec):
@@ -213,6 +215,24 @@ def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], defer
     elif sizes.setdefault(expected.value, value) != value:
         raise GuardError(
             f"{subject} is {value}; it must be {sizes[expected.value]}, as in the inputs before it."
+        )
+
+
+def _check_identity(
+    expected: TensorSpec, value: torch.Tensor, earlier: list[tuple[torch.Tensor, str]]
+) -> None:
+    """Check that an input is the same tensor as another one where it was at capture, and there alone."""
+    if expected.same_as is None:
+        return
+    name = describe(expected)
+    first = next((other for tensor, other in earlier if tensor is value), name)
+    earlier.append((value, name))
+    if first != expected.same_as:
+        found = f"the same tensor as {first!r}" if first != name else "a tensor of its own"
+        captured = f"the same as {expected.same_as!r}" if expected.same_as != name else "one of its own"
+        raise GuardError(
+            f"input {name!r} is {found}; at capture it was {captured}, and the forward compares tensors by identity or "
+            "memory address. Capture again with inputs such as these."
         )
 
 

@@ -17,6 +17,8 @@ class TensorSpec:
     `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
     dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
     is set when the forward read this dtype, `layout` when it read strides, `requires_grad` when it asked for gradients.
+    `same_as`, when it compared inputs by identity or memory address, names the first input that is the same one: itself, if
+    none is.
     """
 
     name: str
@@ -27,6 +29,7 @@ class TensorSpec:
     strict_dtype: bool = False
     layout: tuple[Any, ...] | None = None
     requires_grad: bool | None = None
+    same_as: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""`copy.deepcopy` that copies functions, too, where they hold something: closures, and caches of bound methods.
+
+Python takes functions for constants: a lambda over `self`, or a hook that stores a feature, would go on reading and
+writing the user's model. What a function only names (globals) is no part of the model and is not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_PATCHED = (types.FunctionType, functools._lru_cache_wrapper)
+
+
+def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
+    """A deep copy; `memo` says, by identity, what is to stand for an object. The capture's lock is held meanwhile."""
+    with _functions_copied():
+        return copy.deepcopy(value, memo)
+
+
+@contextlib.contextmanager
+def _functions_copied() -> Iterator[None]:
+    """Have `copy.deepcopy` copy functions in this thread."""
+    module: Any = copy
+    dispatch: dict[type, Any] = module._deepcopy_dispatch
+    atomic = getattr(module, "_atomic_types", None)  # Python 3.14 asks there first
+    before = {kind: dispatch.get(kind) for kind in _PATCHED}
+    thread = threading.get_ident()
+    copiers: dict[type, Callable[[Any, Any], Any]] = dict(
+        zip(_PATCHED, (_copy_function, _copy_cache), strict=True)
+    )
+    for kind, copier in copiers.items():
+        dispatch[kind] = lambda value, memo, copier=copier: (
+            copier(value, memo) if threading.get_ident() == thread else value
+        )
+    if atomic is not None:
+        module._atomic_types = atomic - set(_PATCHED)
+    try:
+        yield
+    finally:
+        for kind, found in before.items():
+            if found is None:
+                del dispatch[kind]
+            else:
+                dispatch[kind] = found
+        if atomic is not None:
+            module._atomic_types = atomic
+
+
+def _copy_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A function with variables of its own around it; a plain function, or one that a module has by name, is itself."""
+    if not function.__closure__ or _is_global(function):
+        return function
+    cells = [memo.setdefault(id(cell), types.CellType()) for cell in function.__closure__]
+    new = [cell for cell in cells if cell == types.CellType()]
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    memo[id(function)] = made
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(made, name, getattr(function, name))
+    for cell, original in zip(cells, function.__closure__, strict=True):
+        if any(cell is each for each in new) and original != types.CellType():
+            cell.cell_contents = _copied_or_same(original.cell_contents, memo)
+    made.__dict__.update({name: _copied_or_same(value, memo) for name, value in function.__dict__.items()})
+    return made
+
+
+def _copy_cache(cache: Any, memo: dict[int, Any]) -> Any:
+    """`functools.lru_cache` of a closure or a bound method: empty, so that nothing of the copy is left in the original's."""
+    function = cache.__wrapped__
+    copied = _copied_or_same(function, memo)
+    return cache if copied is function else functools.lru_cache(**cache.cache_parameters())(copied)
+
+
+def _copied_or_same(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy, or the value itself where Python cannot copy it, such as a lock or a file."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+def _is_global(function: types.FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function

@@ -1,0 +1,150 @@
+"""The net under a capture: the model and its graph both run on the example inputs, twice, and must give the same.
+
+Everything else in the capture knows of one way in which a graph could differ from its model. This knows of none: it
+compares. The second call is for state: a counter that stands still in a graph is right in the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+
+from fxopt.capture.fakes.fake_model import Written
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.eager_outcome import Outcome, difference, outcome_of
+from fxopt.capture.runs.first_difference import exporting, likely_cause, parting_place
+from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
+from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.errors import GuardError, TraceError
+from fxopt.objects import tensors_in
+
+_CALLS = 2
+
+# Undoes what a run does to state outside of the model, at the end of a block.
+Restored = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def check_against_eager(traced: TracedModule, request: Request, written: Written, restored: Restored) -> None:
+    """Raise TraceError where the graph computes something else than the model on the example inputs.
+
+    Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
+    compared. A model that raises on the examples, or that does not repeat itself under one state of the random
+    generators, cannot be judged: a warning says so.
+
+    Args:
+        traced: the graph.
+        request: the model and the inputs, which are left as they are.
+        written: what the forward writes of the user's tensors, which is copied.
+        restored: undoes what a run does to state outside of the model.
+    """
+    if not _is_real(request):
+        return
+    randomness = RepeatedRandomness(request)
+    with randomness.restored():
+        _Comparison(traced, request, written, restored, randomness).check()
+
+
+class _Comparison:
+    """The calls of one check."""
+
+    def __init__(
+        self,
+        traced: TracedModule,
+        request: Request,
+        written: Written,
+        restored: Restored,
+        randomness: RepeatedRandomness,
+    ) -> None:
+        self._traced, self._request, self._written = traced, request, written
+        self._restored, self._randomness = restored, randomness
+        self._gradients = request.model.training and torch.is_grad_enabled()
+
+    def check(self) -> None:
+        """Compare call by call."""
+        model, graph = self._model(), self._graph()
+        for call in range(1, _CALLS + 1):
+            expected = self._outcome(model)
+            if expected.error is not None:
+                self._unjudged(f"the model raises {_named(expected.error)}")
+                return
+            drawn = self._randomness.were_used()
+            found = self._outcome(graph)
+            if isinstance(found.error, GuardError) and drawn and self._request.specialize:
+                return  # decided by random numbers, which are others now
+            if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
+                self._unjudged(f"the graph raises {_named(found.error)}")
+                return
+            differs = f"raises {_named(found.error)}" if found.error else difference(expected, found)
+            if differs is None:
+                continue
+            if difference(expected, self._at(call, self._model())) is not None:
+                self._unjudged(
+                    "from one state of the random generators the model gives one thing, then another"
+                )
+                return
+            raise self._error(differs, call)
+
+    def _model(self) -> Twin:
+        return Twin(self._request.model, self._written)
+
+    def _graph(self) -> Twin:
+        return Twin(self._traced, self._written)
+
+    def _at(self, call: int, twin: Twin) -> Outcome:
+        """What a fresh copy gives at this call."""
+        return [self._outcome(twin) for _ in range(call)][-1]
+
+    def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
+        """One call, by `function` where it is not that of the module itself."""
+        examples = copy_inputs(self._request.inputs)
+        self._randomness.rewind()
+
+        def call(values: dict[str, Any]) -> Any:
+            args, kwargs = self._request.arguments(values)
+            return (function or twin.module)(*args, **kwargs)
+
+        with self._restored(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return twin.run(outcome_of, call, examples, twin.module, self._gradients)
+
+    def _error(self, differs: str, call: int) -> TraceError:
+        exported = exporting(lambda: self._at(call, self._model()))
+        found = self._at(call, self._graph())
+        agrees = exported.error is None and difference(exported, found) is None
+        model, graph = self._model(), self._graph()
+        for twin in (model, graph):
+            for _ in range(call - 1):
+                self._outcome(twin)
+        layers = {name for name, m in self._request.model.named_modules() if id(m) in self._request.layers}
+        place = parting_place(
+            graph.module, model.module, layers, lambda f: self._outcome(graph if f is graph else model, f)
+        )
+        which = "" if call == 1 else f" in call {call}"
+        return TraceError(
+            f"the graph differs from the model{which}: {differs}. They part at {place}. "
+            f"The likely cause: {likely_cause(differs, call, agrees)}. "
+            "(Both were run on the example inputs; verify=False leaves that out.)"
+        )
+
+    def _unjudged(self, reason: str) -> None:
+        warnings.warn(
+            f"the graph of {type(self._request.model).__name__} was not compared with the model on the example inputs: "
+            f"{reason}. verify=False leaves this check out.",
+            stacklevel=2,
+        )
+
+
+def _is_real(request: Request) -> bool:
+    """Whether there is data to compare: no fake tensors, and none on the meta device."""
+    tensors = [*request.model.parameters(), *request.model.buffers(), *tensors_in(request.inputs)]
+    return detect_fake_mode(tensors) is None and not any(t.is_meta for t in tensors)
+
+
+def _named(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

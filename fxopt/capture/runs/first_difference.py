@@ -1,0 +1,162 @@
+"""Where a graph and its model part, and why: looked for only when they do."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fxopt.capture.nodes.source_location import describe_location, model_frame
+from fxopt.capture.patches.replaced import replaced
+from fxopt.objects import tensors_in
+
+Digest = tuple[Any, ...]
+
+STATE = (
+    "the forward keeps state from one call to the next (a number, a list, an iterator, an object, a closure), and a graph "
+    "keeps tensors alone: hold it in a buffer and write it with `.copy_()`, or give it as an input"
+)
+EXPORTING = (
+    "the forward asks whether it is being compiled or exported (torch.compiler.is_compiling, is_exporting), and does "
+    "something else then"
+)
+BACKWARD = (
+    "something happens in backward that a graph does not repeat: a second forward of activation checkpointing around a "
+    "layer with statistics, a hook on gradients, a write over what backward needs"
+)
+UNSEEN = (
+    "the forward asks Python for something that differs under capture and that no guard holds: the type, the identity or the "
+    "memory address of a tensor, a setting that it changes for one call, the state of something outside of the model"
+)
+
+
+def parting_place(
+    graph: torch.nn.Module, model: torch.nn.Module, layers: Collection[str], run: Callable[..., Any]
+) -> str:
+    """The first node whose value the model does not compute, else the first call of the model that no node makes.
+
+    `run` calls a module under the same conditions each time; both modules are as they were before the call in question.
+    """
+    eager = _EagerValues(model, layers)
+    run(eager)
+    values = _GraphValues(graph)
+    run(values)
+    for node, digest in values.found:
+        if digest not in eager.digests | values.given:
+            trace = (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]
+            line = " ".join(part.strip() for part in trace)
+            return f"node {node.format_node()!r}" + (f", {line}" if line else "")
+    known = {digest for _, digest in values.found} | values.given
+    for place, digest in eager.calls:
+        if digest not in known:
+            return f"a call of the model that the graph does not make. {place}"
+    return "no node: each computes what the model does, and what comes out of them is put together in another way"
+
+
+def likely_cause(difference: str, call: int, agrees_when_exporting: bool) -> str:
+    """The usual reason for such a difference."""
+    if call > 1:
+        return STATE
+    if agrees_when_exporting:
+        return EXPORTING
+    return BACKWARD if difference.startswith(("gradient", "backward", "buffer")) else UNSEEN
+
+
+def exporting(call: Callable[[], Any]) -> Any:
+    """Call a function while torch says that a capture is going on."""
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", True),
+        replaced(torch.compiler, "_is_exporting_flag", True),
+    ):
+        return call()
+
+
+class _EagerValues:
+    """Runs a model, and keeps what its calls of torch give; of a layer only the result."""
+
+    def __init__(self, model: torch.nn.Module, layers: Collection[str]) -> None:
+        self.digests: set[Digest] = set()
+        self.calls: list[tuple[str, Digest]] = []
+        self._model, self._layers, self._depth = model, layers, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name in self._layers:
+            layer = self._model.get_submodule(name)
+            layer._compiled_call_impl = lambda *a, layer=layer, **k: self._layer(layer, a, k)
+        with _Mode(self.keep):
+            return self._model(*args, **kwargs)
+
+    def keep(self, result: Any) -> None:
+        for digest in _digests(result):
+            self.digests.add(digest)
+            if not self._depth:
+                self.calls.append((describe_location(model_frame(sys._getframe(2)), None), digest))
+
+    def _layer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        try:
+            result = layer._call_impl(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        self.keep(result)
+        return result
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, keep: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._keep(result)
+        return result
+
+
+class _GraphValues(torch.fx.Interpreter):
+    """Runs a graph, and keeps what its nodes give."""
+
+    def __init__(self, graph: Any) -> None:
+        super().__init__(graph)
+        self.found: list[tuple[torch.fx.Node, Digest]] = []
+        self.given: set[Digest] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+        values: list[Any] = []
+        for node in self.graph.find_nodes(op="placeholder"):
+            name = str(node.target)
+            values += bound[name[1:]] if name.startswith("*") else [bound[name]] if name in bound else []
+        return self.run(*values)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        return tuple(value) if target.startswith("*") else value
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        digests = _digests(result)
+        if n.op in ("placeholder", "get_attr", "output"):
+            self.given.update(digests)
+        else:
+            self.found += [(n, digest) for digest in digests]
+        return result
+
+
+def _digests(value: Any) -> list[Digest]:
+    """Sums that tell tensors apart."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return [_digest(tensor.detach()) for tensor in tensors_in(value)]
+
+
+def _digest(tensor: torch.Tensor) -> Digest:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return str(tensor.layout), tuple(tensor.shape)
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).flatten()
+    order = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
+    sums = torch.stack([wide.sum(), (wide * order.to(wide.dtype)).sum()]).tolist()
+    return tensor.dtype, tuple(tensor.shape), *map(repr, sums)

@@ -1,0 +1,146 @@
+"""Fake tensors that a forward has left in the process: in a cache of a function, in a dict, in an attribute.
+
+The model would compute with them from then on, outside of the capture. Looked through is what the code that ran can reach
+by name: `ReachableState` compares the state of some of it before and after; here it is enough that a fake is there now.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.nodes.source_location import RunningCode, is_model_package
+
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, types.CellType)
+# Through how many functions that were not seen to run names are followed.
+_DEPTH = 2
+
+# Something that is held, where, and how to take it away; None where Python cannot.
+_Entry = tuple[Any, str, Callable[[], Any] | None]
+
+
+def remove_fakes(code: RunningCode, from_caches_alone: bool = False) -> list[str]:
+    """Empty each `functools.lru_cache` that holds a fake tensor or size, and take away those that are elsewhere.
+
+    Returns:
+        The other places, in words.
+    """
+    found = []
+    seen: set[int] = set()
+    left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code)]
+    while left:
+        (value, where, remove), depth = left.pop()
+        if _is_fake(value) or (isinstance(value, tuple) and any(map(_is_fake, value))):
+            found.append(where)
+            if remove is not None and not from_caches_alone:
+                remove()
+            continue
+        if id(value) in seen or _is_foreign(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools._lru_cache_wrapper):
+            if _holds_fake(gc.get_referents(value)):
+                value.cache_clear()
+            value = value.__wrapped__
+        if not isinstance(value, types.FunctionType):
+            left += [(entry, depth) for entry in _entries(value, where)]
+        elif depth < _DEPTH:
+            left += [(entry, depth + 1) for entry in _of_function(value)]
+    return found
+
+
+def _roots(code: RunningCode) -> Iterator[_Entry]:
+    for function, known in code.functions.items():
+        yield from _named(set(function.co_names), known)
+        # The function itself, which may be under a cache; it is there by its name, if it is no local one.
+        owner, *path = function.co_qualname.split(".")
+        value = known.get(owner)
+        for name in path:
+            value = vars(value).get(name) if isinstance(value, type) else None
+        yield value, f"{owner!r} of {known.get('__name__')}", None
+
+
+def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:
+    """The globals that code names, and what it may read of those that are modules."""
+    module = known.get("__name__")
+    for name in names & known.keys():
+        value = known[name]
+        if not isinstance(value, types.ModuleType):
+            yield value, f"{name!r} of {module}", functools.partial(known.pop, name, None)
+        elif is_model_package(value.__name__):
+            inside = vars(value)
+            for part in names & inside.keys():
+                remove = functools.partial(inside.pop, part, None)
+                yield inside[part], f"{part!r} of {value.__name__}", remove
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Entry]:
+    yield from _named(set(function.__code__.co_names), function.__globals__)
+    place = f"{function.__module__}.{function.__qualname__}"
+    for held in (*(function.__closure__ or ()), *(function.__defaults__ or ()), *vars(function).values()):
+        yield held, place, None
+
+
+def _entries(value: Any, where: str) -> Iterator[_Entry]:
+    """What a container, a class or an object holds."""
+    if isinstance(value, type):
+        for name, held in list(vars(value).items()):
+            yield held, f"{name!r} of {value.__qualname__}", functools.partial(delattr, value, name)
+        return
+    if isinstance(value, dict):
+        for key, held in list(dict.items(value)):  # one of a class of its own may import what it gives
+            yield held, where, functools.partial(dict.pop, value, key, None)
+        return
+    if isinstance(value, _SEQUENCES):
+        for held in gc.get_referents(value):
+            yield held, where, getattr(value, "clear", None)
+        return
+    if not isinstance(value, _WRAPPERS):
+        yield type(value), where, None
+    attributes = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None
+    if type(attributes) is dict:
+        for name, held in list(attributes.items()):
+            yield held, f"{name!r} of a {type(value).__qualname__}", functools.partial(delattr, value, name)
+    for held in gc.get_referents(value):  # slots, and what is written in C
+        if held is not attributes and held is not type(value):
+            yield held, where, None
+
+
+def _holds_fake(values: Any, depth: int = 3) -> bool:
+    return any(
+        _is_fake(value)
+        or (
+            depth > 0
+            and isinstance(value, (dict, *_SEQUENCES))
+            and _holds_fake(gc.get_referents(value), depth - 1)
+        )
+        for value in values
+    )
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, SymbolicNumber) or (
+        isinstance(value, FakeTensor) and isinstance(value.fake_mode, CaptureFakeMode)
+    )
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether a value is no part of a model: a constant, a tensor, a module, or of a package such as torch."""
+    if isinstance(value, (dict, *_SEQUENCES, *_WRAPPERS)):
+        return False
+    if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):
+        return True
+    named = (
+        value if isinstance(value, (type, types.FunctionType, functools._lru_cache_wrapper)) else type(value)
+    )
+    return not is_model_package(named.__module__)
