@@ -32,6 +32,7 @@ from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.call_targets import canonical, property_name
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
+from fxopt.capture.recording.higher_order import expansion
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
@@ -119,6 +120,8 @@ class Recorder(PreDispatchTorchFunctionMode):
             return self.switches.autocast(function, args)
         if function is torch._C._set_grad_enabled:
             return self.switches.set_grad_enabled(args[0])
+        if isinstance(function, torch._ops.HigherOrderOperator):
+            return self._higher_order(function, args, kwargs)
         if function in _FROM_DATA and not contains(
             args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
@@ -332,6 +335,21 @@ class Recorder(PreDispatchTorchFunctionMode):
         """The number in a tensor, as a node."""
         return self._call(torch.Tensor.item, (tensor,), {})
 
+    def _higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the calls that a higher-order operator stands for."""
+        expanded = expansion(function)
+        if expanded is None:
+            raise TraceError(
+                f"the forward calls the higher-order operator {function.name()!r}, which a graph cannot hold. "
+                f"{self.writer.where()}"
+            )
+        opaque, self._opaque = self._opaque, 0
+        try:
+            with self:
+                return expanded(*args, **kwargs)
+        finally:
+            self._opaque = opaque
+
     def _read_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that makes a Python value of what is in a tensor."""
         if name in READS:
@@ -365,6 +383,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         select, squeeze = (
             lambda *given, f=f: self._call(f, given, {}) for f in (torch.Tensor.select, torch.Tensor.squeeze)
         )
+        if self.decisions.specialised:
+            kwargs["is_known"] = lambda size: True
         return squeeze_with_guard(select, squeeze, *args, **kwargs)
 
     def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:
