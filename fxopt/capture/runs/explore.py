@@ -9,7 +9,12 @@ from typing import Any
 
 from torch.export import Dim
 
-from fxopt.capture.data_dependence.branches import DataDependentBranch, DataDependentText, Outcomes
+from fxopt.capture.data_dependence.branches import (
+    DataDependentBranch,
+    DataDependentText,
+    Outcomes,
+    SizeAsKeyError,
+)
 from fxopt.capture.fakes.fake_model import refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
@@ -57,6 +62,9 @@ def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
             if request.reads_texts or not request.specialize:
                 raise
             request = dataclasses.replace(request, reads_texts=True)
+            return record(answers)
+        except SizeAsKeyError:
+            request = dataclasses.replace(request, knows_keys=True)
             return record(answers)
         moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
         if not moved:

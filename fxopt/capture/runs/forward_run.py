@@ -77,7 +77,14 @@ class ForwardRun:
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
         decisions = BranchDecisions(
-            writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts, request.raising
+            writer,
+            self.sizes,
+            self.fake_mode,
+            request.answers,
+            example,
+            request.reads_texts,
+            request.raising,
+            request.knows_keys,
         )
         tensor_sizes = KnownScalars(writer, shell.real, request.moving)
         memo = CallCache(self.fake_mode, request.results)
@@ -86,7 +93,9 @@ class ForwardRun:
         )
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)
-        surroundings = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
+        surroundings = ReachableState(
+            (module for _, module in recorded_modules(request.model, request.layers)), request.knows_keys
+        )
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = writer.location
