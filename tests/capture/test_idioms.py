@@ -1,7 +1,11 @@
 """What people write in research code: einops, caches by size, Python's types, and more, each captured right."""
 
+import copy
 import functools
+import math
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,16 +18,6 @@ einops = pytest.importorskip("einops")
 from einops.layers.torch import EinMix, Rearrange, Reduce  # noqa: E402
 
 BATCH = torch.export.Dim("batch")
-
-
-def assert_captured(model, args, *others, free=0, **options):
-    """The capture of `model`, with the first dimension of each input free, gives what it gives: on `args` and `others`."""
-    shapes = {"args": tuple({0: BATCH} for _ in args)} if free else None
-    traced = fxopt.trace(model, args, dynamic_shapes=shapes, **options)
-    for given in (args, *others):
-        made, expected = list(tensors_in(traced(*given))), list(tensors_in(model(*given)))
-        torch.testing.assert_close(made, expected)
-    return traced
 
 
 @functools.lru_cache
@@ -91,3 +85,185 @@ def test_functions_under_lru_cache_are_as_before():
     fxopt.trace(Positions(), (torch.randn(3, 4),), dynamic_shapes=({0: BATCH},))
     assert positions is cached
     assert type(positions(3, 2)) is torch.Tensor
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+double = Double.apply
+
+
+def profiled(self, x):
+    with torch.profiler.record_function("double"):
+        return x * 2
+
+
+def without_gradients(self, x):
+    y = torch.arange(4.0)
+    y.requires_grad = False
+    return x + y
+
+
+def retained(self, x):
+    y = self.linear(x)
+    y.retain_grad()
+    return y * 2
+
+
+def halved(self, x):
+    self.linear.weight.data *= 0.5
+    return self.linear(x)
+
+
+def padded(self, x):
+    self.conv.padding = (1, 1)
+    y = self.conv(x[None, None])
+    self.conv.padding = (0, 0)
+    return y
+
+
+def hooked(self, x):
+    seen = []
+    handle = self.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    y = self.linear(x)
+    handle.remove()
+    return y + seen[0]
+
+
+def dtypes(self, x):
+    made = torch.zeros(2, dtype=int), torch.ones_like(x, dtype=bool), torch.empty(1, dtype=complex).zero_()
+    return *made, x.to(float), x.sum(dtype=float), torch.tensor([1, 2], dtype=float)
+
+
+def doubled_weight(self, x):
+    return torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
+
+
+X = torch.randn(3, 4)
+ARRAY = np.array([0, 2])
+
+IDIOMS = {
+    "types as dtypes": (dtypes, X),
+    "an array as index": (
+        lambda self, x: (x[:, ARRAY], x[np.array([True, False, True])], x[[np.int64(1), 0]]),
+        X,
+    ),
+    "new_tensor of an array": (lambda self, x: x + x.new_tensor(np.ones(4)), X),
+    "a slice by a tensor": (lambda self, x, i: x[:, i : i + 2], X, torch.tensor(1)),
+    "a slice by numbers of a tensor": (
+        lambda self, x, i: x[:, i.tolist()[0] : i.tolist()[1]],
+        X,
+        torch.tensor([1, 3]),
+    ),
+    "record_function": (profiled, X),
+    "requires_grad = False": (without_gradients, X),
+    "retain_grad": (retained, X),
+    "deepcopy of an input": (lambda self, x: copy.deepcopy([x, {"x": x}])[1]["x"].add_(1) + x, X),
+    "copy of a result": (lambda self, x: copy.copy(x * 2), X),
+    "a set": (lambda self, x: (x, {1, 2}, frozenset("ab")), X),
+    "a hook": (hooked, X),
+    "no gradient yet": (lambda self, x: x if self.linear.weight.grad is None else x * 2, X),
+    "functional_call of a layer": (doubled_weight, X),
+    "a layer that is changed for a call": (padded, X),
+    "one_hot": (lambda self, x: torch.nn.functional.one_hot(x), torch.tensor([1, 3, 2])),
+    "a function's apply": (lambda self, x: double(self.linear(x)), X),
+    "a Python module": (lambda self, x: self.math.sqrt(4) * x, X),
+    "a weight that is written": (halved, X),
+}
+
+
+@pytest.mark.parametrize("case", IDIOMS)
+def test_an_idiom(case):
+    forward, *args = IDIOMS[case]
+    model = Does(forward, conv=nn.Conv2d(1, 1, 3), math=math)
+    twin = Does(forward, conv=nn.Conv2d(1, 1, 3), math=math)
+    twin.load_state_dict(copy.deepcopy(model.state_dict()))
+    traced = fxopt.trace(model, args)
+    for _ in range(2):
+        made, expected = traced(*args), twin(*args)
+        assert type(made) is type(expected)
+        torch.testing.assert_close(list(tensors_in(made)), list(tensors_in(expected)))
+        if isinstance(expected, tuple):
+            assert [type(item) for item in made] == [type(item) for item in expected]
+
+
+def test_an_array_is_a_constant_of_the_graph():
+    traced = fxopt.trace(Does(lambda self, x: x[:, ARRAY]), (X,))
+    ARRAY[0] = 3
+    try:
+        assert torch.equal(traced(X), X[:, [0, 2]])
+    finally:
+        ARRAY[0] = 0
+
+
+def test_a_gradient_that_is_there_is_refused():
+    model = Does(IDIOMS["no gradient yet"][0])
+    traced = fxopt.trace(model, (X,))
+    model.linear(X).sum().backward()
+    with pytest.raises(fxopt.GuardError, match="assumes that a gradient is None"):
+        traced(X)
+    with pytest.raises(fxopt.TraceError, match="reads a gradient"):
+        fxopt.trace(model, (X,))
+
+
+def test_weights_that_are_set_for_a_call():
+    class WeightDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+            self.raw = nn.Parameter(self.lstm.weight_hh_l0.detach().clone())
+            del self.lstm._parameters["weight_hh_l0"]
+
+        def forward(self, x):
+            self.lstm.weight_hh_l0 = self.raw * 0.5
+            return self.lstm(x)[0]
+
+    model = WeightDrop()
+    model(X)
+    traced = fxopt.trace(model, (X,))
+    with torch.no_grad():
+        model.raw.mul_(2)
+    torch.testing.assert_close(traced(X), model(X))
+    traced(X).sum().backward()
+    assert model.raw.grad is not None
+
+
+def test_one_dimension_name_is_one_size():
+    model = Does(lambda self, x, t: x * (1 + t.view(x.shape[0], -1, 4)))
+    args = torch.randn(3, 6, 4), torch.randn(3, 4)
+    traced = fxopt.trace(model, args, dynamic_shapes={"args": ({0: BATCH}, {0: BATCH})})
+    for batch in (1, 3, 5):
+        given = torch.randn(batch, 6, 4), torch.randn(batch, 4)
+        torch.testing.assert_close(traced(*given), model(*given))
+    with pytest.raises(fxopt.GuardError):
+        traced(torch.randn(5, 6, 4), torch.randn(3, 4))
+
+
+def test_random_decisions_follow_the_seed():
+    def dropped(self, x):
+        for _ in range(4):
+            x = x + 1 if torch.rand(1).item() < 0.5 else -x
+        return x
+
+    model = Does(dropped)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        traced = fxopt.trace(model, (X,), specialize=True)
+        torch.manual_seed(seed)
+        made = traced(X)
+        torch.manual_seed(seed)
+        assert torch.equal(made, model(X))
+
+
+def test_what_cannot_be_copied_is_named():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].log = threading.Lock()
+    with pytest.raises(fxopt.TraceError, match=r"cannot be copied.*the attribute '0\.log'"):
+        fxopt.trace(model, (X,))

@@ -6,6 +6,7 @@ The user's model is never run and never changed; what a forward does to its own 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ class FakeModel:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(module): module for module in tuple(sys.modules.values())}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -64,7 +65,7 @@ class FakeModel:
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
-                f"leave the model untouched: {type(error).__name__}: {error}"
+                f"leave the model untouched: {type(error).__name__}: {error}{_uncopied(model, memo)}"
             ) from error
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
@@ -97,16 +98,9 @@ class FakeModel:
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
             module._compiled_call_impl = _Call(call, name, module)
 
-    def check_layer(self, name: str, layer: torch.nn.Module) -> None:
-        """Raise TraceError if the forward has changed a layer that it now calls: the graph calls the model's own."""
-        for part in layer.modules():
-            before, now = self._settings.get(id(part)), _settings(part)
-            if before != now:
-                changed = sorted(k for k in {*(before or {}), *now} if (before or {}).get(k) != now.get(k))
-                raise TraceError(
-                    f"the forward changes {', '.join(changed)} of the layer {name!r} before calling it, and a graph would "
-                    "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
-                )
+    def has_changed(self, layer: torch.nn.Module) -> bool:
+        """Whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
+        return any(self._settings.get(id(part)) != _settings(part) for part in layer.modules())
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
@@ -129,6 +123,11 @@ class FakeModel:
                     state[name, key] = named(value)
                 elif value is not None and key not in _OF_TORCH:
                     state[name, key] = contents(value)
+        # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
+        for name, module in self.model.named_modules():
+            if type(module).__module__.startswith("torch.nn."):
+                plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+                state |= {(name, key): value for key, value in plain.items()}
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
@@ -168,10 +167,27 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """What decides how a layer computes: numbers, flags, and which tensors it holds."""
-    plain = {key: value for key, value in module.__dict__.items() if isinstance(value, _PLAIN)}
-    tensors = {key: id(t) for held in (module._parameters, module._buffers) for key, t in held.items()}
-    return plain | tensors
+    """What decides how a layer computes: numbers, flags, tuples of them, and which tensors it holds."""
+    held = (module.__dict__, module._parameters, module._buffers)
+    settings = {key: _setting(value) for values in held for key, value in values.items()}
+    return {key: setting for key, setting in settings.items() if setting is not None}
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_setting, value))
+    return value if isinstance(value, _PLAIN) else id(value) if _is_tensor(value) else None
+
+
+def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute of the model that cannot be copied, in words."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                copy.deepcopy(value, dict(memo)) if key != "_modules" else None
+            except Exception:
+                return f" (the attribute {f'{name}.{key}'.lstrip('.')!r})"
+    return ""
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -124,6 +124,9 @@ class GraphWriter:
         if type(value) is collections.OrderedDict:
             pairs = [(key, self.argument(item)) for key, item in value.items()]
             return self.create("call_function", collections.OrderedDict, (pairs,), {}, None)
+        if type(value) in (set, frozenset):
+            items = [self.argument(item) for item in value]
+            return self.create("call_function", type(value), (items,), {}, None)
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
