@@ -15,6 +15,12 @@ from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
+# Classes of torch that wrap a module, and where they keep it.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    **dict.fromkeys(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "module"),
+}
+
 
 def trace(
     model: torch.nn.Module,
@@ -102,12 +108,8 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("the model is compiled by TorchScript; pass the module from which it was made.")
-    for attribute, wrappers in (
-        ("_orig_mod", ("OptimizedModule",)),
-        ("module", ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")),
-    ):
-        if name in wrappers and type(model).__module__.startswith("torch."):
-            raise TraceError(f"the model is wrapped in a {name}; pass what it wraps, `model.{attribute}`.")
+    if name in _WRAPPERS and type(model).__module__.startswith("torch."):
+        raise TraceError(f"the model is wrapped in {name}; pass what it wraps, `model.{_WRAPPERS[name]}`.")
     lazy = [
         name
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -140,8 +142,8 @@ def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
             "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name."
         )
     if not isinstance(args, Sequence) or isinstance(args, str):
-        kind = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
-        raise TraceError(f"args must be a tuple of example inputs, not {kind}: write `(x,)`.")
+        given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
+        raise TraceError(f"args must be a tuple of example inputs, not {given}: write `(x,)`.")
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)

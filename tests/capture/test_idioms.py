@@ -267,3 +267,120 @@ def test_what_cannot_be_copied_is_named():
     model[0].log = threading.Lock()
     with pytest.raises(fxopt.TraceError, match=r"cannot be copied.*the attribute '0\.log'"):
         fxopt.trace(model, (X,))
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 1 / torch.arange(1.0, 5.0))
+        self.length, self.cos, self.sin = 0, None, None
+
+    def tables(self, x):
+        if x.shape[0] > self.length:
+            self.length = x.shape[0]
+            angles = torch.outer(torch.arange(self.length, device=x.device, dtype=x.dtype), self.frequencies)
+            self.cos, self.sin = angles.cos(), angles.sin()
+        return self.cos[: x.shape[0]], self.sin[: x.shape[0]]
+
+    def forward(self, x):
+        cos, sin = self.tables(x)
+        return x * cos + x * sin + self.tables(x * 2)[0]
+
+
+class Grids(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grids = [torch.empty(0), torch.empty(0)]
+        self.by_size = {}
+
+    def forward(self, x):
+        for position, grid in enumerate(self.grids):
+            if grid.shape != x.shape:
+                self.grids[position] = torch.arange(3.0)[:, None] + torch.arange(4.0) * position
+        if x.shape[0] not in self.by_size:
+            self.by_size[x.shape[0]] = torch.ones(x.shape[0], 1)
+        return x * self.grids[0] + self.grids[1] * self.by_size[x.shape[0]]
+
+
+class Pyramid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = {}
+
+    def forward(self, x):
+        self.levels = [x]
+        for _ in range(2):
+            self.levels.append(self.levels[-1] * 2)
+        self.features["sum"] = sum(self.levels)
+        return self.features["sum"] + self.levels[1]
+
+
+@pytest.mark.parametrize("make", [Rotary, Grids, Pyramid])
+def test_what_is_kept_in_self_and_equal_at_each_call_is_made_anew(make):
+    model, twin = make(), make()
+    traced = fxopt.trace(model, (X,))
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(traced(x), twin(x))
+
+
+class Keeps(nn.Module):
+    """Makes `self.kept` in its first call, by a function, and adds it in each."""
+
+    def __init__(self, make, later=None):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(4))
+        self.weight = nn.Parameter(torch.ones(4))
+        self.kept, self.make, self.later = None, make, later
+
+    def forward(self, x):
+        first = self.kept is None
+        if first:
+            self.kept = self.make(self, x)
+        y = x + self.kept
+        if self.later is not None:
+            y = self.later(self, y, first)
+        return y
+
+
+def counts(self, y, first):
+    self.steps.add_(1)
+    return y
+
+
+def replaces(self, y, first):
+    self.kept = torch.zeros(4)
+    return y
+
+
+def decays(self, y, first):
+    self.kept = self.kept * 0.5
+    return y
+
+
+def written(self, y, first):
+    self.kept.add_(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Keeps(lambda self, x: x * 2),
+        Keeps(lambda self, x: self.weight * 2),
+        Keeps(lambda self, x: torch.rand(4)),
+        Keeps(lambda self, x: self.steps * 2, counts),
+        Keeps(lambda self, x: torch.ones(4), replaces),
+        Keeps(lambda self, x: torch.ones(4), decays),
+        Keeps(lambda self, x: torch.ones(4), written),
+        Keeps(lambda self, x: torch.ones(4), lambda self, y, first: y * 2 if first else y),
+    ],
+)
+def test_what_is_kept_in_self_and_differs_is_refused(model):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'kept'"):
+        fxopt.trace(model, (X,))
+
+
+def test_a_table_made_of_a_buffer_is_made_anew():
+    model = Keeps(lambda self, x: self.steps * 2 + 1)
+    assert torch.equal(fxopt.trace(model, (X,))(X), X + 1)

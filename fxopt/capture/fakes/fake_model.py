@@ -33,7 +33,7 @@ class FakeModel:
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
     tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
-    that an earlier call left; the tensors among it are `stale`: no value of this call.
+    that an earlier call left; the tensors among it are `stale`, no value of this call, but those whose values are `known`.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class FakeModel:
         fake_mode: FakeTensorMode,
         layers: Collection[int],
         changes: Changes | None = None,
+        known: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
@@ -76,9 +77,12 @@ class FakeModel:
         }
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
-            value = value.kept if isinstance(value, Snapshot) else self._stale() if value is MADE else value
+            if isinstance(value, Snapshot):
+                kept, stand_ins = value.kept, self._stand_ins(value, known or {})
+                value = copy.deepcopy(kept, stand_ins) if stand_ins else kept
             setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
+        self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
@@ -120,7 +124,8 @@ class FakeModel:
                 elif isinstance(value, SymbolicNumber):
                     state[name, key] = [str(value)]
                 elif _is_tensor(value):
-                    state[name, key] = named(value)
+                    own = named(value)
+                    state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
                 elif value is not None and key not in _OF_TORCH:
                     state[name, key] = contents(value)
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
@@ -138,9 +143,14 @@ class FakeModel:
         )
         now = {key: after.get(key) for key in changed}
         return {
-            key: [] if isinstance(value, Snapshot) and value.kept is None else value
+            key: [] if isinstance(value, Snapshot) and value.tensors is None else value
             for key, value in now.items()
         }
+
+    def unchanged_buffers(self) -> set[str]:
+        """The names of the buffers that the forward has neither replaced nor written."""
+        after = self.model.named_buffers()
+        return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == b._version}
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
@@ -151,6 +161,11 @@ class FakeModel:
         for name, kinds in hooks.items():
             module = self.model.get_submodule(name)
             module._forward_hooks, module._forward_pre_hooks = kinds
+
+    def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+        """For the identity of each tensor that an earlier call left, and that is not the model's own, what a run gets."""
+        tensors = snapshot.tensors or ()
+        return {id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in tensors}
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)

@@ -161,6 +161,11 @@ class GraphWriter:
             self._values[id(tensor)] = value
         return value.node
 
+    def made_by(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """The node that made a tensor; None for the model's own, and for a part of what a node made."""
+        origin = self._values.get(id(tensor))
+        return origin.node if origin is not None and not origin.path else None
+
     def _follow(self, value: Origin) -> torch.fx.Node:
         """The node at the end of a path, made the first time that something uses it."""
         node = value.node

@@ -23,7 +23,7 @@ _current: list[Callable[..., Any]] = [plain_apply]
 
 class _Calling:
     def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
-        __class__  # noqa: B018 # code can be replaced only by code that closes over as many names
+        __class__  # type: ignore[name-defined] # noqa: B018 # code can be replaced only by code that closes over as many names
         from fxopt.capture.patches.autograd_functions import _current
 
         return _current[-1](cls, *args, **kwargs)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -54,7 +54,7 @@ _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 # All that is seen of `torch.IntTensor([1])` and the like: torch makes a fake of a tensor.
 _LEGACY_FROM_DATA: Any = torch.ops.aten.lift_fresh.default
 
-_IDIOMS = {
+_IDIOMS: dict[str, Callable[..., Any]] = {
     "__deepcopy__": deep_copy,
     "__reduce_ex__": reduced,
     "one_hot": one_hot,

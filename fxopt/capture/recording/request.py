@@ -25,7 +25,7 @@ class Request:
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
     inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints
     inside objects that are free, because the forward changes them. `earlier` is the state of the model that an earlier
-    call left, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
+    call left, `known` the values of tensors in it, by identity, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
     whether functions of torch were seen to raise for one answer to a question, and `results`, what calls gave.
     """
 
@@ -40,6 +40,7 @@ class Request:
     knows_keys: bool = False
     moving: Set[str] = frozenset()
     earlier: Changes | None = None
+    known: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)

@@ -50,6 +50,7 @@ class ForwardRun:
     changes: Changes
     state: Changes
     hooks: dict[str, Any]
+    unchanged_buffers: set[str]
     # What it has changed outside of the model, in words, and whether it has put a tensor there.
     changed_outside: dict[str, bool]
     # By line: what is done after each question there, and may be left out.
@@ -71,7 +72,7 @@ class ForwardRun:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         request, shape_env = self.request, self.shape_env
         device = request.device()
-        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier)
+        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier, request.known)
         writer = GraphWriter(self.graph, self.sizes, shell, device)
         example = None
         if request.specialize:
@@ -117,7 +118,7 @@ class ForwardRun:
             if example is not None:
                 example.close()
         raise_caught(recorder, shape_env)
-        self.hooks = shell.hooks()
+        self.hooks, self.unchanged_buffers = shell.hooks(), shell.unchanged_buffers()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
         self.changed_outside = surroundings.changed()
         self.placeholders.check_unchanged()

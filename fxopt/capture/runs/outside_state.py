@@ -74,7 +74,8 @@ class ReachableState:
         now = self._values()
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
-            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now and now[scope, name].kept is None
+            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now
+            and now[scope, name].tensors != ()
             for scope, name in sorted(changed)
         }
 
