@@ -174,7 +174,9 @@ class TracedModule(torch.fx.GraphModule):
         def retraced(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.fx.Proxy):
-                    return _retrace(self, value.tracer, inspect.signature(forward).bind(self, *args, **kwargs))
+                    return _retrace(
+                        self, value.tracer, inspect.signature(forward).bind(self, *args, **kwargs)
+                    )
             return forward(self, *args, **kwargs)
 
         self.__class__.forward = retraced
