@@ -369,6 +369,7 @@ def written(self, y, first):
         Keeps(lambda self, x: x * 2),
         Keeps(lambda self, x: self.weight * 2),
         Keeps(lambda self, x: torch.rand(4)),
+        Keeps(lambda self, x: torch.full((4,), 0.5).bernoulli()),
         Keeps(lambda self, x: self.steps * 2, counts),
         Keeps(lambda self, x: torch.ones(4), replaces),
         Keeps(lambda self, x: torch.ones(4), decays),
