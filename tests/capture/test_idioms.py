@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import random
 import threading
 
 import numpy as np
@@ -385,3 +386,16 @@ def test_what_is_kept_in_self_and_differs_is_refused(model):
 def test_a_table_made_of_a_buffer_is_made_anew():
     model = Keeps(lambda self, x: self.steps * 2 + 1)
     assert torch.equal(fxopt.trace(model, (X,))(X), X + 1)
+
+
+def test_random_numbers_drawn_by_a_copy_of_the_model_are_not_the_forwards():
+    class Named(nn.Module):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            self.__dict__["name"] = random.random()
+
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    x = torch.ones(2)
+    assert torch.equal(fxopt.trace(Named(), (x,), specialize=True)(x), x * 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
+import random
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -78,7 +79,11 @@ class ExampleRun:
         plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
         self._shared = {t.untyped_storage()._cdata for t in shared}
+        drawn = (
+            random.getstate()
+        )  # some models draw a name when they are copied, which is not the forward's doing
         self._copy = copy.deepcopy(self._model, {id(t): t for t in (*shared, *sys.modules.values())})
+        random.setstate(drawn)
         self._inputs = {
             key: value.detach().clone().requires_grad_(value.requires_grad)
             if isinstance(value, torch.Tensor)
