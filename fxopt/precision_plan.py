@@ -14,6 +14,26 @@ from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.submodules import attribute, is_inside, split_path
 
+# Functions and methods of torch without a kernel for bfloat16 or float16; and gradients that a forward takes, which are
+# those of the tensor that was used, and not of a cast of it.
+_NO_LOWER_KERNEL = {
+    *(
+        "inverse",
+        "pinverse",
+        "det",
+        "logdet",
+        "slogdet",
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "qr",
+        "svd",
+    ),
+    *("lu", "lu_solve", "triangular_solve", "matrix_power", "ormqr", "geqrf", "cdist", "pdist", "quantile"),
+    *("nanquantile", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "grad"),
+}
+_LAYERS_WITHOUT = (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -156,14 +176,18 @@ class Planner:
         if node.op == "output" or node in self.kept:
             return True
         if node.op == "call_module":
-            return not operators.is_torch_module(self.index.module(node))
+            module = self.index.module(node)
+            return not operators.is_torch_module(module) or isinstance(module, _LAYERS_WITHOUT)
         if any(graph.holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):
             return True
-        if node.op != "call_function":
-            return False
-        name = graph.function_name(node)
-        return not operators.is_torch_function(node.target) or (
-            name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm")
+        if any(graph.holds(value, _is_sparse) for value in (node, *node.all_input_nodes)):
+            return True
+        name = str(node.target) if node.op == "call_method" else graph.function_name(node)
+        if name in _NO_LOWER_KERNEL:
+            return True
+        return node.op == "call_function" and (
+            not operators.is_torch_function(node.target)
+            or (name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm"))
         )
 
 
@@ -218,6 +242,10 @@ def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> boo
     same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
     unused = same and index.is_parameter(other) and not index.uses(other)
     return unused and not _read_obstacle(index, other, {})
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided
 
 
 def _has_float32(module: nn.Module) -> bool:

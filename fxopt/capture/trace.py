@@ -15,6 +15,12 @@ from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 
+# Classes of torch that wrap a module, and where they keep it.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    **dict.fromkeys(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "module"),
+}
+
 
 def trace(
     model: torch.nn.Module,
@@ -77,6 +83,7 @@ def trace(
             "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
             "outside of it, and apply the transform to the captured module."
         )
+    _check_model(model)
     layers = leaves(model, leaf_modules)
     taken = [
         name
@@ -90,13 +97,60 @@ def trace(
     inputs = _bind_inputs(model, args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
-        return capture_graph(Request(model, inputs, dimensions, layers, specialize), verify)
+        try:
+            return capture_graph(Request(model, inputs, dimensions, layers, specialize), verify)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {error}. Please report it; until "
+                "then, make the module that does this a leaf (leaf_modules=...), or capture the parts around it."
+            ) from error
+
+
+def _check_model(model: Any) -> None:
+    """Raise TraceError for what is no module, or one that stands for another, with what to pass instead."""
+    if not isinstance(model, torch.nn.Module):
+        raise TraceError(f"fxopt.trace takes a torch.nn.Module: {_instead_of(model)}")
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError("the model is compiled by TorchScript; pass the module from which it was made.")
+    if name in _WRAPPERS and type(model).__module__.startswith("torch."):
+        raise TraceError(f"the model is wrapped in {name}; pass what it wraps, `model.{_WRAPPERS[name]}`.")
+    lazy = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if torch.nn.parameter.is_lazy(tensor)
+    ]
+    if lazy:
+        raise TraceError(
+            f"{name} has parameters without a shape yet ({', '.join(lazy)}), as lazy modules have them before their first "
+            "call. Run the model once on the example inputs, then capture it."
+        )
+
+
+def _instead_of(model: Any) -> str:
+    """What to pass in the place of an object that is no module."""
+    if isinstance(model, type):
+        return f"pass an instance, `{model.__name__}(...)`, not the class."
+    if isinstance(model, torch.export.ExportedProgram):
+        return "pass `program.module()` of an ExportedProgram."
+    if isinstance(getattr(model, "__self__", None), torch.nn.Module):
+        return "pass the module, not one of its methods."
+    if callable(model):
+        return "make a function the `forward` of one and pass that."
+    return f"this is a {type(model).__name__}."
 
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Example values by the names that the placeholders get; `*name` for the variadic ones."""
-    if isinstance(args, torch.Tensor):
-        raise TraceError("args must be a tuple of example inputs, not a tensor: write `(x,)`.")
+    if isinstance(args, Mapping):
+        raise TraceError(
+            "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name."
+        )
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
+        raise TraceError(f"args must be a tuple of example inputs, not {given}: write `(x,)`.")
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)

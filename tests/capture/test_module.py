@@ -226,3 +226,46 @@ def test_rebuilding_marks_writes_as_impure_and_nothing_else():
 def test_imported_names():
     assert Cube.__module__ == "tests.capture.test_modes"
     assert Point.__module__ == "tests.capture.models"
+
+
+class Guarded(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, more, scale=2.0):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.layer(x) * scale
+        return y[: x.shape[0]] + more
+
+
+class Holds(torch.nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, y):
+        return self.part(x, y) * 2
+
+
+def test_a_tracer_with_proxies_gets_the_nodes_of_the_graph():
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    traced = fxopt.trace(Guarded(), (x, y))
+    again = torch.fx.symbolic_trace(traced)
+    assert [n.op for n in again.graph.nodes if n.op != "placeholder"] == [
+        n.op for n in traced.graph.nodes if n.op != "placeholder"
+    ]
+    inside = torch.fx.symbolic_trace(Holds(traced))
+    assert torch.equal(inside(x, y), traced(x, y) * 2)
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 5"):
+        inside(torch.randn(5, 4), torch.randn(5, 4))
+
+
+def test_fusing_of_torch_works_on_a_captured_graph():
+    from torch.fx.experimental.optimization import fuse
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU()).eval()
+    x = torch.randn(1, 1, 8, 8)
+    fused = fuse(fxopt.trace(model, (x,)))
+    assert not any(isinstance(part, torch.nn.BatchNorm2d) for part in fused.children())
+    torch.testing.assert_close(fused(x), model(x))

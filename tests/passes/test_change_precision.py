@@ -263,3 +263,37 @@ def test_a_tensor_beside_a_parameter_that_is_read_stays_tied():
     changed = ChangePrecision()(copy.deepcopy(before))
     assert changed.layer.weight.dtype == torch.bfloat16
     assert_round_trip(before, undo(changed))
+
+
+def force(self, x):
+    with torch.enable_grad():
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.layer(x).pow(2).sum(), x)[0]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.layer(torch.inverse(self.layer(x))),
+        lambda self, x: self.layer(x).inverse(),
+        lambda self, x: self.layer(torch.cdist(self.layer(x), x)),
+        lambda self, x: torch.sparse.mm(x.to_sparse(), self.layer(x)),
+        lambda self, x: self.margin(self.layer(x), torch.tensor([0, 1, 2])),
+        force,
+    ],
+)
+def test_what_has_no_kernel_for_the_lower_dtype_stays_in_float32(forward):
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.margin = nn.Linear(3, 3), nn.MultiMarginLoss()
+
+        def forward(self, x):
+            return forward(self, x)
+
+    x = torch.eye(3) + 0.1 * torch.randn(3, 3)
+    before = fxopt.trace(Calls(), (x,))
+    after = ChangePrecision()(copy.deepcopy(before))
+    assert after.layer.weight.dtype == torch.bfloat16
+    assert after(x).isfinite().all()
+    assert_round_trip(before, undo(after))

@@ -86,10 +86,13 @@ class BranchDecisions:
         example: ExampleRun | None = None,
         reads_texts: bool = False,
         raising: dict[tuple[Any, str], bool] | None = None,
+        knows_keys: bool = False,
     ) -> None:
         self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
         self._shape_env: Any = fake_mode.shape_env
         self._answers, self._example, self._reads_texts = answers, example, reads_texts
+        # Whether a size is known where it is the key of a dict; there is none otherwise.
+        self.knows_keys = knows_keys
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.

@@ -35,6 +35,10 @@ class DataDependentText(DataDependentBranch):
     """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
 
 
+class SizeAsKeyError(TypeError):
+    """A free size is hashed, to be the key of a dict, and the forward does not go on without."""
+
+
 @dataclasses.dataclass
 class Outcome:
     """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
+import random
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -53,6 +55,7 @@ class ExampleRun:
         self._shared: set[int] = set()
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._modes = _current_modes()
+        self._random_state: torch.Tensor | None = None
 
     def read(self, node: torch.fx.Node, read: Callable[[Any], T]) -> T:
         """What `read` makes of the value that `node` has for the example inputs."""
@@ -76,7 +79,11 @@ class ExampleRun:
         plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
         self._shared = {t.untyped_storage()._cdata for t in shared}
-        self._copy = copy.deepcopy(self._model, {id(t): t for t in shared})
+        drawn = (
+            random.getstate()
+        )  # some models draw a name when they are copied, which is not the forward's doing
+        self._copy = copy.deepcopy(self._model, {id(t): t for t in (*shared, *sys.modules.values())})
+        random.setstate(drawn)
         self._inputs = {
             key: value.detach().clone().requires_grad_(value.requires_grad)
             if isinstance(value, torch.Tensor)
@@ -88,6 +95,8 @@ class ExampleRun:
         """Run the nodes that are new."""
         devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
         with torch.random.fork_rng(devices=devices):
+            if self._random_state is not None:
+                torch.set_rng_state(self._random_state)  # the numbers go on where the last nodes left them
             for node in self._graph.nodes:
                 if node in self._values:
                     continue
@@ -100,6 +109,7 @@ class ExampleRun:
                         f"the example inputs, on which specialize=True decides, lead to an error at {node.format_node()}: "
                         f"{type(error).__name__}: {error}"
                     ) from error
+            self._random_state = torch.get_rng_state()
 
     def _result(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":

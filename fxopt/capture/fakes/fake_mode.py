@@ -10,6 +10,11 @@ import torch
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from fxopt.errors import TraceError
+
+_ORDINARY = (
+    "Take an ordinary tensor: one that is padded, with a mask, in the place of a nested one, for example."
+)
 # The output is like the input, in its dtype too.
 _GIVE_SIZES_OF_INPUT = {
     torch.ops.aten.relu.default,
@@ -37,6 +42,12 @@ class CaptureFakeMode(FakeTensorMode):
     _viewing = False
     # How many operators that draw random numbers have been run.
     drawn = 0
+
+    def from_tensor(self, tensor: Any, **options: Any) -> Any:
+        kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "mkldnn": tensor.is_mkldnn}
+        for kind in (kind for kind, found in kinds.items() if found):
+            raise TraceError(f"a {kind} tensor is used, which cannot be captured. {_ORDINARY}")
+        return super().from_tensor(tensor, **options)
 
     def tensor(self, known: Metadata) -> torch.Tensor:
         """A tensor in memory of its own."""
@@ -77,6 +88,10 @@ class CaptureFakeMode(FakeTensorMode):
                     return output
                 rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
                 return output, *rest
+        if func is torch.ops.aten._ctc_loss.Tensor:
+            # What it keeps for the backward is as large as the longest target, which nobody sees.
+            loss = args[0].new_empty(args[0].shape[1])
+            return loss, args[0].new_empty(args[0].shape[1], args[0].shape[0], 2 * args[1].shape[-1] + 1)
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0.0:
             self.drawn += 1
         return super().dispatch(func, types, args, kwargs)

@@ -5,7 +5,9 @@ The user's model is never run and never changed; what a forward does to its own 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +43,7 @@ class FakeModel:
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
     tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
-    that an earlier call left; the tensors among it are `stale`: no value of this call.
+    that an earlier call left; the tensors among it are `stale`, no value of this call, but those whose values are `known`.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class FakeModel:
         fake_mode: FakeTensorMode,
         layers: Collection[int],
         changes: Changes | None = None,
+        known: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(module): module for module in tuple(sys.modules.values())}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -74,7 +77,7 @@ class FakeModel:
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
-                f"leave the model untouched: {type(error).__name__}: {error}"
+                f"leave the model untouched: {type(error).__name__}: {error}{_uncopied(model, memo)}"
             ) from error
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
@@ -85,9 +88,12 @@ class FakeModel:
         }
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
-            value = value.kept if isinstance(value, Snapshot) else self._stale() if value is MADE else value
+            if isinstance(value, Snapshot):
+                kept, stand_ins = value.kept, self._stand_ins(value, known or {})
+                value = copy.deepcopy(kept, stand_ins) if stand_ins else kept
             setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
+        self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
@@ -108,16 +114,9 @@ class FakeModel:
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
             module._compiled_call_impl = _Call(call, name, module)
 
-    def check_layer(self, name: str, layer: torch.nn.Module) -> None:
-        """Raise TraceError if the forward has changed a layer that it now calls: the graph calls the model's own."""
-        for part in layer.modules():
-            before, now = self._settings.get(id(part)), _settings(part)
-            if before != now:
-                changed = sorted(k for k in {*(before or {}), *now} if (before or {}).get(k) != now.get(k))
-                raise TraceError(
-                    f"the forward changes {', '.join(changed)} of the layer {name!r} before calling it, and a graph would "
-                    "call the layer as it was. Set it before the capture, or write the call with torch.nn.functional."
-                )
+    def has_changed(self, layer: torch.nn.Module) -> bool:
+        """Whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
+        return any(self._settings.get(id(part)) != _settings(part) for part in layer.modules())
 
     def keep_settings(self, layer: torch.nn.Module) -> None:
         """Take a layer as it is after a call of it: what it changes itself, it changes when the graph runs."""
@@ -141,9 +140,15 @@ class FakeModel:
                 elif isinstance(value, SymbolicNumber):
                     state[name, key] = [str(value)]
                 elif _is_tensor(value):
-                    state[name, key] = named(value)
+                    own = named(value)
+                    state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
                 elif value is not None and key not in _OF_TORCH:
                     state[name, key] = contents(value)
+        # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
+        for name, module in self.model.named_modules():
+            if type(module).__module__.startswith("torch.nn."):
+                plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+                state |= {(name, key): value for key, value in plain.items()}
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
@@ -154,9 +159,14 @@ class FakeModel:
         )
         now = {key: after.get(key) for key in changed}
         return {
-            key: [] if isinstance(value, Snapshot) and value.kept is None else value
+            key: [] if isinstance(value, Snapshot) and value.tensors is None else value
             for key, value in now.items()
         }
+
+    def unchanged_buffers(self) -> set[str]:
+        """The names of the buffers that the forward has neither replaced nor written."""
+        after = self.model.named_buffers()
+        return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == b._version}
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
@@ -178,6 +188,11 @@ class FakeModel:
             },
             [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
         )
+
+    def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+        """For the identity of each tensor that an earlier call left, and that is not the model's own, what a run gets."""
+        tensors = snapshot.tensors or ()
+        return {id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in tensors}
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
@@ -217,6 +232,17 @@ class _Identity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
+    """The attribute of the model that cannot be copied, in words."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                copy.deepcopy(value, dict(memo)) if key != "_modules" else None
+            except Exception:
+                return f" (the attribute {f'{name}.{key}'.lstrip('.')!r})"
+    return ""
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ _CONTAINERS = (
 
 
 def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
-    """The identities of the modules that become one `call_module` node: layers of torch.nn, and what the caller names.
+    """The identities of the modules that become one `call_module` node: layers of torch.nn, modules compiled
+    by TorchScript, and what the caller names.
 
     Raises:
         TraceError: when an entry of `leaf_modules` fits no module.
@@ -50,6 +51,8 @@ def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
 def _is_torch_layer(module: torch.nn.Module) -> bool:
     if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
         return False  # it only holds others
+    if isinstance(module, torch.jit.ScriptModule):
+        return True  # it runs outside of Python
     return type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "fxopt.kernels"))
 
 

@@ -21,10 +21,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `kept` is the object itself, if there is no tensor in it, and None otherwise."""
+    """All that is in an object; `kept` is the object itself, and `tensors` are those in it: None if there are free sizes."""
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)
+    tensors: tuple[torch.Tensor, ...] | None = dataclasses.field(default=(), compare=False)
 
 
 class SnapshotMaker:
@@ -35,24 +36,24 @@ class SnapshotMaker:
         self._known: dict[int, Snapshot] = {}
         # Objects that can be changed, in the order in which they were met in the one described now.
         self._met: dict[int, int] = {}
-        self._has_tensors = False
+        self._tensors: list[torch.Tensor] = []
+        self._has_sizes = False
 
     def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
-            self._has_tensors = False
-            self._met = {}
+            self._tensors, self._has_sizes, self._met = [], False, {}
             parts = self._parts(value)
-            self._known[id(value)] = Snapshot(parts, None if self._has_tensors else value)
+            self._known[id(value)] = Snapshot(parts, value, None if self._has_sizes else tuple(self._tensors))
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
         if isinstance(value, torch.Tensor):
-            self._has_tensors = True
+            self._tensors.append(value)
             return self._named(value)
         if isinstance(value, SymbolicNumber):
-            self._has_tensors = True
+            self._has_sizes = True
             return str(value)
         kind = type(value).__qualname__
         if id(value) in self._met:

@@ -82,7 +82,7 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     operation = _operation(function, name, method, len(args)) if not kwargs else None
     if operation is not None:
         return "call_function", operation, args[::-1] if method in _REFLECTED else args, {}
-    if is_write_name(method or name):
+    if is_write_name(method or name) or method == "retain_grad":
         has_side_effect(function)
         return "call_function", function if method else importable(function), args, kwargs
     if method:

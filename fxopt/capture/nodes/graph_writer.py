@@ -131,6 +131,9 @@ class GraphWriter:
         if type(value) is collections.OrderedDict:
             pairs = [(key, self.argument(item)) for key, item in value.items()]
             return self.create("call_function", collections.OrderedDict, (pairs,), {}, None)
+        if type(value) in (set, frozenset):
+            items = [self.argument(item) for item in value]
+            return self.create("call_function", type(value), (items,), {}, None)
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -164,6 +167,11 @@ class GraphWriter:
             value.node.meta["val"] = tensor
             self._values[id(tensor)] = value
         return value.node
+
+    def made_by(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """The node that made a tensor; None for the model's own, and for a part of what a node made."""
+        origin = self._values.get(id(tensor))
+        return origin.node if origin is not None and not origin.path else None
 
     def _follow(self, value: Origin) -> torch.fx.Node:
         """The node at the end of a path, made the first time that something uses it."""

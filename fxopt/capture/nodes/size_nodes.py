@@ -56,6 +56,15 @@ class SizeNodes:
         for dim, size in enumerate(tensor.shape):
             if isinstance(size, torch.SymInt):
                 self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))
+                if not size.node.has_hint():
+                    self._bind_offset(tensor, node)
+
+    def _bind_offset(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
+        """Take `tensor`, maybe a slice that begins at a number which only a run knows, as the source of that."""
+        with torch._C.DisableTorchFunction():
+            offset = tensor.storage_offset() if tensor.layout == torch.strided else 0
+        if isinstance(offset, torch.SymInt):
+            self.bind(offset, lambda: self._graph.call_method("storage_offset", (node(),)))
 
     def node(self, value: Any) -> Any:
         """The node that computes `value`, or a Python number when it is one after all."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,31 @@ import torch
 
 from fxopt.capture.recording.recorder import Recorder, contains
 from fxopt.capture.runtime import modes
+
+_APPLY: Any = torch.autograd.function.Function.__dict__["apply"].__func__
+
+# `apply` as torch defines it.
+plain_apply = types.FunctionType(
+    _APPLY.__code__, _APPLY.__globals__, _APPLY.__name__, _APPLY.__defaults__, _APPLY.__closure__
+)
+_current: list[Callable[..., Any]] = [plain_apply]
+
+
+class _Calling:
+    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
+        __class__  # type: ignore[name-defined] # noqa: B018 # code can be replaced only by code that closes over as many names
+        from fxopt.capture.patches.autograd_functions import _current
+
+        return _current[-1](cls, *args, **kwargs)
+
+
+def replace_apply(stack: contextlib.ExitStack, apply: Callable[..., Any]) -> None:
+    """Let `Function.apply` call `apply`, through references that were taken before as well (`double = Double.apply`)."""
+    code = _APPLY.__code__
+    _current.append(apply)
+    stack.callback(_current.pop)
+    _APPLY.__code__ = _Calling.apply.__code__
+    stack.callback(setattr, _APPLY, "__code__", code)
 
 
 def call_autograd_function(

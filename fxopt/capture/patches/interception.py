@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fxopt.capture.patches.compilation import patch_compilation
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
 from fxopt.capture.patches.random_numbers import patch_random_numbers
@@ -41,6 +42,7 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
         # It logs each error of an operator before raising it, and some are answers to questions asked here.
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         patch_torch(stack, recorder, active)
+        patch_compilation(stack, active)
         patch_numbers(stack, recorder, active)
         patch_random_numbers(stack, recorder, active)
         patch_masks(stack, recorder, active)

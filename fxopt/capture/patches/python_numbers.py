@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.source_location import is_model_code
@@ -24,7 +25,7 @@ def patch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) 
     _lengths(stack, active)
     _extremes(stack, recorder, active)
     _rounding(stack, active)
-    _keys(stack, active)
+    _keys(stack, recorder, active)
     _types(stack, recorder, active)
 
 
@@ -83,13 +84,19 @@ def _rounding(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(replaced(torch.SymFloat, "__round__", __round__))
 
 
-def _keys(stack: contextlib.ExitStack, active: Any) -> None:
-    """A number that is the key of a dict must be known: it is fixed, or decided, as by `int(number)`."""
+def _keys(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+    """A number that is the key of a dict must be known: it is fixed, or decided, as by `int(number)`.
+
+    At first it cannot be hashed: einops, which looks up by sizes, then goes on without. Only where the forward fails
+    so, it is run anew.
+    """
     original: Any = torch.SymInt.__hash__
 
     def __hash__(self: Any) -> int:
         if active() and is_model_code(sys._getframe(1).f_code.co_filename):
-            return hash(int(self))
+            if recorder.decisions.knows_keys or self.node.expr.is_number:
+                return hash(int(self))
+            raise SizeAsKeyError("a free size is the key of a dict")
         return int(original(self))
 
     stack.enter_context(replaced(torch.SymInt, "__hash__", __hash__))

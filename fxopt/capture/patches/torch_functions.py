@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -20,11 +21,10 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.nodes.source_location import is_model_code
-from fxopt.capture.patches.autograd_functions import call_autograd_function
+from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
 from fxopt.capture.patches.replaced import replaced
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runtime import modes
-from fxopt.errors import TraceError
 
 _MODES = {
     "is_grad_enabled": "grad",
@@ -93,9 +93,6 @@ def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -
 
 def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     thread = threading.get_ident()
-    function = torch.autograd.function.Function
-    original: Any = function.__dict__["apply"]
-    is_setup_context_defined: Any = torch.autograd.function._is_setup_context_defined
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if active() and cls is checkpointing.CheckpointFunction:
@@ -108,26 +105,12 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
                 f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
                 "where a graph cannot keep its backward"
             )
-        bound = original.__get__(None, cls)
+        bound = functools.partial(plain_apply, cls)
         return (
             call_autograd_function(recorder, cls, bound, args, kwargs) if active() else bound(*args, **kwargs)
         )
 
-    def first_call_of_the_original(setup_context: Any) -> bool:
-        # Reached while recording only when the original was bound before the capture began.
-        if active():
-            cls = sys._getframe(1).f_locals["cls"]
-            raise TraceError(
-                f"the autograd.Function {cls.__qualname__} is called through a reference to its `apply` that was "
-                f"taken before the capture, where it cannot be seen. Write `{cls.__qualname__}.apply(...)` in the "
-                f"forward. {recorder.writer.where()}"
-            )
-        return bool(is_setup_context_defined(setup_context))
-
-    stack.enter_context(replaced(function, "apply", classmethod(apply)))
-    stack.enter_context(
-        replaced(torch.autograd.function, "_is_setup_context_defined", first_call_of_the_original)
-    )
+    replace_apply(stack, apply)
 
 
 def _transforms(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:

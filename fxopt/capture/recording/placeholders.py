@@ -70,6 +70,8 @@ class Placeholders:
         self._places: dict[int, str] = {}
         # The fake for each tensor that is given, and what is expected where it is given first.
         self._given: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
+        # The first size with each name, and what it is in the example.
+        self._named: dict[str, tuple[Any, int]] = {}
 
     def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
         """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
@@ -182,6 +184,7 @@ class Placeholders:
             self._free.dimensions.append(
                 DynamicDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )
+            self._equate(sizes[dim], choice, example.shape[dim])
         self._examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         made = TensorSpec(
@@ -193,6 +196,13 @@ class Placeholders:
         if not inside:
             self._writer.add_input(fake, node, path)
         return fake
+
+    def _equate(self, size: Any, choice: Any, hint: int) -> None:
+        """Take dimensions that carry one `torch.export.Dim` for one size."""
+        if isinstance(choice, Dim):
+            first, value = self._named.setdefault(choice.__name__, (size, hint))
+            if value == hint:
+                bool(first == size)  # puts the guard
 
     def _constant(self, name: str, path: Path, value: Any) -> Any:
         where = _where(name, path)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -32,10 +33,13 @@ from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.call_targets import canonical, property_name
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
+from fxopt.capture.recording.higher_order import expansion
+from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
 from fxopt.capture.recording.squeeze import assumed_kept, squeeze_with_guard, unbind_with_guard
+from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.operators import is_write_name
@@ -59,6 +63,13 @@ _DUAL = {"_make_dual", "_unpack_dual"}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 # All that is seen of `torch.IntTensor([1])` and the like: torch makes a fake of a tensor.
 _LEGACY_FROM_DATA: Any = torch.ops.aten.lift_fresh.default
+
+_IDIOMS: dict[str, Callable[..., Any]] = {
+    "__deepcopy__": deep_copy,
+    "__reduce_ex__": reduced,
+    "one_hot": one_hot,
+    "new_tensor": new_tensor,
+}
 
 # What an operator asked of the sizes, with the answers.
 Questions = dict[Any, bool]
@@ -99,6 +110,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         # For what came out of a call unchanged, what went in.
         self.aliases: dict[int, torch.Tensor] = {}
         self._opaque = 0
+        # By identity: what `tensor.data` gave, and the tensor.
+        self._data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # --- calls
 
@@ -125,10 +138,25 @@ class Recorder(PreDispatchTorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, and write the node for it."""
         name = getattr(function, "__name__", "")
+        if name.startswith("_record_function_"):
+            return function(*args, **kwargs)  # a name for the profiler
+        if name in _IDIOMS and (made := _IDIOMS[name](self._call, *args, **kwargs)) is not NotImplemented:
+            return made
+        if function not in _FROM_DATA:
+            args = tuple(with_torch_values(arg, self._call) for arg in args)
+        kwargs = {key: with_torch_values(arg, self._call) for key, arg in kwargs.items()}
+        if name == "__set__" and (property_set := self._set_property(function, *args)) is not None:
+            return property_set[0]
+        if name == "__get__" and property_name(function) == "grad":
+            return self._gradient(*args)
+        if name == "item" and args[0].is_complex():
+            name = "__complex__"
         if function is _enter_autocast or function is _exit_autocast:
             return self.switches.autocast(function, args)
         if function is torch._C._set_grad_enabled:
             return self.switches.set_grad_enabled(args[0])
+        if isinstance(function, torch._ops.HigherOrderOperator):
+            return self._higher_order(function, args, kwargs)
         if function in _FROM_DATA and not contains(
             args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)
         ):
@@ -139,6 +167,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             # It is the same memory, and counts its writes by itself: what is known of the one would not be forgotten.
             data = args[0].detach()
             self.record(function, args, kwargs, data)
+            self._data_of[id(data)] = data, args[0]
             return data
         if kwargs.get("out") is not None:
             out = kwargs["out"]
@@ -156,10 +185,10 @@ class Recorder(PreDispatchTorchFunctionMode):
             args = (args[0], with_tensors(args[1], self._call), *args[2:])
         if name == "__getitem__" and (result := select_by_scalar(args[0], args[1], self._call)) is not None:
             return result
-        operator = name.partition(".")[0]
-        if operator == "squeeze" and (result := self._squeezed(*args, **kwargs)) is not None:
+        base = name.partition(".")[0]
+        if base == "squeeze" and (result := self._squeezed(*args, **kwargs)) is not None:
             return result
-        if operator == "unbind" and (parts := unbind_with_guard(*args, **kwargs)) is not None:
+        if base == "unbind" and (parts := unbind_with_guard(*args, **kwargs)) is not None:
             self.record(function, args, kwargs, parts)
             return parts
         if (name in READS or name in ARRAYS) and not _is_known((args, kwargs)):
@@ -194,7 +223,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             args, kwargs = with_numbers(args, kwargs, self._item)
             return self._call(function, args, kwargs)
         self.tensor_sizes.keep(name, args, kwargs, result)
-        if operator == "squeeze":
+        if base == "squeeze":
             for fact in assumed_kept(*args, **kwargs):
                 self._shape_env.assume(fact, f"`squeeze` at {self.writer.location()}")
         if self.record(function, args, kwargs, result) and not is_write_name(name):
@@ -241,7 +270,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.queries.note(property_name(function), args, result)  # `grad_fn` may be None
             return False
         if result is None:
-            if not is_write_name(name) and function not in _side_effectful_functions:
+            if (
+                not is_write_name(name)
+                and name != "retain_grad"
+                and function not in _side_effectful_functions
+            ):
                 raise TraceError(
                     f"the forward calls {name!r}, which a graph cannot hold. {self.writer.where()}"
                 )
@@ -262,7 +295,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
-        self._shell.check_layer(name, module)
+        if self._shell.has_changed(module):
+            return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
         containers = self.writer.containers
         with self.writer.inside(name, module):
@@ -350,6 +384,45 @@ class Recorder(PreDispatchTorchFunctionMode):
         """The number in a tensor, as a node."""
         return self._call(torch.Tensor.item, (tensor,), {})
 
+    def _higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the calls that a higher-order operator stands for."""
+        expanded = expansion(function)
+        if expanded is None:
+            raise TraceError(
+                f"the forward calls the higher-order operator {function.name()!r}, which a graph cannot hold. "
+                f"{self.writer.where()}"
+            )
+        opaque, self._opaque = self._opaque, 0
+        try:
+            with self:
+                return expanded(*args, **kwargs)
+        finally:
+            self._opaque = opaque
+
+    def _set_property(self, function: Any, tensor: torch.Tensor, value: Any) -> tuple[Any] | None:
+        """Assign to an attribute of a tensor in a form that a graph can hold; None where there is none."""
+        name = property_name(function)
+        if name == "data" and self._data_of.get(id(value), (None, None))[1] is tensor:
+            return (None,)  # `tensor.data *= 2` has written into its memory, and assigns what is there
+        if name == "requires_grad" and not self._shell.real(tensor)[0]:
+            return (self._call(torch.Tensor.requires_grad_, (tensor, value), {}),)
+        return None
+
+    def _gradient(self, tensor: torch.Tensor) -> None:
+        """`tensor.grad`, which a graph takes to be None, and checks."""
+        _, real = self._shell.real(tensor)
+        if real is not None and real.is_leaf and real.grad is not None:
+            raise TraceError(
+                f"the forward reads a gradient, which a graph cannot hold. {self.writer.where()}"
+            )
+        if tensor.is_leaf:
+            gradient = self.writer.create(
+                "call_function", getattr, (self.writer.argument(tensor), "grad"), {}, None
+            )
+            is_none = self.writer.create("call_function", operator.is_, (gradient, None), {}, None)
+            message = f"the graph assumes that a gradient is None. {self.writer.where()}"
+            self.writer.create("call_function", check_value, (is_none, message), {}, None)
+
     def _read_values(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that makes a Python value of what is in a tensor."""
         if name in READS:
@@ -383,6 +456,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         select, squeeze = (
             lambda *given, f=f: self._call(f, given, {}) for f in (torch.Tensor.select, torch.Tensor.squeeze)
         )
+        if self.decisions.specialised:
+            kwargs["is_known"] = lambda size: True
         return squeeze_with_guard(select, squeeze, *args, **kwargs)
 
     def _assume_not_empty(self, input: torch.Tensor, size: Any = None, *_: Any, **__: Any) -> None:

@@ -24,12 +24,13 @@ class Request:
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
-    inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `moving` names ints
-    inside objects that are free, because the forward changes them. `shared_inputs` says that a tensor that is given twice is
-    one tensor to the forward, which asks that. `earlier` is the state of the model that an earlier
-    call left, and `hooks` are the hooks of each module, before and after its forward. Shared by all captures are `raising`,
-    whether functions of torch were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that
-    made calls.
+    inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `knows_keys` says that sizes
+    which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
+    them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
+    the state of the model that an earlier call left, `known` the values of tensors in it, by identity, and `hooks` are the
+    hooks of each module, before and after its forward. Shared by all captures are `raising`, whether functions of torch
+    were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that made
+    calls.
     """
 
     model: torch.nn.Module
@@ -40,9 +41,11 @@ class Request:
     at_one: Set[tuple[str, int | None]] = frozenset()
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
     reads_texts: bool = False
+    knows_keys: bool = False
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
     earlier: Changes | None = None
+    known: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)

@@ -23,10 +23,14 @@ def squeeze_with_guard(
     input: torch.Tensor,
     *dims: Any,
     dim: Any = None,
+    is_known: Callable[[Any], bool] = is_backed,
 ) -> torch.Tensor | None:
-    """What `squeeze` gives, by calls of these functions; None where torch gives the same, now that there is a guard."""
+    """What `squeeze` gives, by calls of these functions; None where torch gives the same, now that there is a guard.
+
+    `is_known` says whether it can be told of a size if it is 1.
+    """
     named = _named(input, dims, dim)
-    ones = [d for d in named if is_backed(input.shape[d]) and input.shape[d] == 1]
+    ones = [d for d in named if is_known(input.shape[d]) and input.shape[d] == 1]
     if not ones:
         return None
     for one in reversed(ones):

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.export import Dim
 
-from fxopt.capture.data_dependence.branches import DataDependentBranch, DataDependentText, Outcomes
+from fxopt.capture.data_dependence.branches import (
+    DataDependentBranch,
+    DataDependentText,
+    Outcomes,
+    SizeAsKeyError,
+)
 from fxopt.capture.fakes.fake_model import refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.cached_values import CachedValues
 from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
@@ -69,6 +76,9 @@ def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
                 raise
             request = dataclasses.replace(request, reads_texts=True)
             return record(answers)
+        except SizeAsKeyError:
+            request = dataclasses.replace(request, knows_keys=True)
+            return record(answers)
         moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
         if not moved:
             _check_next_call(made)
@@ -85,8 +95,9 @@ def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
 def _check_next_call(made: ForwardRun) -> None:
     """Raise TraceError if the forward has changed state that could alter what a later call computes.
 
-    It could not if a second call, which starts from that state and reads no tensor of the first one, makes the
-    same calls under the same guards and leaves the same state: then so does every later one.
+    It could not if a second call, which starts from that state, makes the same calls under the same guards and leaves the
+    same state: then so does every later one. Of the tensors that the first one left, it may read those that are the same
+    at each call.
     """
     if made.changes:
         refused = refused_change(next(iter(made.changes)))
@@ -96,13 +107,22 @@ def _check_next_call(made: ForwardRun) -> None:
         return
     if any(isinstance(value, list) for value in made.changes.values()) or any(made.changed_outside.values()):
         raise refused
-    again = ForwardRun(dataclasses.replace(made.request, earlier=made.changes, hooks=made.hooks))
+    again = _second_call(made, {})
+    if again is None or not is_steady_state(made, again):
+        cached = CachedValues(made)
+        again = _second_call(made, cached.known) if cached.known else None
+        if again is None or not cached.same(again):
+            raise refused
+
+
+def _second_call(made: ForwardRun, known: Mapping[int, torch.Tensor]) -> ForwardRun | None:
+    """A run that starts from what `made` has left; None if it fails, as where it reads tensors that are not `known`."""
+    again = ForwardRun(dataclasses.replace(made.request, earlier=made.changes, known=known, hooks=made.hooks))
     try:
         again.record()
     except TraceError:
-        raise refused from None
-    if not is_steady_state(made, again):
-        raise refused
+        return None
+    return again
 
 
 def _size_one_alternatives(made: ForwardRun, guards: list[SizeGuard]) -> list[list[SizeGuard]]:

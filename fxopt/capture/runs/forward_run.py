@@ -53,6 +53,7 @@ class ForwardRun:
     state: Changes
     hooks: dict[str, Any]
     written: Written
+    unchanged_buffers: set[str]
     # What it has changed outside of the model, in words, and whether it has put a tensor there.
     changed_outside: dict[str, bool]
     # By line: what is done after each question there, and may be left out.
@@ -74,13 +75,20 @@ class ForwardRun:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         request, shape_env = self.request, self.shape_env
         device = request.device()
-        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier)
+        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier, request.known)
         writer = GraphWriter(self.graph, self.sizes, shell, device, request.running)
         example = None
         if request.specialize:
             example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
         decisions = BranchDecisions(
-            writer, self.sizes, self.fake_mode, request.answers, example, request.reads_texts, request.raising
+            writer,
+            self.sizes,
+            self.fake_mode,
+            request.answers,
+            example,
+            request.reads_texts,
+            request.raising,
+            request.knows_keys,
         )
         tensor_sizes = KnownScalars(writer, shell.real, request.moving)
         memo = CallCache(self.fake_mode, request.results)
@@ -89,7 +97,9 @@ class ForwardRun:
         )
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)
-        surroundings = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
+        surroundings = ReachableState(
+            (module for _, module in recorded_modules(request.model, request.layers)), request.knows_keys
+        )
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = writer.location
@@ -113,7 +123,7 @@ class ForwardRun:
             if example is not None:
                 example.close()
         raise_caught(recorder, shape_env)
-        self.hooks = shell.hooks()
+        self.hooks, self.unchanged_buffers = shell.hooks(), shell.unchanged_buffers()
         self.written = shell.written()
         self.changes, self.state = shell.changes(recorder.aliases), shell.state(recorder.aliases)
         if fakes_left and not self.changed_outside:

@@ -47,9 +47,12 @@ class _Scope:
 
 
 class ReachableState:
-    """The values that the forwards of `modules`, and the functions and classes that they name, can reach."""
+    """The values that the forwards of `modules`, and the functions and classes that they name, can reach.
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    With `uncached`, functions under `functools.lru_cache` become those that they cache, until `restored` ends.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], uncached: bool = False) -> None:
         self._scopes: list[_Scope] = []
         self._names: dict[int, set[str]] = {}
         self._seen: set[int] = set()
@@ -57,6 +60,11 @@ class ReachableState:
             attributes = {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
             for value in (*cls.__mro__, cls.forward):
                 self._follow(value, attributes)
+        if uncached:
+            for scope in self._scopes:
+                for name, value in scope.read().items():
+                    if (plain := _uncached(value)) is not value:
+                        scope.write(name, plain)
         self._before = self._values()
 
     def changed(self) -> dict[str, bool]:
@@ -64,7 +72,8 @@ class ReachableState:
         now = self._values()
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
-            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now and now[scope, name].kept is None
+            f"{name!r} of {self._scopes[scope].place}": (scope, name) in now
+            and now[scope, name].tensors != ()
             for scope, name in sorted(changed)
         }
 
@@ -147,6 +156,14 @@ class ReachableState:
             self._follow(methods.get(name), methods)
         for held in _held(value).values():
             self._follow(held, methods)
+
+
+def _uncached(value: Any) -> Any:
+    """The function under `functools.lru_cache`, also as a static method."""
+    if isinstance(value, staticmethod):
+        plain = _uncached(value.__func__)
+        return value if plain is value.__func__ else staticmethod(plain)
+    return value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else value
 
 
 def refused_outside(change: str) -> TraceError:

@@ -90,7 +90,9 @@ def dtype_kind(dtype: torch.dtype) -> str:
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor lies in memory: contiguous or not, the order of its strides, which with the sizes gives them all
-    where its elements fill their memory, and where it starts."""
+    where its elements fill their memory, and where it starts. A sparse tensor has no strides."""
+    if tensor.layout != torch.strided:
+        return (tensor.layout,)
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     dense = tensor.permute(order).is_contiguous()

@@ -9,6 +9,8 @@ dicts fit both ways.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -163,6 +165,23 @@ class TracedModule(torch.fx.GraphModule):
                     break
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def recompile(self) -> Any:
+        """Write the code of the graph; a tracer that calls it with proxies gets its nodes, modes and checks among them."""
+        code = super().recompile()
+        forward = self.__class__.forward
+
+        @functools.wraps(forward)
+        def retraced(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.fx.Proxy):
+                    return _retrace(
+                        self, value.tracer, inspect.signature(forward).bind(self, *args, **kwargs)
+                    )
+            return forward(self, *args, **kwargs)
+
+        self.__class__.forward = retraced
+        return code
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         result = _empty(self._plain_class(), self.__class__.__name__)
         memo[id(self)] = result
@@ -185,6 +204,24 @@ class TracedModule(torch.fx.GraphModule):
     def _plain_class(self) -> type[TracedModule]:
         """The class without the layer that fx puts on every instance."""
         return next(c for c in type(self).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
+
+
+def _retrace(module: TracedModule, tracer: Any, inputs: inspect.BoundArguments) -> Any:
+    """Write the nodes of the graph into that of a tracer, and return the proxy of the output."""
+    inputs.apply_defaults()
+    path = tracer.path_of_module(module) if module is not tracer.root else ""
+    values: dict[torch.fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = inputs.arguments[str(node.target).lstrip("*")]
+        elif node.op == "output":
+            return args[0]
+        else:
+            inside = path and node.op in ("call_module", "get_attr")
+            target = f"{path}.{node.target}" if inside else node.target
+            values[node] = tracer.create_proxy(node.op, target, args, kwargs)
+    return None
 
 
 class _Reference:

@@ -1,0 +1,401 @@
+"""What people write in research code: einops, caches by size, Python's types, and more, each captured right."""
+
+import copy
+import functools
+import math
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.objects import tensors_in
+from tests.capture.test_odd_models import Does
+
+einops = pytest.importorskip("einops")
+from einops.layers.torch import EinMix, Rearrange, Reduce  # noqa: E402
+
+BATCH = torch.export.Dim("batch")
+
+
+@functools.lru_cache
+def positions(n, m):
+    return torch.arange(n)[:, None] * m
+
+
+class Positions(nn.Module):
+    def forward(self, x):
+        return x + positions(x.shape[0], 2)
+
+
+class Attend(nn.Module):
+    @staticmethod
+    @functools.lru_cache
+    def table(n):
+        return torch.ones(n, 1)
+
+    def forward(self, x):
+        return x + self.table(x.shape[0])
+
+
+FREE_BATCH = {
+    "rearrange": Does(lambda self, x: einops.rearrange(x, "b (h p) -> (b h) p", p=2)),
+    "reduce": Does(lambda self, x: einops.reduce(x, "b (h p) -> b h", "max", p=2)),
+    "repeat": Does(lambda self, x: einops.repeat(x, "b d -> b n d", n=x.shape[0])),
+    "einsum": Does(lambda self, x: einops.einsum(x, x, "b i, b j -> b i j")),
+    "pack": Does(lambda self, x: einops.pack([x, x[:, None]], "b * d")[0]),
+    "unpack": Does(
+        lambda self, x: einops.unpack(*einops.pack([x[:, None], x[:, None]], "b * d"), "b * d")[1]
+    ),
+    "parse_shape": Does(lambda self, x: x.new_ones(einops.parse_shape(x, "b _")["b"])),
+    "asnumpy": Does(lambda self, x: einops.rearrange([x, x], "n b d -> b n d")),
+    "Rearrange": nn.Sequential(Rearrange("b (h p) -> b h p", p=2), Reduce("b h p -> b h", "mean")),
+    "EinMix": nn.Sequential(EinMix("b i -> b o", weight_shape="i o", bias_shape="o", i=4, o=3)),
+    "lru_cache": Positions(),
+    "lru_cache of a static method": Attend(),
+}
+
+
+@pytest.mark.parametrize("case", FREE_BATCH)
+def test_a_free_batch(case):
+    model = FREE_BATCH[case]
+    shapes = (
+        ({0: BATCH},) if isinstance(model, (nn.Sequential, Attend, Positions)) else {"args": ({0: BATCH},)}
+    )
+    traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes=shapes)
+    for x in (torch.randn(3, 4), torch.randn(5, 4), torch.randn(1, 4)):
+        torch.testing.assert_close(list(tensors_in(traced(x))), list(tensors_in(model(x))))
+
+
+def test_a_size_that_is_the_key_of_a_dict_is_fixed():
+    tables = {3: torch.ones(4), 5: torch.zeros(4)}
+    model = Does(lambda self, x: x * tables.get(x.shape[0], torch.full((4,), 2.0)))
+    traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})
+    x = torch.randn(3, 4)
+    assert torch.equal(traced(x), model(x))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 5"):
+        traced(torch.randn(5, 4))
+
+
+def test_functions_under_lru_cache_are_as_before():
+    cached = positions
+    positions.cache_clear()
+    fxopt.trace(Positions(), (torch.randn(3, 4),), dynamic_shapes=({0: BATCH},))
+    assert positions is cached
+    assert type(positions(3, 2)) is torch.Tensor
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+double = Double.apply
+
+
+def profiled(self, x):
+    with torch.profiler.record_function("double"):
+        return x * 2
+
+
+def without_gradients(self, x):
+    y = torch.arange(4.0)
+    y.requires_grad = False
+    return x + y
+
+
+def retained(self, x):
+    y = self.linear(x)
+    y.retain_grad()
+    return y * 2
+
+
+def halved(self, x):
+    self.linear.weight.data *= 0.5
+    return self.linear(x)
+
+
+def padded(self, x):
+    self.conv.padding = (1, 1)
+    y = self.conv(x[None, None])
+    self.conv.padding = (0, 0)
+    return y
+
+
+def hooked(self, x):
+    seen = []
+    handle = self.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    y = self.linear(x)
+    handle.remove()
+    return y + seen[0]
+
+
+def dtypes(self, x):
+    made = torch.zeros(2, dtype=int), torch.ones_like(x, dtype=bool), torch.empty(1, dtype=complex).zero_()
+    return *made, x.to(float), x.sum(dtype=float), torch.tensor([1, 2], dtype=float)
+
+
+def doubled_weight(self, x):
+    return torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
+
+
+X = torch.randn(3, 4)
+ARRAY = np.array([0, 2])
+
+IDIOMS = {
+    "types as dtypes": (dtypes, X),
+    "an array as index": (
+        lambda self, x: (x[:, ARRAY], x[np.array([True, False, True])], x[[np.int64(1), 0]]),
+        X,
+    ),
+    "new_tensor of an array": (lambda self, x: x + x.new_tensor(np.ones(4)), X),
+    "a slice by a tensor": (lambda self, x, i: x[:, i : i + 2], X, torch.tensor(1)),
+    "a slice by numbers of a tensor": (
+        lambda self, x, i: x[:, i.tolist()[0] : i.tolist()[1]],
+        X,
+        torch.tensor([1, 3]),
+    ),
+    "record_function": (profiled, X),
+    "requires_grad = False": (without_gradients, X),
+    "retain_grad": (retained, X),
+    "deepcopy of an input": (lambda self, x: copy.deepcopy([x, {"x": x}])[1]["x"].add_(1) + x, X),
+    "copy of a result": (lambda self, x: copy.copy(x * 2), X),
+    "a set": (lambda self, x: (x, {1, 2}, frozenset("ab")), X),
+    "a hook": (hooked, X),
+    "no gradient yet": (lambda self, x: x if self.linear.weight.grad is None else x * 2, X),
+    "functional_call of a layer": (doubled_weight, X),
+    "a layer that is changed for a call": (padded, X),
+    "one_hot": (lambda self, x: torch.nn.functional.one_hot(x), torch.tensor([1, 3, 2])),
+    "a function's apply": (lambda self, x: double(self.linear(x)), X),
+    "a Python module": (lambda self, x: self.math.sqrt(4) * x, X),
+    "a weight that is written": (halved, X),
+}
+
+
+@pytest.mark.parametrize("case", IDIOMS)
+def test_an_idiom(case):
+    forward, *args = IDIOMS[case]
+    model = Does(forward, conv=nn.Conv2d(1, 1, 3), math=math)
+    twin = Does(forward, conv=nn.Conv2d(1, 1, 3), math=math)
+    twin.load_state_dict(copy.deepcopy(model.state_dict()))
+    traced = fxopt.trace(model, args)
+    for _ in range(2):
+        made, expected = traced(*args), twin(*args)
+        assert type(made) is type(expected)
+        torch.testing.assert_close(list(tensors_in(made)), list(tensors_in(expected)))
+        if isinstance(expected, tuple):
+            assert [type(item) for item in made] == [type(item) for item in expected]
+
+
+def test_an_array_is_a_constant_of_the_graph():
+    traced = fxopt.trace(Does(lambda self, x: x[:, ARRAY]), (X,))
+    ARRAY[0] = 3
+    try:
+        assert torch.equal(traced(X), X[:, [0, 2]])
+    finally:
+        ARRAY[0] = 0
+
+
+def test_a_gradient_that_is_there_is_refused():
+    model = Does(IDIOMS["no gradient yet"][0])
+    traced = fxopt.trace(model, (X,))
+    model.linear(X).sum().backward()
+    with pytest.raises(fxopt.GuardError, match="assumes that a gradient is None"):
+        traced(X)
+    with pytest.raises(fxopt.TraceError, match="reads a gradient"):
+        fxopt.trace(model, (X,))
+
+
+def test_weights_that_are_set_for_a_call():
+    class WeightDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+            self.raw = nn.Parameter(self.lstm.weight_hh_l0.detach().clone())
+            del self.lstm._parameters["weight_hh_l0"]
+
+        def forward(self, x):
+            self.lstm.weight_hh_l0 = self.raw * 0.5
+            return self.lstm(x)[0]
+
+    model = WeightDrop()
+    model(X)
+    traced = fxopt.trace(model, (X,))
+    with torch.no_grad():
+        model.raw.mul_(2)
+    torch.testing.assert_close(traced(X), model(X))
+    traced(X).sum().backward()
+    assert model.raw.grad is not None
+
+
+def test_one_dimension_name_is_one_size():
+    model = Does(lambda self, x, t: x * (1 + t.view(x.shape[0], -1, 4)))
+    args = torch.randn(3, 6, 4), torch.randn(3, 4)
+    traced = fxopt.trace(model, args, dynamic_shapes={"args": ({0: BATCH}, {0: BATCH})})
+    for batch in (1, 3, 5):
+        given = torch.randn(batch, 6, 4), torch.randn(batch, 4)
+        torch.testing.assert_close(traced(*given), model(*given))
+    with pytest.raises(fxopt.GuardError):
+        traced(torch.randn(5, 6, 4), torch.randn(3, 4))
+
+
+def test_random_decisions_follow_the_seed():
+    def dropped(self, x):
+        for _ in range(4):
+            x = x + 1 if torch.rand(1).item() < 0.5 else -x
+        return x
+
+    model = Does(dropped)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        traced = fxopt.trace(model, (X,), specialize=True)
+        torch.manual_seed(seed)
+        made = traced(X)
+        torch.manual_seed(seed)
+        assert torch.equal(made, model(X))
+
+
+def test_what_cannot_be_copied_is_named():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].log = threading.Lock()
+    with pytest.raises(fxopt.TraceError, match=r"cannot be copied.*the attribute '0\.log'"):
+        fxopt.trace(model, (X,))
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 1 / torch.arange(1.0, 5.0))
+        self.length, self.cos, self.sin = 0, None, None
+
+    def tables(self, x):
+        if x.shape[0] > self.length:
+            self.length = x.shape[0]
+            angles = torch.outer(torch.arange(self.length, device=x.device, dtype=x.dtype), self.frequencies)
+            self.cos, self.sin = angles.cos(), angles.sin()
+        return self.cos[: x.shape[0]], self.sin[: x.shape[0]]
+
+    def forward(self, x):
+        cos, sin = self.tables(x)
+        return x * cos + x * sin + self.tables(x * 2)[0]
+
+
+class Grids(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grids = [torch.empty(0), torch.empty(0)]
+        self.by_size = {}
+
+    def forward(self, x):
+        for position, grid in enumerate(self.grids):
+            if grid.shape != x.shape:
+                self.grids[position] = torch.arange(3.0)[:, None] + torch.arange(4.0) * position
+        if x.shape[0] not in self.by_size:
+            self.by_size[x.shape[0]] = torch.ones(x.shape[0], 1)
+        return x * self.grids[0] + self.grids[1] * self.by_size[x.shape[0]]
+
+
+class Pyramid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = {}
+
+    def forward(self, x):
+        self.levels = [x]
+        for _ in range(2):
+            self.levels.append(self.levels[-1] * 2)
+        self.features["sum"] = sum(self.levels)
+        return self.features["sum"] + self.levels[1]
+
+
+@pytest.mark.parametrize("make", [Rotary, Grids, Pyramid])
+def test_what_is_kept_in_self_and_equal_at_each_call_is_made_anew(make):
+    model, twin = make(), make()
+    traced = fxopt.trace(model, (X,))
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(traced(x), twin(x))
+
+
+class Keeps(nn.Module):
+    """Makes `self.kept` in its first call, by a function, and adds it in each."""
+
+    def __init__(self, make, later=None):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(4))
+        self.weight = nn.Parameter(torch.ones(4))
+        self.kept, self.make, self.later = None, make, later
+
+    def forward(self, x):
+        first = self.kept is None
+        if first:
+            self.kept = self.make(self, x)
+        y = x + self.kept
+        if self.later is not None:
+            y = self.later(self, y, first)
+        return y
+
+
+def counts(self, y, first):
+    self.steps.add_(1)
+    return y
+
+
+def replaces(self, y, first):
+    self.kept = torch.zeros(4)
+    return y
+
+
+def decays(self, y, first):
+    self.kept = self.kept * 0.5
+    return y
+
+
+def written(self, y, first):
+    self.kept.add_(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Keeps(lambda self, x: x * 2),
+        Keeps(lambda self, x: self.weight * 2),
+        Keeps(lambda self, x: torch.rand(4)),
+        Keeps(lambda self, x: torch.full((4,), 0.5).bernoulli()),
+        Keeps(lambda self, x: self.steps * 2, counts),
+        Keeps(lambda self, x: torch.ones(4), replaces),
+        Keeps(lambda self, x: torch.ones(4), decays),
+        Keeps(lambda self, x: torch.ones(4), written),
+        Keeps(lambda self, x: torch.ones(4), lambda self, y, first: y * 2 if first else y),
+    ],
+)
+def test_what_is_kept_in_self_and_differs_is_refused(model):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'kept'"):
+        fxopt.trace(model, (X,))
+
+
+def test_a_table_made_of_a_buffer_is_made_anew():
+    model = Keeps(lambda self, x: self.steps * 2 + 1)
+    assert torch.equal(fxopt.trace(model, (X,))(X), X + 1)
+
+
+def test_random_numbers_drawn_by_a_copy_of_the_model_are_not_the_forwards():
+    class Named(nn.Module):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            self.__dict__["name"] = random.random()
+
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    x = torch.ones(2)
+    assert torch.equal(fxopt.trace(Named(), (x,), specialize=True)(x), x * 2)
