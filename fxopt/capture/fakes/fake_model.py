@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -58,7 +57,7 @@ class FakeModel:
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {id(module): module for module in tuple(sys.modules.values())}
+        memo: dict[int, Any] = {}
         tensors = {
             **dict(model.named_buffers(remove_duplicate=False)),
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -210,7 +209,7 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """What decides how a layer computes: numbers, flags, and which tensors it holds."""
-    held = module._parameters | module._buffers | module.__dict__
+    held = dict(module._parameters) | dict(module._buffers) | module.__dict__
     return {
         key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
         for key, value in held.items()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_PATCHED = (types.FunctionType, functools._lru_cache_wrapper)
+_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType)
 
 
 def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
@@ -34,7 +34,7 @@ def _functions_copied() -> Iterator[None]:
     before = {kind: dispatch.get(kind) for kind in _PATCHED}
     thread = threading.get_ident()
     copiers: dict[type, Callable[[Any, Any], Any]] = dict(
-        zip(_PATCHED, (_copy_function, _copy_cache), strict=True)
+        zip(_PATCHED, (_copy_function, _copy_cache, lambda module, memo: module), strict=True)
     )
     for kind, copier in copiers.items():
         dispatch[kind] = lambda value, memo, copier=copier: (

@@ -72,14 +72,21 @@ def compares_identity(code: CodeType) -> bool:
 
 
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
-    """The model's part of the stack, outermost call first, as Python prints it; its functions are taken note of."""
+    """The model's part of the stack, outermost call first, as Python prints it; its functions are taken note of.
+
+    It is empty for what is written after the forward has ended: the frames are those of the caller of the capture then.
+    """
     lines: list[str] = []
+    functions: dict[CodeType, dict[str, Any]] = {}
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         code = frame.f_code
         if is_model_code(code.co_filename):
-            running.functions[code] = frame.f_globals
+            functions[code] = frame.f_globals
             lines.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
+    if frame is None:
+        return ""
+    running.functions |= functions
     return sys.intern("".join(reversed(lines)))  # layers share their lines
 
 
