@@ -84,7 +84,7 @@ def sites(fast):
 
 def test_layers_are_found_and_folded(made):
     assert_same(compiled(model(), tune=False), model(), image())
-    assert sites(made[0])["FuseBatchNorm2dInConv2d"] == 1
+    assert sites(made[0])["FoldBatchNorms"] == 1
     assert sites(made[0])["PackConvs"] == 1
     assert sites(made[0])["PackLinears"] == 1
     assert made[0].report[0].reason is None
@@ -93,7 +93,7 @@ def test_layers_are_found_and_folded(made):
 def test_exact_in_float64(made):
     tolerance = {"atol": 1e-12, "rtol": 1e-12}
     assert_same(compiled(model(torch.float64)), model(torch.float64), image(dtype=torch.float64), **tolerance)
-    assert sites(made[0])["FuseBatchNorm2dInConv2d"] == 1
+    assert sites(made[0])["FoldBatchNorms"] == 1
 
 
 def test_other_functions_with_weights_stay_what_they_are(made):
@@ -247,6 +247,22 @@ def test_what_a_graph_writes_is_written_once():
     for times in (1, 2, 3):
         torch.testing.assert_close(fast(x, cache), 2 * times * x)
         torch.testing.assert_close(cache, times * x)
+
+
+def test_an_option_that_changes_from_call_to_call():
+    class Options(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, 1, 1))
+
+        def forward(self, x, other):
+            return F.conv2d(x, self.weight, stride=other.shape[0])
+
+    module, x = randomise(Options().eval()), torch.randn(2, 3, 6, 6)
+    fast = compiled(module, tune=False)
+    for stride in (1, 2, 3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x, torch.ones(stride)), module(x, torch.ones(stride)))
 
 
 def test_precision(made):
