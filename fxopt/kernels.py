@@ -139,7 +139,8 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     ):
         return None
     if weight.device.type != "cpu" or (
-        bias is not None and (bias.dtype is not dtype or bias.device.type != "cpu")
+        bias is not None
+        and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.shape != weight.shape[:1])
     ):
         return None
     return functools.partial(_packed(packed, kernel), bias)

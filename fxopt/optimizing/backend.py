@@ -154,8 +154,12 @@ def _layer(node: Node, held: Mapping[Node, Tensor]) -> tuple[Node, nn.Module] | 
     value = given.pop("input", None)
     if name not in _PARAMETERS or not isinstance(value, Node) or value in held:
         return None
-    if not nodes or not all(each in held for each in nodes.values()):
-        return None
+    if (
+        not nodes
+        or {*node.all_input_nodes} != {value, *nodes.values()}
+        or not held.keys() >= {*nodes.values()}
+    ):
+        return None  # an option, such as a stride or an `eps`, may be another one in each call
     tensors = {n: held[each] for n, each in nodes.items()}
     layer = _norm(value, given, tensors) if name == "batch_norm" else _product(given, **tensors)
     if layer is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -200,6 +200,7 @@ class Graphs:
             or _get_current_dispatch_mode() is not None
             or forward_ad._current_level >= 0
             or torch.nn.modules.module._has_any_global_hook()
+            or any(map(_has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
             return ""
         if training:
@@ -235,3 +236,10 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"the model itself runs: {reason}", stacklevel=5)
+
+
+def _has_own_kernels(value: Any) -> bool:
+    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
+    return isinstance(value, Tensor) and (
+        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
+    )

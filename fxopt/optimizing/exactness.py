@@ -61,6 +61,9 @@ def cosine_similarity(exact: Any, found: Any) -> float:
 class _Float64(torch.fx.Interpreter):
     """Runs a graph in float64; one layer at a time has its weights in float64."""
 
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)  # that of `*args` has others behind it, by keyword
+
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module: Any = self.fetch_attr(target)
         if getattr(module, "checks_inputs", False):

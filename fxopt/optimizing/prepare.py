@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 
 from fxopt import graph
 from fxopt.capture import trace
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
@@ -99,12 +101,10 @@ class Inputs:
 
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""
-        arguments = inspect.signature(traced.forward).bind(*self.args, **self.kwargs).arguments
-        found: list[Any] = []
-        for node in traced.graph.find_nodes(op="placeholder"):
-            value = arguments[str(node.target).lstrip("*")]
-            found += value if str(node.target).startswith("*") else [value]
-        return found
+        bound = inspect.signature(traced.forward).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        nodes = traced.graph.find_nodes(op="placeholder")
+        return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
 
 
 def prepare(
@@ -127,6 +127,7 @@ def prepare(
     effect = _effect(traced)
     if effect:
         return None, report(effect)
+    _fix_dtypes(traced)
     exact = in_float64(traced, inputs.bound(traced))
     made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in pipeline(options)])
     traced.recompile()
@@ -173,6 +174,16 @@ def _applied(traced: GraphModule, pass_: Rewrite[Any]) -> Explanation:
     explanation = pass_.explain(traced)
     pass_(traced, lint_and_recompile=False)
     return explanation
+
+
+def _fix_dtypes(traced: GraphModule) -> None:
+    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes."""
+    for guard in traced.modules():
+        if isinstance(guard, InputGuard):
+            guard.inputs = tuple(
+                dataclasses.replace(each, strict_dtype=True) if isinstance(each, TensorSpec) else each
+                for each in guard.inputs
+            )
 
 
 def _kernels(traced: GraphModule) -> dict[str, int]:

@@ -29,7 +29,8 @@ class Watched:
             (vars(config), dict(vars(config)))
             for config in {id(c): c for c in map(_config, model.modules()) if c is not None}.values()
         ]
-        tensors = [*model.parameters(), *model.buffers()]
+        plain = (v for attributes, _ in self._seen for v in attributes.values() if isinstance(v, Tensor))
+        tensors = [*model.parameters(), *model.buffers(), *plain]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = self._sum_of_versions()
         self._place = self._place_now()

@@ -249,6 +249,22 @@ def test_what_a_graph_writes_is_written_once():
         torch.testing.assert_close(cache, times * x)
 
 
+def test_an_option_that_changes_from_call_to_call():
+    class Options(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, 1, 1))
+
+        def forward(self, x, other):
+            return F.conv2d(x, self.weight, stride=other.shape[0])
+
+    module, x = randomise(Options().eval()), torch.randn(2, 3, 6, 6)
+    fast = compiled(module, tune=False)
+    for stride in (1, 2, 3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x, torch.ones(stride)), module(x, torch.ones(stride)))
+
+
 def test_precision(made):
     module, x = (
         randomise(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()),

@@ -23,6 +23,10 @@ pytestmark = [
 X = torch.randn(4, 16)
 
 
+def reasons(fast):
+    return [each.reason for each in fast.report]
+
+
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
     monkeypatch.setattr(prepare, "_speedup", lambda *_: 1.5)
@@ -217,6 +221,80 @@ def test_inputs_of_any_kind_get_what_the_model_gives():
     fast = fxopt.optimize(layer, (X,))
     assert torch.allclose(fast(sparse), layer(sparse), atol=1e-5)
     assert torch.allclose(fast(X), layer(X), atol=1e-5)
+
+
+@torch.no_grad()
+def test_tensors_of_other_kinds_than_those_of_the_graph_get_what_the_model_gives():
+    class Masked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            value = super().__torch_function__(function, types, args, kwargs or {})
+            return value * 0 + 7 if function is nn.functional.linear else value
+
+    model = randomise(nn.Sequential(nn.Linear(16, 16), nn.Tanh()).eval())
+    fast = fxopt.optimize(model, (X,), tune=False)
+    assert reasons(fast) == [None]
+    for x in (X.to_sparse(), X.as_subclass(Masked)):
+        torch.testing.assert_close(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_a_graph_is_for_the_dtypes_that_it_was_made_for():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.layer(x.float()), x.float() + 1
+
+    model = randomise(Casts().eval())
+    fast = fxopt.optimize(model, (X,), tune=False)
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        torch.testing.assert_close(fast(X.to(dtype)), model(X.to(dtype)))
+    assert reasons(fast) == [None] * 3
+
+
+@torch.no_grad()
+def test_arguments_of_all_kinds():
+    class Arguments(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x, *others, flag=True, **named):
+            return self.layer(x) + sum(others) + named["last"] if flag else x
+
+    model = randomise(Arguments().eval())
+    fast = fxopt.optimize(model, tune=False)
+    for others in ((), (X, X)):
+        torch.testing.assert_close(fast(X, *others, last=2 * X), model(X, *others, last=2 * X))
+    assert reasons(fast) == [None] * 2
+
+
+@torch.no_grad()
+def test_a_bias_that_is_broadcast_is_added():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).eval()
+    model[0].bias = nn.Parameter(torch.ones(1))
+    fast = fxopt.optimize(model, (X,), tune=False)
+    assert reasons(fast) == [None]
+    torch.testing.assert_close(fast(X), model(X))
+
+
+@torch.no_grad()
+def test_a_write_into_a_tensor_that_is_no_buffer_is_followed():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(16, 16), torch.ones(16)
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    model = randomise(Scaled().eval())
+    fast = fxopt.optimize(model, (X,), tune=False)
+    model.scale.mul_(3)
+    torch.testing.assert_close(fast(X), model(X))
 
 
 @torch.no_grad()
