@@ -65,7 +65,12 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:
     """The gradients of a random sum of all outputs, without a trace in any `.grad`."""
     outputs = [t for t in _distinct(output) if t.requires_grad]
-    named: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    # A copied TorchScript module has parameters of its own beside those that Python sees: they are not compared.
+    scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
+    apart = {id(p) for m in scripted for p in m.parameters()}
+    named: dict[str, torch.Tensor] = {
+        n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in apart
+    }
     named |= {f"input {n}": leaf for n, leaf in enumerate(examples.leaves)}
     if not outputs or not named:
         return {}
