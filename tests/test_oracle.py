@@ -335,3 +335,22 @@ def test_numbers_that_are_nan_in_both_are_equal():
     compare((X, float("nan")), (X, float("nan")))
     with pytest.raises(AssertionError, match="expected nan, got 1"):
         compare((X, float("nan")), (X, 1.0))
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e30, -1e9])
+def test_the_filling_of_masked_places_hides_no_error(fill):
+    class Masked(nn.Module):
+        def __init__(self, layer, off=0.0):
+            super().__init__()
+            self.layer, self.off = layer, off
+
+        def forward(self, x, mask):
+            return (self.layer(x) + self.off).masked_fill(mask == 0, fill)
+
+    layer, mask = nn.Linear(4, 6), torch.ones(3, 6)
+    mask[1, 4:] = 0
+    oracle = Oracle(Masked(layer), [torch.randn(3, 4), mask])
+    assert oracle.judge(Masked(layer)).grade is Grade.BIT_EXACT
+    assert oracle.judge(Masked(layer, 1e-7)).grade is Grade.WRONG
+    verdict = oracle.judge(Masked(layer, 1e-12))
+    assert verdict.grade.passes, verdict

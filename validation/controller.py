@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
         self._message = ""
-        self._sigint: Any = None
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
@@ -61,17 +63,22 @@ class Controller:
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
         if threading.current_thread() is threading.main_thread():
-            self._sigint = signal.signal(signal.SIGINT, _once)
+            self._handlers = {number: signal.signal(number, _once) for number in ENDING}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """In the place of pytest's own loop, except for a debugger, which needs the cases in this process."""
-        if session.config.option.collectonly or session.config.option.usepdb or session.testsfailed:
+        option = session.config.option
+        if option.collectonly or option.usepdb:
             return None
+        if session.testsfailed and not option.continue_on_collection_errors:
+            return None  # pytest says so, and ends
         items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self._cases}
-        for item in session.items:
-            if case_id(item.nodeid) not in self._cases:  # another test, or what pytest makes of no cases
-                session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        # Other tests, or what pytest makes of no cases.
+        others = [item for item in session.items if case_id(item.nodeid) not in self._cases]
+        for item, following in itertools.zip_longest(others, others[1:]):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            _stop_if_asked(session)
         started: dict[str, float] = {}
 
         def begun(case: Case) -> None:
@@ -79,18 +86,18 @@ class Controller:
             item = items[case.id]
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
-        for record in self._recorded([self._cases[name] for name in items], begun):
-            item = items[record.case.id]
-            for each in reports(item, record, started[record.case.id], time.time()):
-                item.ihook.pytest_runtest_logreport(report=each)
-            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-            if session.shouldfail:
-                raise session.Failed(session.shouldfail)
-            if session.shouldstop:
-                raise session.Interrupted(session.shouldstop)
+        with contextlib.closing(self._recorded([self._cases[name] for name in items], begun)) as records:
+            for record in records:
+                item = items[record.case.id]
+                for each in reports(item, record, started[record.case.id], time.time()):
+                    item.ihook.pytest_runtest_logreport(report=each)
+                item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+                _stop_if_asked(session)
         return True
 
-    def _recorded(self, cases: Sequence[Case], begun: Callable[[Case], None]) -> Iterator[Record]:
+    def _recorded(
+        self, cases: Sequence[Case], begun: Callable[[Case], None]
+    ) -> Generator[Record, None, None]:
         """First the cases that may share the machine, then, alone, those that are timed."""
         timed = [case for case in cases if is_timed(case)]
         yield from self._pool.run([case for case in cases if not is_timed(case)], self._workers, begun)
@@ -112,13 +119,13 @@ class Controller:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._journal is None:
             return
-        if self._sigint is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
         if self._records:
             self._write(session)
         self._journal.close(written=not self._problems)
-        if self._sigint is not None:
-            signal.signal(signal.SIGINT, self._sigint)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
@@ -150,11 +157,24 @@ class Controller:
                 terminalreporter.line(line)
 
 
+def _stop_if_asked(session: pytest.Session) -> None:
+    """What pytest's own loop does after each test: `-x`, `--maxfail`, and plugins ask for it."""
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
 def is_timed(case: Case) -> bool:
     return case.check is Check.LATENCY
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""What Ctrl-C, and `timeout` or a CI job that is over, send."""
+
+
 def _once(*_: object) -> None:
-    """The first Ctrl-C ends the cases. Any more would end the writing of what came of them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The first signal ends the cases. Any more would end the writing of what came of them."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

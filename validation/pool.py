@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -150,7 +151,8 @@ class _Worker:
         descriptor, name = tempfile.mkstemp(prefix="fxopt-validation-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
-        self._process = context.Process(target=_work, args=(theirs, make, name))
+        # A daemon: whatever stops this process between two lines, it does not wait at its end for a case that hangs.
+        self._process = context.Process(target=_work, args=(theirs, make, name), daemon=True)
         self._process.start()
         theirs.close()
         self.ready = self.dead = False
@@ -247,6 +249,7 @@ def _place(log: str) -> str:
 def _work(connection: Connection, make: Make, log: str) -> None:
     """What a worker does: cases come in, stages and records go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size
     with contextlib.suppress(
         OSError
@@ -265,3 +268,11 @@ def _work(connection: Connection, make: Make, log: str) -> None:
         with contextlib.suppress(EOFError):
             while True:
                 connection.send(run(connection.recv()))
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that it works for: if that is killed, nobody else ends a case that hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -108,10 +108,14 @@ def plan_of(ids: Collection[str]) -> str:
 
 
 def missing(table: pd.DataFrame) -> int:
-    """How many cases of its plan a table lacks: 0 for a whole run, and where its plan is not known."""
+    """How many cases of its plan a table lacks: 0 for a whole run, and where its plan is not known.
+
+    At least 1 where it has others in their place: a merge of runs of two plans.
+    """
     if "plan" not in table or not (plan := str(table.sort_values("started", kind="stable")["plan"].iloc[-1])):
         return 0
-    return int(plan.partition("-")[0]) - len(table)
+    ids = set(table["id"])
+    return 0 if plan == plan_of(ids) else max(1, int(plan.partition("-")[0]) - len(ids))
 
 
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:
@@ -184,8 +188,11 @@ def merge(tables: Sequence[pa.Table]) -> pa.Table:
 def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
     """Puts the row of one case into a baseline, with the reason, or takes it out where `current` lacks it.
 
-    Raises `ReportError` for a case that neither has, that fails, or that a partial run may just not have run.
+    Raises `ReportError` without a reason, and for a case that neither has, that fails, or that a partial run may just
+    not have run.
     """
+    if not reason.strip():
+        raise ReportError(f"{case}: --reason is empty: say why its change is right")
     new, old = read_table(current), read_table(baseline)
     rest, row = (
         old.filter(pc.not_equal(old["id"], case)),

@@ -22,7 +22,8 @@ class Difference:
         tensors: how many tensors were compared.
         values: how many numbers they hold.
         max_abs: the largest absolute difference.
-        max_rel: the largest difference of a tensor, relative to the largest value of that tensor.
+        max_rel: the largest difference of a tensor, relative to the largest value of that tensor, without what fills the
+            places that a mask hides, such as -1e30.
         where: the path of the tensor with the largest relative difference, such as `output.logits`.
     """
 
@@ -211,10 +212,24 @@ def _distance(expected: Tensor, actual: Tensor) -> tuple[float, float]:
     distance = torch.where(same, 0.0, (wide - other).abs())
     if distance.isnan().any() or distance.isinf().any():
         return float("inf"), float("inf")
-    finite = wide[wide.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    largest = _largest(wide, same)
     absolute = float(distance.max())
     return absolute, absolute / largest if largest else (0.0 if absolute == 0 else float("inf"))
+
+
+FILL = 1e6
+"""A number of this size, and as many times larger than all others, stands in places that a mask hides."""
+
+
+def _largest(values: Tensor, same: Tensor) -> float:
+    """The largest finite value; not one that fills masked places alike in both, beside which no error would be seen."""
+    sizes = values.abs()[values.isfinite()]
+    largest = float(sizes.max()) if sizes.numel() else 0.0
+    others = sizes[sizes != largest]
+    if largest >= FILL and others.numel() and bool(same[values.abs() == largest].all()):
+        rest = float(others.max())
+        return rest if 0 < rest < largest / FILL else largest
+    return largest
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

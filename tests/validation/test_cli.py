@@ -139,6 +139,8 @@ def test_accept_changes_one_expectation(make_records, run, call, tmp_path):
 
 def test_a_failure_is_not_accepted_but_told_where_it_belongs(runs, call):
     case = "bert-base-eager-cpu-parity"
+    result = call("accept", case, "--reason", " ", "--current", runs[1], "--baseline", runs[0])
+    assert (result.exit_code, "--reason is empty" in result.stderr) == (2, True)
     result = call("accept", case, "--reason", "so it is", "--current", runs[1], "--baseline", runs[0])
     assert result.exit_code == 2
     assert 'known_failures: [{check: "parity", pipeline: "", stage: "compare"' in result.stderr

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from validation import compare, store
+from fxopt.testing import Grade, Verdict
+from validation import compare, comparison, store
 from validation.metric import UNKNOWN, metric_of
 from validation.records import FAILING, WORST_FIRST, Case, Check, Outcome, Record
 
@@ -107,7 +108,7 @@ def test_a_new_case_or_model_that_fails_is_a_regression(outcome, changes):
 def test_what_a_run_of_a_part_lacks_has_not_vanished(run, changes):
     both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
     assert changes(both, both[:1], dataclasses.replace(run, plan=store.plan_of(["a", "b"]))).empty
-    whole = dataclasses.replace(run, plan=store.plan_of(["a"]))
+    whole = dataclasses.replace(run, plan=store.plan_of([CASE.id]))
     assert kinds(changes(both, both[:1], whole)) == [("case vanished", True)]
 
 
@@ -267,3 +268,8 @@ def test_a_hundred_thousand_rows_are_merged_and_compared_in_half_a_minute(run):
     assert merged.num_rows == 100_000
     assert not compare.compare(before.to_pandas(), after.to_pandas()).empty
     assert time.process_time() - started < 30
+
+
+def test_each_number_of_a_verdict_is_declared():
+    names = comparison._measured(Verdict(Grade.ULP, 0.0, 0.0))
+    assert [name for name in names if metric_of(name) is UNKNOWN] == []

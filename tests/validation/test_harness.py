@@ -15,11 +15,11 @@ from typing import Any
 
 import filelock
 import pandas as pd
-import psutil
 import pytest
 import yaml
 
 import fxopt.passes
+from tests.validation.test_pool import in_session
 from validation import store
 from validation.report import html, plots
 
@@ -199,8 +199,10 @@ def test_stopping_at_the_first_failure_keeps_what_ran_and_the_rest_of_the_last_r
     assert "Partial: " in (harness.folder / "reports/latest/summary.md").read_text()
 
 
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_ctrl_c_keeps_what_ran_and_ends_the_workers(harness: Harness, interrupts: int) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGTERM]], ids=["Ctrl-C twice", "timeout"])
+def test_a_run_that_is_stopped_keeps_what_ran_and_ends_the_workers(
+    harness: Harness, signals: list[signal.Signals]
+) -> None:
     harness.zoo("Good", "Hang", recorded={}, timeout=300)
     log = harness.folder / "log"
     command = [sys.executable, "-m", "pytest", *harness.arguments(), "-n", "2", "-k", "effect"]
@@ -212,16 +214,18 @@ def test_ctrl_c_keeps_what_ran_and_ends_the_workers(harness: Harness, interrupts
             assert run.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        for _ in range(interrupts):
-            os.killpg(run.pid, signal.SIGINT)
+        for each in signals:
+            run.send_signal(each) if each is signal.SIGTERM else os.killpg(run.pid, each)
             time.sleep(0.02)
         assert run.wait(60) == pytest.ExitCode.INTERRUPTED, log.read_text()
     rows = harness.records()
     assert set(rows.model) == {"good"}
     assert set(rows.outcome) <= {"pass", "no-op"}
     assert harness.history() == []
-    time.sleep(0.2)
-    assert not [p for p in psutil.process_iter() if str(harness.folder) in " ".join(_command(p))]
+    deadline = time.monotonic() + 10
+    while left := in_session(run.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def _interruptible() -> None:
@@ -230,11 +234,23 @@ def _interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it is gone
-        return []
+def test_other_tests_run_as_without_the_harness(harness: Harness) -> None:
+    (harness.folder / "test_others.py").write_text("""
+import pathlib, pytest
+log = pathlib.Path(__file__).with_name("log")
+
+@pytest.fixture(scope="module")
+def made():
+    log.write_text("made ")
+
+@pytest.mark.parametrize("number", range(4))
+def test_other(made, number):
+    log.write_text(log.read_text() + str(number))
+    assert number != 2
+""")
+    others = [str(harness.folder / "test_others.py"), "-k", "other"]
+    assert harness.run(*others, "-x") == pytest.ExitCode.TESTS_FAILED
+    assert (harness.folder / "log").read_text() == "made 012"
 
 
 def test_two_runs_into_one_folder_do_not_race(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:

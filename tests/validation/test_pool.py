@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from validation.pool import UNTRIED, Pool, PoolError
@@ -54,7 +58,7 @@ def test_what_dies_or_hangs_is_a_row_with_its_stage_and_the_others_go_on() -> No
         "d": Outcome.PASS,
     }
     assert {found[model].stage for model in "abc"} == {"capture"}
-    assert found["a"].reason == "took more than 0.5 s, so its process was ended, in run (test_pool.py:31)"
+    assert found["a"].reason == "took more than 0.5 s, so its process was ended, in run (test_pool.py:35)"
     assert found["b"].reason == "the process ended itself with status 3"
     assert "SIGKILL" in found["c"].reason
     assert found["a"].seconds >= 0.5
@@ -110,3 +114,32 @@ def test_eight_thousand_cases_take_seconds() -> None:
     started = time.monotonic()
     assert len(list(pool().run(cases, 1))) == 8000
     assert time.monotonic() - started < 20  # 2.5 ms a case; it was 12.7, and grew with the number of cases
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_workers_end_with_the_process_that_they_work_for(end: str) -> None:
+    hanging = f"""
+from tests.validation.test_pool import *
+if __name__ == "__main__":
+    cases = [case("bad", does="hang"), case("good", does="slow")]
+    records = pool(limit=lambda case: 600).run(cases, 2)
+    next(records)
+    time.sleep(0.5)
+    {end}
+"""
+    run = subprocess.Popen([sys.executable, "-c", hanging], start_new_session=True)
+    run.wait(60)
+    deadline = time.monotonic() + 10
+    while left := in_session(run.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def in_session(session: int) -> list[psutil.Process]:
+    """The processes of a session that still do something."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -148,6 +148,13 @@ def test_files_of_an_older_version_are_read_with_empty_columns(records, run, tmp
     assert store.missing(read) == 0
 
 
+def test_cases_of_another_plan_make_up_for_none(records, run, tmp_path):
+    ids = [record.case.id for record in records]
+    for planned, lacking in ((ids, 0), ([*ids[1:], "renamed"], 1), ([*ids, "new", "newer"], 2)):
+        planned_run = dataclasses.replace(run, plan=store.plan_of(planned))
+        assert store.missing(written(records, planned_run, tmp_path)) == lacking
+
+
 @pytest.mark.parametrize("name", ["records", "architectures"])
 def test_the_committed_baselines_are_read(name):
     table = store.read_run(ROOT / f"reports/baseline/{name}.parquet")

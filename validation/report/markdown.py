@@ -82,7 +82,7 @@ def headline(table: pd.DataFrame) -> str:
     counted = table["outcome"].value_counts()
     failed = int(table["outcome"].isin(FAILING).sum())
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    part = f" Partial: {missing(table):,} planned cases were not run." if missing(table) > 0 else ""
+    part = f" Partial: {missing(table):,} planned cases were not run." if missing(table) else ""
     return (
         f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
     )
