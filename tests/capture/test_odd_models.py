@@ -93,7 +93,10 @@ CAPTURED = {
     "a compiled function": (Does(lambda self, x: compiled(x)), (X,)),
     "a compiled submodule": (Does(lambda self, x: self.part(x), part=torch.compile(Scaled())), (X,)),
     "torch.compile in the forward": (Does(lambda self, x: torch.compile(torch.relu)(x)), (X,)),
-    "cond": (Does(lambda self, x: torch.cond(x.sum() > 0, lambda y: self.linear(y), torch.cos, (x,))), (X,)),
+    "cond": (
+        Does(lambda self, x: torch.cond(x.sum() > 0, lambda y: self.linear(y), torch.cos, (x,))),
+        (X.abs(),),
+    ),
     "while_loop": (Does(looped), (X,)),
     "scan": (Does(scanned), (X,)),
     "map": (Does(mapped), (X,)),
