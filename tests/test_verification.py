@@ -147,7 +147,7 @@ def test_another_user_of_a_value_that_changes_is_seen():
             y = self.layer(x)
             return self.norm(y), torch.relu(y)
 
-    with pytest.warns(VerificationWarning, match="layer differs by"):
+    with pytest.warns(VerificationWarning, match="relu differs by"):
         DropsTheUser()(fxopt.trace(randomise(Model()).eval(), (X,)), verify=True)
 
 

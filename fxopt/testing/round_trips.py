@@ -87,6 +87,10 @@ def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CACHES = {
+    "_packed",
+    "_compiled_call_impl",
+}  # of packed layers and of `torch.compile`, which a copy does not have
 _OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 
 
@@ -108,7 +112,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
             for key, value in vars(module).items()
             if key not in _OF_EVERY_GRAPH_MODULE and not key.startswith("_")
         }
-    return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+    return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE | _CACHES}
 
 
 def _same(left: Any, right: Any) -> bool:

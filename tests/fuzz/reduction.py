@@ -125,7 +125,9 @@ def run(module):
 
 def same_outputs(module):
     if KEEPS:
-        torch.testing.assert_close(run(module), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+        tolerance = 1e-4 if torch.float32 in {x.dtype for x in inputs} else 1e-9
+        for found, wanted in zip(run(module), expected):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def same_graphs(one, other):

@@ -44,6 +44,7 @@ class Meeting(nn.Module):
         y = y + F.scaled_dot_product_attention(heads.expand(1, 2, 5, 4), twice, twice)[0, 0]
         y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1) + self.wide(torch.cat([x] * 16, 1))
         y = y + self.behind(self.layer_norm(y))
+        y = y + (y + 1).view(5, 2, 2).transpose(0, 1).contiguous().transpose(0, 1).reshape(5, 4)
         image = torch.relu(self.packed(y))[None, None]
         return y / 8, k, self.norm(self.conv(image)) + self.other_conv(image) + 1
 

@@ -126,7 +126,8 @@ class Copies(nn.Module):
     """A copy into the default layout."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1).contiguous().transpose(0, 1).reshape(2, WIDTH) + 1
+        halves = (x + 1).view(2, 2, WIDTH // 2).transpose(0, 1).contiguous()
+        return halves.transpose(0, 1).reshape(2, WIDTH) + 1
 
 
 class Grouped(nn.Module):
