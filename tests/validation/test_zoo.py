@@ -238,11 +238,12 @@ def test_a_single_value_may_be_repeated_by_name(tmp_path: Path) -> None:
 def test_in_the_zoo_of_the_repository_every_recorded_pass_has_a_model_where_it_rewrites_something() -> None:
     zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
     recorded = {name for entry in zoo for name, count in entry.sites.items() if count is not None}
-    # The sites of the first are made by the passes that pack layers; the others have theirs in models that are not small.
+    # The sites of the first are made by the passes that pack layers; branches of convolutions are in no small model of the
+    # zoo, and grouped heads in none.
     recorded -= {"FuseEpilogues", "MergeConvs", "RemoveRepeatedHeads"}
     assert len(recorded) >= 7
     for entries in (zoo, [entry for entry in zoo if "smoke" in entry.tags]):
-        assert recorded == {name for entry in entries for name, count in entry.sites.items() if count}
+        assert recorded <= {name for entry in entries for name, count in entry.sites.items() if count}
 
 
 def test_what_is_recorded_in_the_repository_is_what_the_command_writes() -> None:
