@@ -146,7 +146,7 @@ class _Drawing:
         return [entry for entry in named if node.op != "call_module" or entry[0] != node.target]
 
     def _is_check(self, node: Node) -> bool:
-        """Whether a node only checks, and computes nothing: the guards on the inputs."""
+        """Tell whether a node only checks, and computes nothing: the guards on the inputs."""
         return (
             node.op == "call_module" and not node.users and getattr(self._module(node), "_is_impure", False)
         )
@@ -257,7 +257,7 @@ def _shape(node: Node) -> str:
 
 
 def _may_hold_tensor(node: Node) -> bool:
-    """Whether the value of a node may be, or hold, anything but a number or a device."""
+    """Tell whether the value of a node may be, or hold, anything but a number or a device."""
     if "val" not in node.meta:
         return node.target is not getattr and node.target != "size"
     return not isinstance(node.meta["val"], _PLAIN)

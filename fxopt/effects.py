@@ -35,7 +35,7 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
 
 
 def is_write(target: object) -> bool:
-    """Whether a call target writes into an argument: by its name, or as the schema of an operator says."""
+    """Tell whether a call target writes into an argument: by its name, or as the schema of an operator says."""
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     return operators.is_write_name(getattr(target, "__name__", ""))

@@ -144,7 +144,7 @@ class GraphIndex:
                 yield name, f"{path}.{other}" if path else other
 
     def is_container(self, path: str) -> bool:
-        """Whether the module at `path` only holds others, and belongs to the graph module."""
+        """Tell whether the module at `path` only holds others, and belongs to the graph module."""
         return not path or not self._foreign_parent(f"{path}.x")
 
     def is_parameter(self, path: str) -> bool:
@@ -152,7 +152,7 @@ class GraphIndex:
         return isinstance(attribute(self.graph_module, path), nn.Parameter)
 
     def uses(self, path: str) -> bool:
-        """Whether a node calls or reads what is at `path`, or something that holds it."""
+        """Tell whether a node calls or reads what is at `path`, or something that holds it."""
         return is_inside(path, self._used)
 
     def first_call(self, path: str) -> Node | None:
@@ -170,7 +170,7 @@ class GraphIndex:
         return reason
 
     def removable(self, node: Node) -> bool:
-        """Whether the module that `node` calls may be taken away once nothing calls it any more."""
+        """Tell whether the module that `node` calls may be taken away once nothing calls it any more."""
         module, path = self.module(node), str(node.target)
         return self.names(module) == [path] and not (self._foreign_parent(path) or self._shared(path))
 

@@ -20,7 +20,7 @@ from torch.fx.node import has_side_effect
 
 
 def is_open(value: Any) -> bool:
-    """Whether class and `__dict__` are all there is to an object, so that it can be taken apart and made again."""
+    """Tell whether class and `__dict__` are all there is to an object, so that it can be taken apart and made again."""
     cls = type(value)
     if isinstance(value, _VALUES) or not hasattr(value, "__dict__"):
         return False
@@ -37,7 +37,7 @@ def is_open(value: Any) -> bool:
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether a value is a container that code may change: an open object, a list or a dict."""
+    """Tell whether a value is a container that code may change: an open object, a list or a dict."""
     return type(value) in (list, dict, collections.OrderedDict) or is_open(value)
 
 

@@ -133,7 +133,7 @@ class Planner:
         return casts
 
     def _write_is_lost(self, user: Node, value: Node) -> bool:
-        """Whether `user` may write into a value of which it would get a copy, and something sees the value."""
+        """Tell whether `user` may write into a value of which it would get a copy, and something sees the value."""
         written = self.index.memory.written_by(user)
         targets = user.all_input_nodes if written is None else written
         return value in targets and self.index.memory.seen_behind(value, user)
@@ -257,5 +257,5 @@ def _is_float32(node: Node) -> bool:
 
 
 def _asks_for_float32(node: Node) -> bool:
-    """Whether a call names float32 itself: `x.float()`, `softmax(x, dtype=torch.float32)`."""
+    """Tell whether a call names float32 itself: `x.float()`, `softmax(x, dtype=torch.float32)`."""
     return torch.float32 in (*node.args, *node.kwargs.values()) or node.target == "float"

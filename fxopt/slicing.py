@@ -60,7 +60,7 @@ def write_obstacle(index: GraphIndex, value: Node, others: Iterable[Node]) -> st
 
 
 def _splits_last(view: Node, width: int | None) -> bool:
-    """Whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
+    """Tell whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
     if width is None or view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
         return False
     value = view.meta.get("val")

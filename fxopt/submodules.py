@@ -23,7 +23,7 @@ def prefixes(path: str) -> list[str]:
 
 
 def is_inside(path: str, names: Collection[str]) -> bool:
-    """Whether a qualified name is one of `names`, or below one; fast where these are a set or a dict."""
+    """Tell whether a qualified name is one of `names`, or below one; fast where these are a set or a dict."""
     return any(prefix in names for prefix in prefixes(path))
 
 
@@ -118,7 +118,7 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias for each channel, and nothing else."""
+    """Tell whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias for each channel, and nothing else."""
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
         return False
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]

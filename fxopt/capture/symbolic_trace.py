@@ -107,7 +107,7 @@ def symbolic_trace(
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
-    """Whether the sizes of these inputs, which are all that the graph has, are within its guards."""
+    """Tell whether the sizes of these inputs, which are all that the graph has, are within its guards."""
     (guard,) = (module for module in traced.modules() if isinstance(module, InputGuard))
     try:
         guard(**inputs)

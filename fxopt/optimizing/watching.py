@@ -86,7 +86,7 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
-    """Whether the attributes of a module are as they were, as far as they can matter to its graph."""
+    """Tell whether the attributes of a module are as they were, as far as they can matter to its graph."""
     try:
         if now == before:  # fast, where everything is the same object
             return True

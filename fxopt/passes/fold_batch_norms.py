@@ -15,6 +15,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.passes.folding import (
     Fold,
     Folding,
+    each_layer_once,
     folding_obstacle,
     layer_before,
     layer_obstacle,
@@ -66,20 +67,12 @@ class FoldBatchNorms(Folding):
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the normalizations with the layers to fold them into, each layer at most once."""
-        index, taken = GraphIndex(graph_module), set[Node]()
-        for kind, layers in self.layers.items():
-            for norm in index.calls_like(kind):
-                reasons = list[str]()
-                for found in self._folds(index, norm, kind, layers):
-                    if isinstance(found, str):
-                        reasons.append(found)
-                    elif taken.isdisjoint(found.layers):
-                        taken.update(found.layers)
-                        yield found
-                        break
-                else:
-                    if reasons:
-                        yield Refusal(norm, "; ".join(dict.fromkeys(reasons)))
+        index = GraphIndex(graph_module)
+        return each_layer_once(
+            (norm, self._folds(index, norm, kind, layers))
+            for kind, layers in self.layers.items()
+            for norm in index.calls_like(kind)
+        )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """Tell whether a normalization is left, which may follow one that was folded, or come before it."""

@@ -18,6 +18,7 @@ from fxopt.operators import Fact, facts_of, name_of
 from fxopt.passes.folding import (
     Fold,
     Folding,
+    each_layer_once,
     folding_obstacle,
     layer_before,
     layer_obstacle,
@@ -62,20 +63,12 @@ class FoldScaleAndShift(Folding):
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the multiplications and additions with the layers to fold them into, each layer at most once."""
-        index, taken = GraphIndex(graph_module), set[Node]()
-        for node in index.nodes:
-            operands = _operands(node)
-            reasons = list[str]()
-            for found in _folds(index, node, *operands) if operands else ():
-                if isinstance(found, str):
-                    reasons.append(found)
-                elif taken.isdisjoint(found.layers):
-                    taken.update(found.layers)
-                    yield found
-                    break
-            else:
-                if reasons:
-                    yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
+        index = GraphIndex(graph_module)
+        return each_layer_once(
+            (node, _folds(index, node, *operands))
+            for node in index.nodes
+            if (operands := _operands(node)) is not None
+        )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """Tell whether something may follow what was folded, or come before it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, name_of
+from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
@@ -86,6 +87,27 @@ class Folding(ReversibleRewrite[Fold]):
             rewriter.replace_uses(site.node, value)
             _erase(rewriter, site.node, value)
         return site.layers
+
+
+def each_layer_once(candidates: Iterable[tuple[Node, Iterable[Fold | str]]]) -> Iterator[Fold | Refusal]:
+    """Yield the first fold of each node into layers that no other one has taken; a refusal where there are only reasons.
+
+    Args:
+        candidates: the nodes that scale and shift, each with its folds, or the reasons against them.
+    """
+    taken = set[Node]()
+    for node, folds in candidates:
+        reasons = list[str]()
+        for found in folds:
+            if isinstance(found, str):
+                reasons.append(found)
+            elif taken.isdisjoint(found.layers):
+                taken.update(found.layers)
+                yield found
+                break
+        else:
+            if reasons:
+                yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:

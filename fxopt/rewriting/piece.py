@@ -96,7 +96,7 @@ class Piece:
 
     @property
     def rounds(self) -> bool:
-        """Whether weights that were rounded took the place of others, or a node names a dtype."""
+        """Tell whether weights that were rounded took the place of others, or a node names a dtype."""
         dtypes = [w.dtype for value in self.put.values() for w in weights_of(value) if w.is_floating_point()]
         states = (*self.before.values(), *self.after.values())
         dtypes += [v for state in states for v in _leaves(state) if isinstance(v, torch.dtype)]

@@ -116,7 +116,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
+    """Tell whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
     if left is right:
         return True
     if type(left) is not type(right):

@@ -6,17 +6,16 @@ import math
 import random
 import threading
 
+import einops
 import numpy as np
 import pytest
 import torch
+from einops.layers.torch import EinMix, Rearrange, Reduce
 from torch import nn
 
 import fxopt
 from fxopt.objects import tensors_in
 from tests.capture.test_odd_models import Does
-
-einops = pytest.importorskip("einops")
-from einops.layers.torch import EinMix, Rearrange, Reduce  # noqa: E402
 
 BATCH = torch.export.Dim("batch")
 

@@ -201,7 +201,7 @@ def _traced(subject: Subject, sample: _Sample) -> tuple[GraphModule, dict[str, A
 
 
 def _other_sizes(sample: _Sample, graph: GraphModule, sizes: tuple[tuple[int, int], ...]) -> str:
-    """Whether a dimension is free in the graph, or what forbids it; wrong results are a failure."""
+    """Tell whether a dimension is free in the graph, or what forbids it; wrong results are a failure."""
     shapes = {name: value.shape for name, value in sample.inputs().items()}
     found = []
     for batch, sequence in sizes:
@@ -331,7 +331,7 @@ def _agree(sample: _Sample, expected: Any, actual: Any, where: str = "") -> None
 
 
 def _sizes_follow_values(graph: GraphModule) -> bool:
-    """Whether there are sizes that only a run knows, such as the number of key points in an image."""
+    """Tell whether there are sizes that only a run knows, such as the number of key points in an image."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return any(isinstance(value, Tensor) and free_unbacked_symbols(value) for value in values)
 

@@ -27,7 +27,7 @@ where the architecture failed; a dash says that it did not."""
 
 
 def is_sweep(table: pd.DataFrame) -> bool:
-    """Whether the run was a sweep."""
+    """Tell whether the run was a sweep."""
     return bool((table["check"] == Check.ARCHITECTURE).all())
 
 

@@ -55,17 +55,17 @@ def shown(name: str, value: float) -> str:
 
 
 def is_error(name: str) -> bool:
-    """Whether a measurement is an error: smaller is better, and magnitudes matter."""
+    """Tell whether a measurement is an error: smaller is better, and magnitudes matter."""
     return metric_of(name).kind == "error"
 
 
 def is_share(name: str) -> bool:
-    """Whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
+    """Tell whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
     return metric_of(name).kind == "accuracy"
 
 
 def is_limit(name: str) -> bool:
-    """Whether a measurement is what an error is held against."""
+    """Tell whether a measurement is what an error is held against."""
     return metric_of(name).kind == "limit"
 
 

@@ -118,7 +118,7 @@ class BranchDecisions:
 
     @property
     def specialised(self) -> bool:
-        """Whether the example inputs decide."""
+        """Tell whether the example inputs decide."""
         return self._example is not None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +138,7 @@ class BranchDecisions:
         return self._known[key]
 
     def runs(self, place: torch.Tensor, position: int) -> bool:
-        """Whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
+        """Tell whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
         node, line = self._writer.argument(place), self._writer.location()
         end, error = self._answers.ends.get(line, (None, ""))
         if end is not None and position >= end:

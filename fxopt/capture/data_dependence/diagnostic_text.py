@@ -17,7 +17,7 @@ _CHECKS = {"check", "assert"}
 
 
 def is_diagnostic(frame: FrameType | None) -> bool:
-    """Whether the text that is made in a frame now only tells: it is raised, printed or logged, or the message of a check.
+    """Tell whether the text that is made in a frame now only tells: it is raised, printed or logged, or the message of a check.
 
     Without the source it is not known, and so not taken for granted.
     """

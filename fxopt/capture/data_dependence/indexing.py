@@ -51,7 +51,7 @@ def select_by_scalar(value: torch.Tensor, index: Any, call: MakesCall) -> torch.
 
 
 def are_numbers(data: Any) -> bool:
-    """Whether data is a list of tensors of one number each, which only a run knows."""
+    """Tell whether data is a list of tensors of one number each, which only a run knows."""
     return (
         isinstance(data, (list, tuple))
         and bool(data)
@@ -60,7 +60,7 @@ def are_numbers(data: Any) -> bool:
 
 
 def _is_unknown(part: Any) -> bool:
-    """Whether a part of an index is an integer that only a run knows, as a tensor or a number."""
+    """Tell whether a part of an index is an integer that only a run knows, as a tensor or a number."""
     if isinstance(part, FakeTensor):
         whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
         return part.dim() == 0 and whole and part.constant is None

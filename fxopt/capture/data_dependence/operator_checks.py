@@ -22,7 +22,7 @@ class AskedInCallError(Exception):
 
 
 def is_model_error(error: BaseException) -> bool:
-    """Whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
+    """Tell whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
     if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
         return True  # by C++, on tensors with values just so: what -1 stands for cannot be told
     last: Any = error.__traceback__

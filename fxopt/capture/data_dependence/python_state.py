@@ -34,7 +34,7 @@ def python_state(frame: FrameType | None) -> FrameSnapshot:
 
 
 def same_state(one: FrameSnapshot, other: FrameSnapshot) -> bool:
-    """Whether the variables that have a value in both hold the same."""
+    """Tell whether the variables that have a value in both hold the same."""
     return len(one) == len(other) and all(
         mine[name] == its[name]
         for mine, its in zip(one, other, strict=True)

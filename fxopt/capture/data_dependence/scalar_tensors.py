@@ -254,7 +254,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def holds_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, after the first one, is or holds an integer tensor without dimensions."""
+    """Tell whether an argument, after the first one, is or holds an integer tensor without dimensions."""
     found: list[Any] = []
     _mapped((args[1:], kwargs), lambda tensor: found.append(tensor))
     return bool(found)

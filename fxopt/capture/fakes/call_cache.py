@@ -143,7 +143,7 @@ class CachedCall:
         return _symbols(self._key) if self._shape_env.var_to_range else set()
 
     def _was_made_before(self) -> bool:
-        """Whether another capture made this call, with the same knowledge of the sizes."""
+        """Tell whether another capture made this call, with the same knowledge of the sizes."""
         if self._key not in self._earlier:
             return False
         facts, _ = self._shape_env.facts(self._symbols)

@@ -16,7 +16,7 @@ Dimension = Any
 
 
 def is_backed(size: Any) -> bool:
-    """Whether a size is free, and the example says what it is there."""
+    """Tell whether a size is free, and the example says what it is there."""
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
 
@@ -64,5 +64,5 @@ def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int,
 
 
 def is_hint(choice: Any, hint: Any) -> bool:
-    """Whether a choice is `Dim.AUTO`, `Dim.DYNAMIC` or `Dim.STATIC`, with limits (`Dim.AUTO(max=64)`) or without."""
+    """Tell whether a choice is `Dim.AUTO`, `Dim.DYNAMIC` or `Dim.STATIC`, with limits (`Dim.AUTO(max=64)`) or without."""
     return type(choice) is type(hint) and choice.type == hint.type

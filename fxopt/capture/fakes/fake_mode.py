@@ -109,7 +109,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
 
 
 def _are_contiguous(tensors: Sequence[Any]) -> bool:
-    """Whether all are fake, of values that are not known, and known to be contiguous at every size."""
+    """Tell whether all are fake, of values that are not known, and known to be contiguous at every size."""
     return all(
         isinstance(tensor, FakeTensor) and tensor.constant is None and is_contiguous_or_false(tensor)
         for tensor in tensors

@@ -114,7 +114,7 @@ class FakeModel:
             module._compiled_call_impl = _Call(call, name, module)
 
     def has_changed(self, layer: torch.nn.Module) -> bool:
-        """Whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
+        """Tell whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
         return any(self._settings.get(id(part)) != _settings(part) for part in layer.modules())
 
     def keep_settings(self, layer: torch.nn.Module) -> None:

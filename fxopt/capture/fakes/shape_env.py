@@ -264,5 +264,5 @@ def _at_one(relation: Any) -> Any:
 
 
 def _excludes_one_size(guard: Any, symbol: sympy.Symbol) -> bool:
-    """Whether a guard that is false at 1 is true everywhere else, as `s != 1` and `64*s != 64` are."""
+    """Tell whether a guard that is false at 1 is true everywhere else, as `s != 1` and `64*s != 64` are."""
     return isinstance(guard, sympy.Ne) and sympy.diff(guard.lhs - guard.rhs, symbol).is_number is True

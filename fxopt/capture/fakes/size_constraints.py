@@ -127,7 +127,7 @@ def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> 
 
 
 def _is_limit(expression: Any) -> bool:
-    """Whether an expression is `min(24, s) == s`: how torch asks whether a slice takes the whole dimension."""
+    """Tell whether an expression is `min(24, s) == s`: how torch asks whether a slice takes the whole dimension."""
     return isinstance(expression, sympy.Eq) and any(
         isinstance(whole, Min) and side in whole.args
         for side, whole in (expression.args, expression.args[::-1])

@@ -19,7 +19,7 @@ _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
 def same_expression(one: Any, other: Any) -> bool:
-    """Whether two sympy expressions of sizes are equal for all sizes, as far as that can be told by arithmetic."""
+    """Tell whether two sympy expressions of sizes are equal for all sizes, as far as that can be told by arithmetic."""
     if one == other:
         return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
@@ -55,7 +55,7 @@ def same_calls(
     same_size: Callable[[Any, Any], bool],
     aliases: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
 ) -> bool:
-    """Whether the calls of each pair call the same thing with the same arguments.
+    """Tell whether the calls of each pair call the same thing with the same arguments.
 
     Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
     expression of the one graph and one of the other are the same. So are parts of tuples, and the model's tensors.
@@ -97,7 +97,7 @@ def same_calls(
 
 
 def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
-    """Whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
+    """Tell whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
     for mine, its in pairs:
         facts, others = list(_facts(mine.meta.get("val"))), list(_facts(its.meta.get("val")))
         if len(facts) != len(others):
@@ -133,7 +133,7 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
 
 
 def same_constants(constants: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    """Whether both hold the same tensors under the same names, to the last bit."""
+    """Tell whether both hold the same tensors under the same names, to the last bit."""
     return list(constants) == list(others) and all(
         mine.dtype == its.dtype
         and mine.shape == its.shape
@@ -150,13 +150,13 @@ def calls_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def is_call(node: torch.fx.Node) -> bool:
-    """Whether a node is a call of the model, an input or the output."""
+    """Tell whether a node is a call of the model, an input or the output."""
     made = "stack_trace" in node.meta and not _is_reference(node)
     return made or node.op in ("placeholder", "output")
 
 
 def _is_reference(node: torch.fx.Node) -> bool:
-    """Whether a node names a tensor of the model, or a part of a tuple: wherever it stands, it gives the same."""
+    """Tell whether a node names a tensor of the model, or a part of a tuple: wherever it stands, it gives the same."""
     if node.op == "get_attr":
         return True
     whole = node.args[0] if node.target is operator.getitem else None
@@ -168,7 +168,7 @@ def _is_device(mine: torch.fx.Node, its: torch.fx.Node) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value is a node that computes a size."""
+    """Tell whether a value is a node that computes a size."""
     return (
         isinstance(value, torch.fx.Node)
         and isinstance(value.meta.get("val"), SymbolicNumber)

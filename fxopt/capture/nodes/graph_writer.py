@@ -228,7 +228,7 @@ class GraphWriter:
         return self._device_node
 
     def makes_something(self, result: Any) -> bool:
-        """Whether a result holds a tensor or a number that only the graph can compute."""
+        """Tell whether a result holds a tensor or a number that only the graph can compute."""
         if isinstance(result, torch.Tensor):
             return True
         if isinstance(result, SymbolicNumber):

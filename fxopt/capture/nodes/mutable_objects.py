@@ -106,7 +106,7 @@ class MutableObjects:
         self._writing.remove(id(container))
 
     def any_in(self, arguments: Any) -> bool:
-        """Whether there is an open object among the arguments of a call."""
+        """Tell whether there is an open object among the arguments of a call."""
         return next(self._reachable(arguments), None) is not None
 
     def before_call(self, arguments: Any) -> None:

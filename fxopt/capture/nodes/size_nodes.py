@@ -44,11 +44,11 @@ class SizeNodes:
             self._origins.setdefault(expression.lhs, lambda: self._graph.call_function(int, (origin(),)))
 
     def is_new(self, value: Any) -> bool:
-        """Whether `value` depends on a symbol that nothing has been taken as the source of."""
+        """Tell whether `value` depends on a symbol that nothing has been taken as the source of."""
         return not self._origins.keys() >= value.node.expr.free_symbols
 
     def has_source(self, symbol: sympy.Symbol) -> bool:
-        """Whether something has been taken as the source of a symbol."""
+        """Tell whether something has been taken as the source of a symbol."""
         return symbol in self._origins
 
     def bind_shape(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:

@@ -35,12 +35,12 @@ _NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy"}
 
 
 def is_model_code(filename: str) -> bool:
-    """Whether a file belongs to the model rather than to torch or to the capture."""
+    """Tell whether a file belongs to the model rather than to torch or to the capture."""
     return not filename.startswith((_TORCH, _FXOPT, _SYMPY))
 
 
 def is_model_package(module: Any) -> bool:
-    """Whether a module, by its name, belongs to the model rather than to Python, torch or numpy."""
+    """Tell whether a module, by its name, belongs to the model rather than to Python, torch or numpy."""
     return isinstance(module, str) and module.partition(".")[0] not in _NOT_A_MODEL
 
 
@@ -63,7 +63,7 @@ class RunningCode:
 
 @functools.lru_cache(maxsize=4096)
 def compares_identity(code: CodeType) -> bool:
-    """Whether code has an `a is b` of two variables, or items, rather than of one and a constant or a class."""
+    """Tell whether code has an `a is b` of two variables, or items, rather than of one and a constant or a class."""
     names = [instruction.opname for instruction in dis.get_instructions(code)]
     return any(
         after == "IS_OP" and before.startswith(("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR", "BINARY_OP"))

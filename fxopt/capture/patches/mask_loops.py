@@ -44,7 +44,7 @@ def patch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callabl
 
 
 def _is_loop(frame: FrameType) -> bool:
-    """Whether a frame starts a loop of its own; `enumerate` and `zip` count what they give, out of sight."""
+    """Tell whether a frame starts a loop of its own; `enumerate` and `zip` count what they give, out of sight."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
 
 

@@ -46,7 +46,7 @@ class _Made:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is left out for its padding alone: in a window, or with more keys than queries, it is not."""
+        """Tell whether it is left out for its padding alone: in a window, or with more keys than queries, it is not."""
         padding, keys = self.options.get("attention_mask"), self.options["kv_length"]
         whole = not self.options.get("local_size") and self.options["q_length"] == keys
         return bool(whole and (padding is None or padding.shape[-1] == keys))
@@ -169,7 +169,7 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
 
 
 def _is_there(recorder: Recorder, made: _Made) -> bool:
-    """Whether the eager model has this mask too, as the example inputs decide and the graph checks."""
+    """Tell whether the eager model has this mask too, as the example inputs decide and the graph checks."""
     padding: torch.Tensor | None = made.options.get("attention_mask")
     if padding is None or not made.is_whole or not recorder.decisions.specialised:
         return False
@@ -177,7 +177,7 @@ def _is_there(recorder: Recorder, made: _Made) -> bool:
 
 
 def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
-    """Whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
+    """Tell whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
     while mask not in made:
         name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
         source = mask.args[0] if mask.args else mask.kwargs.get("input")

@@ -39,7 +39,7 @@ class ModeSwitches:
         self._writer.create("call_function", modes.leave, (self._blocks.pop(id(block))[1],), {}, None)
 
     def entered(self, block: Any) -> bool:
-        """Whether `block` has entered a mode and not left it."""
+        """Tell whether `block` has entered a mode and not left it."""
         return id(block) in self._blocks
 
     def autocast(self, function: Any, args: tuple[Any, ...]) -> None:

@@ -102,7 +102,7 @@ class Placeholders:
         return [self._final(expected, queries) for expected in self.expected]
 
     def identity_matters(self, queries: PropertyReads) -> bool:
-        """Whether the forward has asked which inputs are the same tensor."""
+        """Tell whether the forward has asked which inputs are the same tensor."""
         return queries.memory_read_at is not None or any(
             map(compares_identity, self._request.running.functions)
         )
@@ -267,7 +267,7 @@ def _where(name: str, path: Path) -> str:
 
 
 def _is_for_all(spec: Any) -> bool:
-    """Whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
+    """Tell whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
     return (
         isinstance(spec, Mapping)
         and all(isinstance(key, int) for key in spec)
@@ -281,7 +281,7 @@ def _part(spec: Any, key: Any, position: int) -> Any:
 
 
 def _opens(value: Any, inside: bool) -> bool:
-    """Whether the graph takes an object apart; one that can be compared and holds no tensors is a constant."""
+    """Tell whether the graph takes an object apart; one that can be compared and holds no tensors is a constant."""
     if not is_open(value) or (dataclasses.is_dataclass(value) and not inside):
         return False
     cls: Any = type(value)
@@ -289,7 +289,7 @@ def _opens(value: Any, inside: bool) -> bool:
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether there is a tensor, or an object that the graph takes apart, in a value."""
+    """Tell whether there is a tensor, or an object that the graph takes apart, in a value."""
     if isinstance(value, torch.Tensor) or _opens(value, False):
         return True
     if isinstance(value, dict):
@@ -309,7 +309,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def _hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is no known container holds tensors, or is an array."""
+    """Tell whether an object that is no known container holds tensors, or is an array."""
     if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
         return True
     if depth == 0 or isinstance(value, (type, torch.nn.Module)):

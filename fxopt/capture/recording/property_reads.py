@@ -53,7 +53,7 @@ class PropertyReads:
         return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
 
     def cover(self, other: PropertyReads) -> bool:
-        """Whether a graph that holds for these answers alone holds for those of `other` alone."""
+        """Tell whether a graph that holds for these answers alone holds for those of `other` alone."""
         modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return (
             (other.layout_read_at is None or self.layout_read_at is not None)

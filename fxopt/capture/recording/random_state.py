@@ -34,7 +34,7 @@ class PythonRandomState:
             self._seeded.discard(name)
 
     def is_seeded(self, name: str) -> bool:
-        """Whether the numbers of this module follow a seed."""
+        """Tell whether the numbers of this module follow a seed."""
         return name in self._seeded
 
     def take_back(self) -> None:

@@ -375,7 +375,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     @property
     def recording(self) -> bool:
-        """Whether calls are recorded at this moment."""
+        """Tell whether calls are recorded at this moment."""
         return not self._opaque
 
     # --- special calls
@@ -518,7 +518,7 @@ def _has_inplace_flag(function: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether the tensors in `value` are made from Python data, so that their numbers are known."""
+    """Tell whether the tensors in `value` are made from Python data, so that their numbers are known."""
     return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
 
 
@@ -534,7 +534,7 @@ def _versions(value: Any) -> list[int]:
 
 
 def contains(data: Any, types: Any) -> bool:
-    """Whether there is an instance of these types in nested sequences."""
+    """Tell whether there is an instance of these types in nested sequences."""
     if isinstance(data, (list, tuple)):
         return any(contains(item, types) for item in data)
     return isinstance(data, types)

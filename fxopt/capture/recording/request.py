@@ -97,6 +97,6 @@ class Request:
 
 
 def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
-    """Whether a value is the parameter's default, and generated code can hold it."""
+    """Tell whether a value is the parameter's default, and generated code can hold it."""
     literal = value is None or type(value) in (bool, int, float, str)
     return parameter is not None and literal and same_value(value, parameter.default)

@@ -30,7 +30,7 @@ class CachedValues:
         self.known = {key: self._values[node].clone() for key, node in self._nodes.items()}
 
     def same(self, again: ForwardRun) -> bool:
-        """Whether `again`, which found the `known` tensors, makes the calls that this run makes with its own."""
+        """Tell whether `again`, which found the `known` tensors, makes the calls that this run makes with its own."""
         kept = {key: f"kept{number}" for number, key in enumerate(self.known)}
         graph, constants = self._without_values({self._nodes[key]: name for key, name in kept.items()})
         names = {id(real): kept[key] for key, real in self.known.items()}
@@ -45,7 +45,7 @@ class CachedValues:
         )
 
     def _is_known(self, node: torch.fx.Node) -> bool:
-        """Whether a node has one value at each call, which is computed here."""
+        """Tell whether a node has one value at each call, which is computed here."""
         state = torch.get_rng_state()
         try:
             with torch.no_grad(), torch.random.fork_rng():

@@ -140,7 +140,7 @@ class _Comparison:
 
 
 def _is_real(request: Request) -> bool:
-    """Whether there is data to compare: no fake tensors, and none on the meta device."""
+    """Tell whether there is data to compare: no fake tensors, and none on the meta device."""
     tensors = [*request.model.parameters(), *request.model.buffers(), *tensors_in(request.inputs)]
     return detect_fake_mode(tensors) is None and not any(t.is_meta for t in tensors)
 

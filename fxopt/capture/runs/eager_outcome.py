@@ -110,7 +110,7 @@ def _differences(left: Any, right: Any, where: str, seen: dict[int, int]) -> Ite
 
 
 def _is_zero_for_none(left: Any, right: Any) -> bool:
-    """Whether a gradient is 0 that the model does not have, as where a branch is taken always that it did not take."""
+    """Tell whether a gradient is 0 that the model does not have, as where a branch is taken always that it did not take."""
     return left is None and isinstance(right, torch.Tensor) and not bool(right.any())
 
 

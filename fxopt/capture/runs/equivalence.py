@@ -23,7 +23,7 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 
 
 def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
-    """Whether the graph of a capture computes what that of `other` does, which was made with other answers."""
+    """Tell whether the graph of a capture computes what that of `other` does, which was made with other answers."""
     pairs = paired_calls(capture.graph, other.graph)
     names = None if pairs is None else matched_unbacked_symbols(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
@@ -44,7 +44,7 @@ def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
 def subsumes(
     capture: ForwardRun, other: ForwardRun, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> bool:
-    """Whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
+    """Tell whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
 
     `pairs` are the calls of both, and `aliases` are nodes that give the value of another one.
     """
@@ -70,7 +70,7 @@ def subsumes(
 
 
 def is_steady_state(capture: ForwardRun, again: ForwardRun) -> bool:
-    """Whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
+    """Tell whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
     translated = _translation(capture, again, {})
     same_size = _same_size(capture, translated)
 
@@ -139,13 +139,13 @@ def _translation(capture: ForwardRun, other: ForwardRun, names: dict[Any, Any]) 
 
 
 def _same_guards(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
-    """Whether both captures assume the same of the inputs' sizes."""
+    """Tell whether both captures assume the same of the inputs' sizes."""
     guards = guards_of(capture.relied_on(), capture.shape_env.replace)
     return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
 
 
 def _same_dimensions(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
-    """Whether both captures found the same of which dimensions are fixed, and which are one."""
+    """Tell whether both captures found the same of which dimensions are fixed, and which are one."""
     mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 

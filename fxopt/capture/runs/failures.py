@@ -44,7 +44,7 @@ def raise_caught(recorder: Recorder, shape_env: CaptureShapeEnv) -> None:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     code = frame.f_code
     # A function of torch's in C has no frame of its own: what it raises comes from the line that makes the model's call.

@@ -76,7 +76,7 @@ _MODES = {
 
 
 def if_convert(capture: ForwardRun, other: ForwardRun, line: str) -> bool:
-    """Whether the graph of a capture holds for `other`, which leaves something out after questions at a line.
+    """Tell whether the graph of a capture holds for `other`, which leaves something out after questions at a line.
 
     It then has in `capture.left_out` what must be checked, unless that is known for the line already.
     """
@@ -217,7 +217,7 @@ class _BodyEffects:
         return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _is_never_written(self, *nodes: torch.fx.Node) -> bool:
-        """Whether no call writes into the memory of these values; inputs may share theirs."""
+        """Tell whether no call writes into the memory of these values; inputs may share theirs."""
         memory = {self._memory(tensor) for node in nodes for tensor in tensors_in(node.meta.get("val"))}
         if memory & self._inputs and self._written_at_all & self._inputs:
             return False
@@ -260,12 +260,12 @@ class _BodyEffects:
                 yield from self._bodies(source)
 
     def _belongs(self, node: torch.fx.Node, number: int) -> bool:
-        """Whether the memory of a value belongs to a body alone."""
+        """Tell whether the memory of a value belongs to a body alone."""
         tensors = list(tensors_in(node.meta.get("val")))
         return bool(tensors) and all(self._owners[self._memory(tensor)] == {number} for tensor in tensors)
 
     def _switches_back(self, node: torch.fx.Node, number: int) -> bool:
-        """Whether a node that enters or leaves a mode has its counterpart in the same body."""
+        """Tell whether a node that enters or leaves a mode has its counterpart in the same body."""
         if isinstance(node.args[0], torch.fx.Node):
             return self._body_of.get(node.args[0]) == number
         user = next(iter(node.users), None)
@@ -289,7 +289,7 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:
-    """Whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
+    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
 
     The gradient of what has no entries adds nothing.
     """
@@ -318,7 +318,7 @@ def _index(node: torch.fx.Node) -> Any:
 
 
 def _may_be_nowhere(index: Any) -> bool:
-    """Whether an index may have no entries: only a run knows how many it has, or it is a mask."""
+    """Tell whether an index may have no entries: only a run knows how many it has, or it is a mask."""
     for part in index if isinstance(index, (tuple, list)) else (index,):
         tensor = part.meta.get("val") if isinstance(part, torch.fx.Node) else None
         if isinstance(tensor, torch.Tensor) and (

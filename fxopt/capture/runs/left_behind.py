@@ -135,7 +135,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a value is no part of a model: a constant, a tensor, a module, or of a package such as torch."""
+    """Tell whether a value is no part of a model: a constant, a tensor, a module, or of a package such as torch."""
     if isinstance(value, (dict, *_SEQUENCES, *_WRAPPERS)):
         return False
     if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):

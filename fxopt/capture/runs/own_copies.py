@@ -117,7 +117,7 @@ class RepeatedRandomness:
             torch.get_device_module(device).set_rng_state(state, device)
 
     def were_used(self) -> bool:
-        """Whether a run has drawn from one of torch's."""
+        """Tell whether a run has drawn from one of torch's."""
         return not torch.equal(self._cpu, torch.get_rng_state()) or any(
             not torch.equal(state, torch.get_device_module(device).get_rng_state(device))
             for device, state in self._others.items()

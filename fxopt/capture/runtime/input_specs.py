@@ -100,7 +100,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether two constants are the same to the last bit and type; unlike `==`, which holds for 1 and True."""
+    """Tell whether two constants are the same to the last bit and type; unlike `==`, which holds for 1 and True."""
     if type(value) is not type(expected):
         return False
     if isinstance(value, float):

@@ -112,7 +112,7 @@ class ApplyFunction:
 
 
 def is_enabled(mode: str, device_type: str) -> bool:
-    """Whether a global mode, `grad`, `autocast` or `inference_mode`, is on."""
+    """Tell whether a global mode, `grad`, `autocast` or `inference_mode`, is on."""
     if mode == "inference_mode":
         return torch.is_inference_mode_enabled()
     return torch.is_grad_enabled() if mode == "grad" else torch.is_autocast_enabled(device_type)

@@ -48,7 +48,7 @@ class SizeGuard:
         return self.formula.symbols
 
     def holds(self, sizes: dict[str, int]) -> bool:
-        """Whether the condition is true for these sizes."""
+        """Tell whether the condition is true for these sizes."""
         try:
             return bool(self.formula.value(sizes))
         except ZeroDivisionError:

@@ -306,7 +306,7 @@ def _rebuild(cls: type[TracedModule], class_name: str, state: dict[str, Any], no
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a piece of `node.meta` is data that means the same in another process; fake tensors do not."""
+    """Tell whether a piece of `node.meta` is data that means the same in another process; fake tensors do not."""
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
     if isinstance(value, (tuple, list, set, frozenset)):
