@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.testing import randomise
-from validation import digits
-from validation.zoo import Entry, Input, PretrainedWeights, TrainedWeights, factory
+
+from . import digits
+from .zoo import Entry, Input, PretrainedWeights, TrainedWeights, factory
 
 
 def build_model(entry: Entry) -> nn.Module:

@@ -17,9 +17,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
-from validation import compare, report, sites, store, trend
-from validation.records import FAILING
-from validation.report import architectures
+
+from . import compare, report, sites, store, trend
+from .records import FAILING
+from .report import architectures
 
 app = typer.Typer(
     help="What runs of the validation wrote: views, comparisons, history. And what they expect: sites.",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from validation.metric import UNKNOWN, metric_of, unit_of
-from validation.records import FAILING, Check, Outcome
-from validation.store import measurements_of, missing
-from validation.sweep import DEFAULT, FREE, STAGES
+from .metric import UNKNOWN, metric_of, unit_of
+from .records import FAILING, Check, Outcome
+from .store import measurements_of, missing
+from .sweep import DEFAULT, FREE, STAGES
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 

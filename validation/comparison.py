@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fxopt.testing import RTOL_FLOAT64, Verdict
-from validation.records import Finding, Outcome
-from validation.subject import Subject
+
+from .records import Finding, Outcome
+from .subject import Subject
 
 V = TypeVar("V")
 

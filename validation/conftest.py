@@ -15,15 +15,16 @@ import torch
 
 import fxopt.passes
 from fxopt.rewriting.transformation import Transformation
-from validation.controller import Controller, is_timed
-from validation.gather import received
-from validation.plan import content, members, plan, unmet
-from validation.pool import Pool
-from validation.records import Case, Outcome
-from validation.run import Runner, in_worker
-from validation.store import seconds_by_group
-from validation.sweep import SOURCES, Architecture, architectures
-from validation.zoo import Entry, ZooError, judged, load_zoo
+
+from .controller import Controller, is_timed
+from .gather import received
+from .plan import content, members, plan, unmet
+from .pool import Pool
+from .records import Case, Outcome
+from .run import Runner, in_worker
+from .store import seconds_by_group
+from .sweep import SOURCES, Architecture, architectures
+from .zoo import Entry, ZooError, judged, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = pytest.StashKey[Mapping[str, Case]]()

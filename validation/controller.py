@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from validation import report, store
-from validation.checks.latency import timing_threads
-from validation.gather import case_id, received, reports
-from validation.pool import Pool
-from validation.records import Case, Check, Record
+from . import report, store
+from .checks.latency import timing_threads
+from .gather import case_id, received, reports
+from .pool import Pool
+from .records import Case, Check, Record
 
 
 class Controller:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from validation.records import FAILING, Outcome, Record
+from .records import FAILING, Outcome, Record
 
 PROPERTY = "fx-record"
 

@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fxopt.rewriting.transformation import Transformation
-from validation.records import Case, Check
-from validation.sweep import Architecture
-from validation.zoo import Entry
+
+from .records import Case, Check
+from .sweep import Architecture
+from .zoo import Entry
 
 ALL = "all"
 """The pipeline of every pass that has sites in the model, or may have: there is no record."""

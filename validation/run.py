@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from fxopt.rewriting.transformation import Transformation
-from validation import checks
-from validation.records import FAILING, Case, Finding, Outcome, Record
-from validation.subject import Staged, Subject
-from validation.sweep import Architecture
-from validation.zoo import Entry, judged, why_missing
+
+from . import checks
+from .records import FAILING, Case, Finding, Outcome, Record
+from .subject import Staged, Subject
+from .sweep import Architecture
+from .zoo import Entry, judged, why_missing
 
 ROOT = Path(__file__).resolve().parent.parent
 

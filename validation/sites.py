@@ -9,10 +9,11 @@ from pathlib import Path
 import yaml
 
 import fxopt.passes
-from validation import store
-from validation.records import FAILING, Case, Check
-from validation.run import Runner
-from validation.zoo import ZooError, load_zoo, recorded_sites, sites_file
+
+from . import store
+from .records import FAILING, Case, Check
+from .run import Runner
+from .zoo import ZooError, load_zoo, recorded_sites, sites_file
 
 HEADER = """\
 # How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.

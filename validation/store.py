@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fxopt.errors import FxoptError
-from validation.records import FAILING, Record
+
+from .records import FAILING, Record
 
 REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
 

@@ -24,8 +24,9 @@ from fxopt.rewriting.composition import compose
 from fxopt.rewriting.history import history, undo
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.testing import Oracle
-from validation import build, plan
-from validation.zoo import Entry
+
+from . import build, plan
+from .zoo import Entry
 
 E = TypeVar("E")
 

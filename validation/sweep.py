@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from validation.zoo import ZooError
+from .zoo import ZooError
 
-SOURCES = {"transformers": "validation.architectures"}
+SOURCES = {"transformers": f"{__package__}.architectures"}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 STAGES = ("build", "eager", "capture", "parity", "other sizes", "passes", "usable")

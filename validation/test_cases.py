@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from validation.gather import failure, send
-from validation.records import FAILING, Case, Outcome
-from validation.run import Runner
+from .gather import failure, send
+from .records import FAILING, Case, Outcome
+from .run import Runner
 
 
 def test_case(case: Case, runner: Runner, record_property: Callable[[str, object], None]) -> None:

@@ -17,8 +17,9 @@ import torch
 from pydantic import Field, PositiveFloat
 
 from fxopt.errors import FxoptError
-from validation import yaml_file
-from validation.records import FAILING, Case, Check, Outcome, Record
+
+from . import yaml_file
+from .records import FAILING, Case, Check, Outcome, Record
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Reason = Annotated[str, Field(min_length=1)]

@@ -16,8 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING, MODEL_MAPPING_NAMES
 
 from fxopt.testing import randomise
-from validation.architectures.configs import small_config
-from validation.architectures.inputs import make_inputs
+
+from .configs import small_config
+from .inputs import make_inputs
 
 BATCH, SEQUENCE = 2, 16
 OTHER_BATCH, OTHER_SEQUENCE = 3, 11

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.exporters.utils import precompute_export_inputs
 
-from validation.architectures.configs import IMAGE, VOCABULARY
+from .configs import IMAGE, VOCABULARY
 
 Inputs = dict[str, Tensor]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from validation.bench.ablation import ablation
-from validation.bench.capture import capture
-from validation.bench.passes import passes
-from validation.bench.peers import peers
-from validation.bench.runs import runs
-from validation.bench.verification import verification
+from .ablation import ablation
+from .capture import capture
+from .passes import passes
+from .peers import peers
+from .runs import runs
+from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -17,12 +17,13 @@ from rich.console import Console
 import fxopt
 from fxopt.optimizing.lowering import lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
-from validation import store
-from validation.bench import machine
-from validation.bench.nested import fresh
-from validation.bench.rounds import in_random_order, speedup
-from validation.bench.workloads import SMALL, WORKLOADS, Workload, build
-from validation.report.markdown import pipes
+
+from .. import store
+from ..report.markdown import pipes
+from . import machine
+from .nested import fresh
+from .rounds import in_random_order, speedup
+from .workloads import SMALL, WORKLOADS, Workload, build
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
 

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 import fxopt
-from validation.bench.guard_cost import guard_table
-from validation.bench.layers import layers_table
-from validation.bench.memory import memory_table
-from validation.bench.models import SUBJECTS, Subject
-from validation.bench.timing import interleaved, ratios, spread
+
+from .guard_cost import guard_table
+from .layers import layers_table
+from .memory import memory_table
+from .models import SUBJECTS, Subject
+from .timing import interleaved, ratios, spread
 
 
 def capture(

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from validation.bench.engines import EAGER, Prepare, Prepared
-from validation.bench.exactness import exactness, in_float64
-from validation.bench.isolated import FirstCall, reason
-from validation.bench.machine import BUSY, Others, cores_of_others, gemm_peak
-from validation.bench.nested import fresh, tensors
-from validation.bench.quiet import quiet
-from validation.bench.rounds import in_random_order, speedup
-from validation.bench.workloads import Workload
+from .engines import EAGER, Prepare, Prepared
+from .exactness import exactness, in_float64
+from .isolated import FirstCall, reason
+from .machine import BUSY, Others, cores_of_others, gemm_peak
+from .nested import fresh, tensors
+from .quiet import quiet
+from .rounds import in_random_order, speedup
+from .workloads import Workload
 
 WARM_UP = 3
 

@@ -20,7 +20,8 @@ from torch import nn
 
 import fxopt
 from fxopt.optimizing import prepare
-from validation.bench.nested import Flat, cast, fresh, tensors
+
+from .nested import Flat, cast, fresh, tensors
 
 
 class Unavailable(Exception):

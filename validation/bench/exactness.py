@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from validation.bench.nested import cast, tensors
-from validation.bench.workloads import Workload
+from .nested import cast, tensors
+from .workloads import Workload
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 from rich.table import Table
 
 import fxopt
-from validation.bench.models import bert_base, text_inputs
-from validation.bench.timing import interleaved
+
+from .models import bert_base, text_inputs
+from .timing import interleaved
 
 _CHECKS = 100
 

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from validation.bench.engines import Prepare, Unavailable, engines
-from validation.bench.memory import forget_peak, resident
-from validation.bench.quiet import quiet
-from validation.bench.workloads import Workload, build
+from .engines import Prepare, Unavailable, engines
+from .memory import forget_peak, resident
+from .quiet import quiet
+from .workloads import Workload, build
 
 PATIENCE = 1800.0
 """Seconds after which an engine that does not come to its first result is given up."""

@@ -8,8 +8,9 @@ import statistics
 from rich.table import Table
 
 import fxopt
-from validation.bench.models import llama
-from validation.bench.timing import interleaved
+
+from .models import llama
+from .timing import interleaved
 
 COUNTS = (12, 24, 48, 96)
 

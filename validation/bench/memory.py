@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.table import Table
 
 import fxopt
-from validation.bench.models import WEIGHED, llama
+
+from .models import WEIGHED, llama
 
 _STATUS = Path("/proc/self/status")
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from optimum.fx import optimization
 
-from validation.bench.layered import times
+from .layered import times
 
 NAMES = (
     "ChangeTrueDivToMulByInverse",

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fxopt.passes import available
-from validation.bench.layered import Times, times
+
+from .layered import Times, times
 
 
 def passes(
@@ -37,7 +38,7 @@ def _of_optimum(python: str, counts: list[int], rounds: int) -> Times | None:
     """The times of optimum's passes, from a process of its own; `None` where it is not installed."""
     if not python and not _has_optimum():
         return None
-    command = [python or sys.executable, "-W", "ignore", "-m", "validation.bench.optimum_passes", str(rounds)]
+    command = [python or sys.executable, "-W", "ignore", "-m", f"{__package__}.optimum_passes", str(rounds)]
     root = Path(__file__).parent.parent.parent
     done = subprocess.run([*command, *map(str, counts)], cwd=root, capture_output=True, text=True)
     if done.returncode:

@@ -13,13 +13,13 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from validation import store
-from validation.bench import machine
-from validation.bench.engine_rows import Row, compare
-from validation.bench.engines import PRECISIONS, Prepare, engines
-from validation.bench.isolated import first_call_alone
-from validation.bench.peers_report import CASE, document, plot
-from validation.bench.workloads import SMALL, WORKLOADS, build
+from .. import store
+from . import machine
+from .engine_rows import Row, compare
+from .engines import PRECISIONS, Prepare, engines
+from .isolated import first_call_alone
+from .peers_report import CASE, document, plot
+from .workloads import SMALL, WORKLOADS, build
 
 _PEERS = ("torch", "transformers", "onnxruntime", "onnxscript", "openvino")
 

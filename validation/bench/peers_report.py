@@ -9,11 +9,11 @@ import math
 import altair as alt
 import pandas as pd
 
-from validation.bench.engine_rows import Row
-from validation.bench.engines import AGAIN, EAGER
-from validation.bench.machine import BUSY
-from validation.report.markdown import escape, page, pipes
-from validation.report.tables import ABSENT
+from ..report.markdown import escape, page, pipes
+from ..report.tables import ABSENT
+from .engine_rows import Row
+from .engines import AGAIN, EAGER
+from .machine import BUSY
 
 CASE = ["model", "precision", "threads"]
 """The columns that say what was compared: one table each."""

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import typer
 
-from validation import store
-from validation.compare import compare
+from .. import store
+from ..compare import compare
 
 
 def made(run: store.Run, rows: int, seed: int) -> pa.Table:

@@ -17,8 +17,9 @@ import fxopt
 from fxopt.passes import available
 from fxopt.rewriting.rewrite import Rewrite
 from fxopt.submodules import sharing_copy
-from validation.bench.models import bert_base
-from validation.bench.timing import interleaved, spread
+
+from .models import bert_base
+from .timing import interleaved, spread
 
 
 def verification(

@@ -19,8 +19,8 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from validation.bench.models import bert_base, groupvit, resnet50, text_inputs, wide_llama
-from validation.bench.nested import fresh
+from .models import bert_base, groupvit, resnet50, text_inputs, wide_llama
+from .nested import fresh
 
 
 @dataclasses.dataclass(frozen=True)

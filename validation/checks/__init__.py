@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from validation.records import Check, Finding
+from ..records import Check, Finding
 
 Function = Callable[[Any, tuple[str, ...]], Finding]
 

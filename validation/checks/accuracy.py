@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
-from validation import digits, metrics
-from validation.comparison import per_dtype
-from validation.records import Finding, Outcome
-from validation.subject import Subject
-from validation.zoo import TrainedWeights
+
+from .. import digits, metrics
+from ..comparison import per_dtype
+from ..records import Finding, Outcome
+from ..subject import Subject
+from ..zoo import TrainedWeights
 
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""

@@ -26,9 +26,10 @@ from fxopt.errors import GuardError, TraceError, UndoError
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.testing import Difference, assert_round_trip, compare
 from fxopt.testing.probes import not_finite
-from validation.records import Finding, Outcome
-from validation.subject import Staged, run_seeded, sites_of, tensors
-from validation.sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, Architecture, Source
+
+from ..records import Finding, Outcome
+from ..subject import Staged, run_seeded, sites_of, tensors
+from ..sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, Architecture, Source
 
 ATTEMPTS: Mapping[str, dict[str, Any]] = {DEFAULT: {}, SPECIALIZE: {"specialize": True}}
 """How capture is tried, one after the other, until it does not raise `TraceError`."""

@@ -6,8 +6,8 @@ from collections import Counter
 
 from torch.fx import GraphModule
 
-from validation.records import Finding, Outcome
-from validation.subject import Rewritten, Subject, differ
+from ..records import Finding, Outcome
+from ..subject import Rewritten, Subject, differ
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

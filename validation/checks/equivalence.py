@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from validation.comparison import judge_graph
-from validation.records import Finding, Outcome
-from validation.subject import Subject
+from ..comparison import judge_graph
+from ..records import Finding, Outcome
+from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

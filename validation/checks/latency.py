@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from validation.records import Finding, Outcome
-from validation.subject import Subject
+from ..records import Finding, Outcome
+from ..subject import Subject
 
 WARM_UP = 3
 FEWEST, MOST = 11, 51

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fxopt.testing.probes import SIZES
-from validation.comparison import judge_graph
-from validation.records import Finding, Outcome
-from validation.subject import Subject
+
+from ..comparison import judge_graph
+from ..records import Finding, Outcome
+from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

@@ -6,8 +6,9 @@ from torch.fx import GraphModule
 
 from fxopt.errors import UndoError
 from fxopt.testing import assert_round_trip
-from validation.records import Finding, Outcome
-from validation.subject import Subject
+
+from ..records import Finding, Outcome
+from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

@@ -12,9 +12,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from validation import store
-from validation.report import architectures, changes, html, markdown
-from validation.report.terminal import terminal_summary
+from .. import store
+from . import architectures, changes, html, markdown
+from .terminal import terminal_summary
 
 __all__ = ["Written", "changes", "terminal_summary", "write_run", "write_views"]
 

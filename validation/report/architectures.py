@@ -6,10 +6,10 @@ import math
 
 import pandas as pd
 
-from validation.records import Check, Outcome
-from validation.report import tables
-from validation.report.markdown import page, pipes
-from validation.sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
+from ..records import Check, Outcome
+from ..sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
+from . import tables
+from .markdown import page, pipes
 
 INTRODUCTION = f"""\
 Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \

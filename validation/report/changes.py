@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from validation.report.markdown import page, pipes
+from .markdown import page, pipes
 
 
 def headline(changes: pd.DataFrame) -> str:

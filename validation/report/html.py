@@ -10,8 +10,8 @@ import jinja2
 import pandas as pd
 import vl_convert
 
-from validation.records import FAILING, Outcome
-from validation.report import plots, tables
+from ..records import FAILING, Outcome
+from . import plots, tables
 
 EXPORT = "window.vegaEmbed = vegaEmbed;"
 
@@ -53,7 +53,7 @@ def document(table: pd.DataFrame) -> str:
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("validation.report"),
+        loader=jinja2.PackageLoader(__package__),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.records import FAILING, Outcome
-from validation.report import tables
-from validation.store import missing
+from ..records import FAILING, Outcome
+from ..store import missing
+from . import tables
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"

@@ -7,8 +7,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from validation.records import FAILING
-from validation.report import tables
+from ..records import FAILING
+from . import tables
 
 ROW_HEIGHT = 18  # pixels for one pipeline on one device
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from validation.metric import UNITS, metric_of, unit_of
-from validation.records import FAILING, WORST_FIRST, Check, Outcome
-from validation.store import measurements_of, missing
+from ..metric import UNITS, metric_of, unit_of
+from ..records import FAILING, WORST_FIRST, Check, Outcome
+from ..store import measurements_of, missing
 
 ABSENT = "-"
 NO_PASS = "(no pass)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from validation.report import architectures, tables
+from . import architectures, tables
 
 MOST_REASONS = 20
 
