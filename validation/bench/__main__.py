@@ -9,6 +9,7 @@ from .capture import capture
 from .modes import memory
 from .passes import passes
 from .peers import peers
+from .presets import presets
 from .runs import runs
 from .verification import verification
 
@@ -25,6 +26,7 @@ app.command()(capture)
 app.command()(memory)
 app.command()(passes)
 app.command()(peers)
+app.command()(presets)
 app.command()(runs)
 app.command()(verification)
 
