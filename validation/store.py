@@ -89,11 +89,13 @@ class Run:
         return "-".join(filter(None, [stamp, self.commit]))
 
     @classmethod
-    def now(cls, *, threads: int, devices: Iterable[str] = ("cpu",), plan: str = "") -> Run:
-        """The run that starts now, on this machine, with the installed versions."""
+    def now(
+        cls, *, threads: int, devices: Iterable[str] = ("cpu",), plan: str = "", root: Path = Path()
+    ) -> Run:
+        """The run that starts now, on this machine, with the installed versions and the commit that `root` is at."""
         return cls(
             started=datetime.datetime.now(datetime.UTC),
-            commit=_commit(),
+            commit=_commit(root),
             python=platform.python_version(),
             torch=_version("torch"),
             transformers=_version("transformers"),
@@ -157,7 +159,7 @@ def read_table(path: Path) -> pa.Table:
     """What `read_run` reads, with every column of this version; the new ones are empty in a file of an older one."""
     file = file_of(path)
     if not file.is_file():
-        raise ReportError(f"{file}: no such file; `pytest validation` writes one")
+        raise ReportError(f"{file}: no such file; `fxopt validate` writes one")
     if file.suffix == ".jsonl":
         return _read_journal(file)
     try:
@@ -276,7 +278,7 @@ def history(directory: Path) -> pd.DataFrame:
             except ReportError as error:
                 warnings.warn(f"passed over: {error}", stacklevel=2)
     if not runs:
-        raise ReportError(f"{directory}: no runs here; every whole `pytest validation` adds one")
+        raise ReportError(f"{directory}: no runs here; every whole `fxopt validate` adds one")
     joined: pd.DataFrame = pa.concat_tables(runs, promote_options="default").to_pandas()
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 
@@ -391,21 +393,18 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    """The commit that this file belongs to, `-dirty` if tracked files differ; empty outside a checkout."""
-    here = Path(__file__)
+def _commit(root: Path) -> str:
+    """The commit of the repository that `root` is in, `-dirty` if tracked files differ; empty where it is in none."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         try:
-            command = ["git", "-C", str(here.parent), *arguments]
+            command = ["git", "-C", str(root), *arguments]
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
 
-    if git("ls-files", "--error-unmatch", here.name) is None:
-        return ""  # installed somewhere inside another project's checkout
-    commit = git("rev-parse", "--short=8", "HEAD") or ""
+    commit = git("rev-parse", "--short=8", "HEAD")
     return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
