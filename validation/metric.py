@@ -100,6 +100,7 @@ METRICS: dict[str, Metric] = {
     # intervals; `trend.drift` finds smaller changes, from many runs.
     "latency_ratio": Metric("latency", "lower", factor=1.25, machine=True, interval=True),
     "latency_ratio_*": Metric("context", factor=math.inf),
+    "latency_floor": Metric("context", factor=math.inf),
     "latency_pairs": Metric("context", factor=math.inf),
     "*_ms": Metric("latency", "lower", factor=2, machine=True),  # a machine's clock is no constant
     "*seconds": Metric("time", "lower", factor=3, floor=0.5, machine=True),
