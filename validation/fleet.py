@@ -104,17 +104,18 @@ class Fleet:
     def _chunks(self, cases: Iterable[Case]) -> list[_Chunk]:
         """The cases by model and device, those expected to take longest first, the timed ones last.
 
-        In pieces where nodes would be idle.
+        In pieces where nodes would be idle, but not the timed ones, which are timed beside each other.
         """
         groups: dict[tuple[bool, str, str], list[Case]] = {}
         for case in cases:
             groups.setdefault((case.check is Check.LATENCY, case.model, case.device), []).append(case)
-        pieces = -(-self._slots() // max(1, len(groups)))
+        shared = -(-self._slots() // max(1, len(groups)))
         order = sorted(groups, key=lambda group: (group[0], -self._expected(group[1:]), -len(groups[group])))
         return [
             _Chunk(deque(groups[group][first::pieces]), timed=group[0])
             for group in order
-            for first in range(min(pieces, len(groups[group])))
+            for pieces in [1 if group[0] else min(shared, len(groups[group]))]
+            for first in range(pieces)
         ]
 
     def _slots(self) -> int:
