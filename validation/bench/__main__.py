@@ -6,6 +6,7 @@ import typer
 
 from .ablation import ablation
 from .capture import capture
+from .fleet import fleet
 from .libraries import libraries
 from .passes import passes
 from .peers import peers
@@ -22,6 +23,7 @@ def main() -> None:
 
 app.command()(ablation)
 app.command()(capture)
+app.command()(fleet)
 app.command()(libraries)
 app.command()(passes)
 app.command()(peers)
