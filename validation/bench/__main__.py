@@ -6,6 +6,7 @@ import typer
 
 from .ablation import ablation
 from .capture import capture
+from .fleet import fleet
 from .passes import passes
 from .peers import peers
 from .runs import runs
@@ -21,6 +22,7 @@ def main() -> None:
 
 app.command()(ablation)
 app.command()(capture)
+app.command()(fleet)
 app.command()(passes)
 app.command()(peers)
 app.command()(runs)

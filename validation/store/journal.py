@@ -1,0 +1,68 @@
+"""The journal of a run: its records as they arrive, so that none is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+
+import filelock
+import pyarrow as pa
+
+from ..records import Record
+from .files import SCHEMA, ReportError, check_schema, first_line
+from .provenance import Run
+from .table import table_of
+
+
+class Journal:
+    """The records of a run as they arrive, one line each, in a folder that no other run writes to meanwhile.
+
+    Args:
+        directory: where reports are kept.
+        run: the one that begins.
+
+    Raises:
+        ReportError: when the folder cannot be written, or another run has it.
+    """
+
+    def __init__(self, directory: Path, run: Run) -> None:
+        self._lock = filelock.FileLock(directory / ".lock")
+        self.file = directory / "running" / f"{run.id}.jsonl"
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            facts = {**dataclasses.asdict(run), "started": run.started.isoformat()}
+            self.file.write_text(json.dumps({"schema": SCHEMA, "run": facts}) + "\n", encoding="utf-8")
+        except filelock.Timeout as error:
+            text = "another run writes here: wait for it, or choose another folder with --fx-report-dir"
+            raise ReportError(f"{directory}: {text}") from error
+        except OSError as error:
+            self._lock.release()
+            raise ReportError(f"{directory}: cannot be written ({error}); choose another folder") from error
+
+    def append(self, record: Record) -> None:
+        """Adds a record. Raises `OSError`, such as for a full disk: what was added before is safe."""
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record.to_json()) + "\n")
+
+    def close(self, written: bool) -> None:
+        """Leaves the folder to others; the file goes when all of it is `written` elsewhere."""
+        if written:
+            self.file.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def read_journal(file: Path) -> pa.Table:
+    """The table of a journal, without what was cut off when its process died."""
+    try:
+        first, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        header = json.loads(first)
+        check_schema(file, header["schema"])
+        started = datetime.datetime.fromisoformat(header["run"]["started"])
+        run = Run(**{**header["run"], "started": started})
+        records = [Record.from_json(json.loads(line)) for line in lines[:-1]]  # the last is empty, or cut off
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{file}: not the journal of a run ({first_line(error)})") from error
+    return table_of(list({record.case: record for record in records}.values()), run)
