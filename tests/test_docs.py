@@ -39,7 +39,7 @@ def checkpoints(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "docs/capture.md", "README.md"])
 def test_documentation(page, checkpoints):
     torch.manual_seed(0)
     # A blank line ends an expected output; in Markdown it is the fence that does.
