@@ -25,7 +25,7 @@ from fxopt import (
 )
 from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, randomise
-from tests.validation.wrong_passes import ForgetsBias, Parts, Wrong
+from tests.validation.wrong_passes import Deep, ForgetsBias, Parts, Wrong
 
 AT = {
     "a clamp that the inputs do not reach is dropped": "norm",
@@ -145,11 +145,6 @@ def test_an_assertion_about_a_wrong_capture_says_where() -> None:
     graph.recompile()
     with pytest.raises(AssertionError, match=r"they part at node '%mul .*test_divergence.py"):
         assert_equivalent(model, graph, [x(5, 6).double()])
-
-
-class Deep(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(layer for _ in range(13) for layer in (nn.Linear(6, 6), nn.Tanh())))
 
 
 @pytest.fixture(scope="module")

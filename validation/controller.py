@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from . import report, store
+from . import report, repro, store
 from .checks.latency import timing_threads
 from .gather import case_id, received, reports
 from .pool import Pool
@@ -132,8 +132,11 @@ class Controller:
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
         try:
-            table = store.table_of(list(self._records.values()), self._run)
+            records = list(self._records.values())
+            table = store.table_of(records, self._run)
             written = report.write_run(table, self._directory, self._planned)
+            whole = self._records.keys() >= {*self._planned}
+            written.files += repro.write(records, self._directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:

@@ -30,6 +30,7 @@ def summary(table: pd.DataFrame) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
+        AGAIN if table["outcome"].isin(FAILING).any() else "",
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(single)),
@@ -69,6 +70,11 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.measurements(own)) or "None.",
     )
 
+
+AGAIN = (
+    "`pytest 'validation/test_cases.py::test_case[CASE]'` runs one of them again, and `python repro/CASE.py`, beside this "
+    "file, shows it without the harness. Both end with 0 when it is right."
+)
 
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
