@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import ReversibleTransformation, Transformation
+from fxopt import FuseBiasInLinear, ReversibleTransformation, Rewriter, Transformation
 
 
 class Parts(nn.Module):
@@ -223,6 +223,20 @@ EFFECT = {
 def _transposed(gm: GraphModule) -> None:
     weight = gm.first.weight
     gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetsBias(FuseBiasInLinear):
+    """The fusion of biases, which forgets those of some layers."""
+
+    of: tuple[str, ...] = ()
+
+    def apply(self, rewriter: Rewriter, site: Any) -> Node:
+        node = super().apply(rewriter, site)
+        if str(node.target) in self.of:
+            (pad,) = node.all_input_nodes
+            rewriter.set(pad, kwargs={**pad.kwargs, "value": 0.0})
+        return node
 
 
 def _hook(module: nn.Module, args: Any, result: Tensor) -> None:
