@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from . import report, store
+from . import report, repro, store
 from .checks.latency import timing_threads
 from .gather import case_id, received, reports
 from .pool import Pool
@@ -29,6 +29,7 @@ class Controller:
         planned: the ids of the whole plan that they are of; a run without some of these is a part.
         devices: that the cases run on.
         directory: where the reports go.
+        root: of the repository whose commit the run is of.
         pool: runs the cases.
         workers: how many of them at once.
         content: the digest of what a case is made of.
@@ -41,12 +42,13 @@ class Controller:
         planned: Sequence[str],
         devices: Sequence[str],
         directory: Path,
+        root: Path,
         pool: Pool,
         workers: int,
         content: Callable[[Case], str],
     ) -> None:
         self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
-        self._pool, self._workers, self._content = pool, workers, content
+        self._root, self._pool, self._workers, self._content = root, pool, workers, content
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -57,7 +59,7 @@ class Controller:
         if session.config.option.collectonly:
             return
         plan = store.plan_of(self._planned)
-        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan)
+        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan, root=self._root)
         try:
             self._journal = store.Journal(self._directory, self._run)
         except store.ReportError as error:
@@ -130,8 +132,11 @@ class Controller:
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
         try:
-            table = store.table_of(list(self._records.values()), self._run)
+            records = list(self._records.values())
+            table = store.table_of(records, self._run)
             written = report.write_run(table, self._directory, self._planned)
+            whole = self._records.keys() >= {*self._planned}
+            written.files += repro.write(records, self._directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
@@ -141,13 +146,9 @@ class Controller:
                 str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
             ]
             if cut:
-                self._message += (
-                    f"\n\nEarlier runs were cut, and `fxopt-validation merge` takes them: {', '.join(cut)}"
-                )
+                self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
-            self._problems.append(
-                f"all records are in {self._journal.file}: `fxopt-validation merge` takes it"
-            )
+            self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

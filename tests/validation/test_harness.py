@@ -149,9 +149,7 @@ def test_a_run_says_which_earlier_one_was_cut(harness: Harness, capsys: pytest.C
     cut.parent.mkdir(parents=True)
     cut.touch()
     assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
-    assert (
-        f"Earlier runs were cut, and `fxopt-validation merge` takes them: {cut}\n" in capsys.readouterr().out
-    )
+    assert f"Earlier runs were cut, and `fxopt merge` takes them: {cut}\n" in capsys.readouterr().out
 
 
 def test_a_known_failure_that_is_not_planned_is_one_message(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..records import Check, Outcome
+from ..records import FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
 from .fastest import fastest
@@ -34,6 +34,7 @@ def summary(table: pd.DataFrame, since: Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
+        AGAIN if table["outcome"].isin(FAILING).any() else "",
         *_since(since),
         "## Fastest pipeline of each model",
         FASTEST,
@@ -75,6 +76,12 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
         *(block for check in Check for block in _measurements(own[own["check"] == check], check)),
     )
+
+
+AGAIN = (
+    "`pytest 'validation/test_cases.py::test_case[CASE]'` runs one of them again, and `python repro/CASE.py`, beside this "
+    "file, shows it without the harness. Both end with 0 when it is right."
+)
 
 
 def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:

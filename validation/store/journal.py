@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -10,8 +11,8 @@ from pathlib import Path
 import filelock
 import pyarrow as pa
 
-from ..records import Record
-from .files import SCHEMA, ReportError, check_schema, first_line
+from ..records import Case, Record
+from .files import SCHEMA, ReportError, check_schema, first_line, replace
 from .provenance import Run
 from .table import table_of
 
@@ -22,19 +23,31 @@ class Journal:
     Args:
         directory: where reports are kept.
         run: the one that begins.
+        resume: go on with the newest run that was cut, if one is left here of the same commit, versions, devices and
+            plan. Its records are `earlier`, and `run` is that one. A commit is needed to tell: with changed files, or
+            outside a checkout, nothing is resumed.
 
     Raises:
         ReportError: when the folder cannot be written, or another run has it.
     """
 
-    def __init__(self, directory: Path, run: Run) -> None:
+    def __init__(self, directory: Path, run: Run, resume: bool = False) -> None:
         self._lock = filelock.FileLock(directory / ".lock")
-        self.file = directory / "running" / f"{run.id}.jsonl"
+        self.run = run
+        self.earlier: dict[Case, Record] = {}
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            running = directory / "running"
+            running.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            facts = {**dataclasses.asdict(run), "started": run.started.isoformat()}
-            self.file.write_text(json.dumps({"schema": SCHEMA, "run": facts}) + "\n", encoding="utf-8")
+            if resume and run.commit and not run.commit.endswith("-dirty"):
+                self.run, self.earlier = _newest_cut(running, run)
+            self.file = running / f"{self.run.id}.jsonl"
+            facts = {**dataclasses.asdict(self.run), "started": self.run.started.isoformat()}
+            lines = [
+                {"schema": SCHEMA, "run": facts},
+                *(record.to_json() for record in self.earlier.values()),
+            ]
+            replace(self.file, "".join(json.dumps(line) + "\n" for line in lines).encode())
         except filelock.Timeout as error:
             text = "another run writes here: wait for it, or choose another folder with --fx-report-dir"
             raise ReportError(f"{directory}: {text}") from error
@@ -56,6 +69,21 @@ class Journal:
 
 def read_journal(file: Path) -> pa.Table:
     """The table of a journal, without what was cut off when its process died."""
+    run, records = _read(file)
+    return table_of(list(records.values()), run)
+
+
+def _newest_cut(running: Path, run: Run) -> tuple[Run, dict[Case, Record]]:
+    """The newest run like this one that was cut, and its records; this one without records where there is none."""
+    for file in sorted(running.glob("*.jsonl"), reverse=True):
+        with contextlib.suppress(ReportError):  # not resumed; `merge` says what is wrong with it
+            cut, records = _read(file)
+            if dataclasses.replace(cut, started=run.started) == run:
+                return cut, records
+    return run, {}
+
+
+def _read(file: Path) -> tuple[Run, dict[Case, Record]]:
     try:
         first, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         header = json.loads(first)
@@ -65,4 +93,4 @@ def read_journal(file: Path) -> pa.Table:
         records = [Record.from_json(json.loads(line)) for line in lines[:-1]]  # the last is empty, or cut off
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f"{file}: not the journal of a run ({first_line(error)})") from error
-    return table_of(list({record.case: record for record in records}.values()), run)
+    return run, {record.case: record for record in records}
