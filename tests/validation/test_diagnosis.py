@@ -64,6 +64,7 @@ def test_of_a_pipeline_the_pass_and_the_site_are_named_and_a_script_shows_them(t
     assert run.returncode == 1, run.stderr
     assert run.stdout.startswith("wrong: in float64, output differs by")
     assert "it first parts at node pad (module 8" in run.stdout
+    assert "def forward(self, _7):" in run.stdout  # the smallest graph: one of thirteen layers
     assert ending(record.repro.replace("of=('8',)", "of=()"), tmp_path) == 0
 
 
