@@ -50,7 +50,7 @@ def minified(
         >>> [node.name for node in small.graph.nodes], len(inputs)
         (['_0', '_1', 'output'], 1)
     """
-    from functorch.compile import minifier  # only here: it imports the compiler
+    from functorch.compile import minifier  # type: ignore[import-untyped]  # only here: it imports the compiler
 
     bound = inspect.signature(graph.forward).bind(*args, **(kwargs or {}))
     bound.apply_defaults()

@@ -11,6 +11,7 @@ import pandas as pd
 from ..records import FAILING, Outcome
 from ..store import missing
 from . import tables
+from .step_table import steps
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -62,6 +63,8 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.compatibility(table, model)),
         "## Checks",
         pipes(tables.checks(table, model)),
+        "## What each pass of the full pipelines adds to the error",
+        pipes(steps(own).drop(columns="model", errors="ignore")) or "Nothing was measured.",
         "## Failures",
         pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
