@@ -29,6 +29,7 @@ class Controller:
         planned: the ids of the whole plan that they are of; a run without some of these is a part.
         devices: that the cases run on.
         directory: where the reports go.
+        root: of the repository whose commit the run is of.
         pool: runs the cases.
         workers: how many of them at once.
         content: the digest of what a case is made of.
@@ -41,12 +42,13 @@ class Controller:
         planned: Sequence[str],
         devices: Sequence[str],
         directory: Path,
+        root: Path,
         pool: Pool,
         workers: int,
         content: Callable[[Case], str],
     ) -> None:
         self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
-        self._pool, self._workers, self._content = pool, workers, content
+        self._root, self._pool, self._workers, self._content = root, pool, workers, content
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -57,7 +59,7 @@ class Controller:
         if session.config.option.collectonly:
             return
         plan = store.plan_of(self._planned)
-        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan)
+        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan, root=self._root)
         try:
             self._journal = store.Journal(self._directory, self._run)
         except store.ReportError as error:
@@ -144,13 +146,9 @@ class Controller:
                 str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
             ]
             if cut:
-                self._message += (
-                    f"\n\nEarlier runs were cut, and `fxopt-validation merge` takes them: {', '.join(cut)}"
-                )
+                self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
-            self._problems.append(
-                f"all records are in {self._journal.file}: `fxopt-validation merge` takes it"
-            )
+            self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

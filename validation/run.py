@@ -21,8 +21,6 @@ from .subject import Staged, Subject
 from .sweep import Architecture
 from .zoo import Entry, judged, why_missing
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 class Runner:
     """Runs cases, and keeps the model of the last one for the next.
@@ -136,8 +134,8 @@ def _missing_package(entry: Entry | Architecture) -> str:
 
 
 def _portable(text: str) -> str:
-    """The text with the paths of files as they are on every machine: below the package index, or the checkout."""
-    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(ROOT))}/", "", text)
+    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
+    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
 
 
 def _finding_of(error: BaseException, stage: str) -> Finding:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ..records import Check, Outcome
 from ..sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
-from . import tables
+from . import tables, wording
 from .markdown import page, pipes
 
 INTRODUCTION = f"""\
@@ -106,12 +106,12 @@ FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "pee
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
-    view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
+    view = rows[["architecture", "stage"]].replace("", wording.ABSENT)
     for name in (*NUMBERS[:3], *sites, *NUMBERS[3:5]):
-        view[tables.heading(name).removeprefix("sites ")] = [
-            tables.shown(name, value) for value in rows[name]
+        view[wording.heading(name).removeprefix("sites ")] = [
+            wording.shown(name, value) for value in rows[name]
         ]
-    return view.assign(peer=rows["peer"].replace("", tables.ABSENT))
+    return view.assign(peer=rows["peer"].replace("", wording.ABSENT))
 
 
 def _section(title: str, rows: pd.DataFrame, text: str = "") -> list[str]:
