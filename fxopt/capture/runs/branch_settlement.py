@@ -17,6 +17,7 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
+from fxopt.capture.runs.run_result import Unproved
 from fxopt.errors import TraceError
 
 T = TypeVar("T")
@@ -30,14 +31,14 @@ _MOST_LINES = 3
 def explore_branches(
     capture: Callable[[Outcomes], T],
     agree: Callable[[T, T], bool],
-    leave_out: Callable[[T, T, str], bool],
+    leave_out: Callable[[T, T, str], T | Unproved],
     like: Outcomes | None = None,
 ) -> T:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises DataDependentBranch at the first question that `answers` do not answer. `agree(one, other)` says
     whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
-    whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
+    gives it with checks that what the other one leaves out, after questions at a line, writes nothing, if that can be shown.
     `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
     no others: at its lines nothing is asked, and a question beyond those that it settled is raised.
     """
@@ -89,7 +90,10 @@ def explore_branches(
 
     try:
         lines = list(answers.at_lines)
-        return _of_any_answers(variant, agree, lines) or _of_most(variant, leave_out, lines)
+        of_any = _of_any_answers(variant, agree, lines)
+        return of_any or _of_most(variant, leave_out, lines, alternating=like is None)
+    except NotSettledError as error:
+        raise (pending.because(str(error)) if pending else error) from None
     except TraceError as error:
         raise (pending or error) from None
 
@@ -105,14 +109,20 @@ def _of_any_answers(
     return None
 
 
+class NotSettledError(TraceError):
+    """It could not be shown that a branch makes no difference."""
+
+
 def _of_most(
     capture: Callable[[Sequence[tuple[bool, bool]]], T],
-    leave_out: Callable[[T, T, str], bool],
+    leave_out: Callable[[T, T, str], T | Unproved],
     lines: Sequence[str],
+    alternating: bool,
 ) -> T:
     """The capture that does most after the questions at each line, if leaving that out makes no difference.
 
-    Raises TraceError where it does.
+    Raises NotSettledError where it does. With `alternating`, a capture that does it every other time must agree, too, as
+    one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
     """
     most = [ALWAYS] * len(lines)
 
@@ -120,20 +130,27 @@ def _of_most(
         return capture([*answers[:position], given, *answers[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
-        if not leave_out(capture(most), replaced(most, position, NEVER), line):
+        if isinstance(leave_out(capture(most), replaced(most, position, NEVER), line), Unproved):
             most[position] = NEVER
+    made = capture(most)
     for position, line in enumerate(lines):
         always = most[position][0]
         fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the answers at the other lines are; and every other time, as one part may lead to another.
+        # Whatever the answers at the other lines are.
         others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
-        held = [
-            leave_out(capture(answers), replaced(answers, position, fewer), line)
+        pairs = [
+            (made if list(answers) == most else capture(answers), replaced(answers, position, fewer))
             for answers in itertools.product(*others)
         ]
-        if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):
-            raise TraceError(f"answers make a difference at {line}.")
-    return capture(most)
+        if alternating:
+            pairs.append((made, replaced(most, position, every_other)))
+        for more, less in pairs:
+            shown = leave_out(more, less, line)
+            if isinstance(shown, Unproved):
+                raise NotSettledError(f"{shown.reason}: {line}")
+            if more is made:
+                made = shown
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
