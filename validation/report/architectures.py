@@ -71,7 +71,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
     }
     if (times := right["forward_runs"].dropna()).any():
-        numbers["runs of the forward in a capture"] = f"{times.mean():.1f} on average, {times.max():.0f} at most"
+        numbers["runs of the forward in a capture"] = (
+            f"{times.mean():.1f} on average, {times.max():.0f} at most"
+        )
     for name in ("batch", "sequence"):
         having = right[right[name] != NONE]
         numbers[f"{name} size free, of those that have one"] = _of(having[name] == FREE, having)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
@@ -17,10 +17,8 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
-from fxopt.capture.runs.run_result import Unproved
+from fxopt.capture.runs.run_result import RunResult, Unproved
 from fxopt.errors import TraceError
-
-T = TypeVar("T")
 
 # Each question that is settled by looking at both sides costs two captures.
 _MOST_QUESTIONS = 50
@@ -29,11 +27,11 @@ _MOST_LINES = 3
 
 
 def explore_branches(
-    capture: Callable[[Outcomes], T],
-    agree: Callable[[T, T], bool],
-    leave_out: Callable[[T, T, str], T | Unproved],
+    capture: Callable[[Outcomes], RunResult],
+    agree: Callable[[RunResult, RunResult], bool],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
     like: Outcomes | None = None,
-) -> T:
+) -> RunResult:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises DataDependentBranch at the first question that `answers` do not answer. `agree(one, other)` says
@@ -81,11 +79,15 @@ def explore_branches(
             raise question
     variants = {tuple(answers.at_lines.values()): made}
 
-    def variant(of_lines: Sequence[tuple[bool, bool]]) -> T:
-        """The capture with these answers at the lines."""
-        if (key := tuple(of_lines)) not in variants:
-            at_lines = dict(zip(answers.at_lines, key, strict=True))
-            variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
+    def variant(of_lines: Sequence[tuple[bool, bool]]) -> RunResult:
+        """The run with these answers at the lines, or one that has another answer only where it asks nothing."""
+        key = tuple(of_lines)
+        for given, run in variants.items():
+            pairs = zip(answers.at_lines, given, key, strict=True)
+            if all(was == wanted or not run.branches.get(line) for line, was, wanted in pairs):
+                return run
+        at_lines = dict(zip(answers.at_lines, key, strict=True))
+        variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
         return variants[key]
 
     try:
@@ -99,8 +101,10 @@ def explore_branches(
 
 
 def _of_any_answers(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T], agree: Callable[[T, T], bool], lines: Sequence[str]
-) -> T | None:
+    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
+    agree: Callable[[RunResult, RunResult], bool],
+    lines: Sequence[str],
+) -> RunResult | None:
     """One of the captures with all combinations of answers at the lines, whose graph holds for all of them, if any does."""
     variants = [capture(answers) for answers in itertools.product((ALWAYS, NEVER), repeat=len(lines))]
     for candidate in variants:
@@ -114,11 +118,11 @@ class NotSettledError(TraceError):
 
 
 def _of_most(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T],
-    leave_out: Callable[[T, T, str], T | Unproved],
+    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
     lines: Sequence[str],
     alternating: bool,
-) -> T:
+) -> RunResult:
     """The capture that does most after the questions at each line, if leaving that out makes no difference.
 
     Raises NotSettledError where it does. With `alternating`, a capture that does it every other time must agree, too, as
@@ -126,7 +130,7 @@ def _of_most(
     """
     most = [ALWAYS] * len(lines)
 
-    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> T:
+    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> RunResult:
         return capture([*answers[:position], given, *answers[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
