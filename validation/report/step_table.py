@@ -7,7 +7,7 @@ import math
 import pandas as pd
 
 from ..steps import FACT, noted
-from .tables import ABSENT, shown
+from .wording import ABSENT, shown
 
 
 def steps(table: pd.DataFrame) -> pd.DataFrame:
