@@ -162,6 +162,8 @@ class Entry(_Strict):
     overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
     or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
+    `engines` are timed in the same rounds where they are installed: to export a model for onnxruntime takes five to ten
+    seconds, and to compile it by torch.compile up to a minute.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
     skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
     full pipelines, with its number, or `None`.
@@ -177,6 +179,9 @@ class Entry(_Strict):
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
     sizes: Literal["dynamic", "fixed"] = "dynamic"
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
+    engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = (
+        "onnxruntime",
+    )  # timed beside, on the CPU
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
     sites: dict[str, int | None] = {}
