@@ -263,7 +263,7 @@ def test_clicks_in_a_browser(width, records, run, tmp_path):
     assert told["closed"]
     assert f"cell={regression}".rpartition("-")[0] in told["address of the cell"]
     model, pipeline, device = told["cell"].split(" · ")
-    command = f"pytest validation --fx-model {model} -k {model}-{pipeline}-{device}-"
+    command = f"fxopt validate --model {model} -k {model}-{pipeline}-{device}-"
     assert all(text.startswith(command) for text in told["commands"])
     assert len(told["commands"]) == len(told["checks"]) >= 3
     single = ran[~ran["pipeline"].str.contains("+", regex=False)]

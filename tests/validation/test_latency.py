@@ -93,7 +93,7 @@ def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent(monkeypatch
     assert latency.Measured(same, 1, {}, {}).stopped == "intervals below 2%"
     wide = same | {"Slow": [1.0, 2.1, 2.9, 3.0, 0.9] * 3}
     assert not latency.narrow(wide)
-    assert latency.Measured(wide, 1, {}, {}).stopped == "budget of 8 s spent"
+    assert latency.Measured(wide, 1, {}, {}).stopped == "budget spent: 8 s, or 200 rounds"
 
 
 def test_threads_are_those_of_timing_and_come_back(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

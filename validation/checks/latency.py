@@ -22,9 +22,9 @@ from ..records import Check, Finding, Outcome
 from ..subject import Subject, differ
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
-FEWEST = 7
+FEWEST, MOST = 7, 200
 SECONDS = 8.0
-"""Rounds of one model go on until each interval is `NARROW`, or for these seconds, but there are at least `FEWEST`."""
+"""Rounds of one model go on until each interval is `NARROW`, or these seconds or the most rounds are spent."""
 
 NARROW = 0.02
 SHORT = 0.02
@@ -68,7 +68,9 @@ class Measured:
     @functools.cached_property
     def stopped(self) -> str:
         """Why there were no more rounds."""
-        return f"intervals below {NARROW:.0%}" if narrow(self.times) else f"budget of {SECONDS:g} s spent"
+        if narrow(self.times):
+            return f"intervals below {NARROW:.0%}"
+        return f"budget spent: {SECONDS:g} s, or {MOST} rounds"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -180,7 +182,9 @@ def measure(subject: Subject) -> Measured:
                 subject.enter(stage)
             with subject.entering("time"):
                 turns = {arm: _turn(run, wait) for arm, run in runs.items()}
-                times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow)
+                times = in_random_order(
+                    turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow, most=MOST
+                )
     finally:
         torch.set_num_threads(before)
     return Measured(times, threads, memory, failed)

@@ -19,7 +19,7 @@ from .fastest import fastest
 from .since import Since
 from .since import headline as changes_headline
 
-COMMAND = "pytest validation --fx-model {model} -k {case}"
+COMMAND = "fxopt validate --model {model} -k {case}"
 """Runs one case again; the page puts in the names."""
 
 MOST_CHANGES = 500
