@@ -87,6 +87,11 @@ def test_a_pass_without_a_site_or_with_an_error_costs_its_own_arm_alone(subject:
     assert latency.check(subject, ("Inverse",)).outcome is Outcome.PASS
 
 
+def test_a_model_that_is_trained_when_it_is_made_is_timed(subject: Subject) -> None:
+    trained = Subject(entry("Trained", engines=[]), "cpu", subject.passes)
+    assert latency.check(trained, ("Inverse",)).outcome is Outcome.PASS
+
+
 def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     same = {name: [1.0, 2.0, 3.0] * 5 for name in ("eager", "captured", "Slow")}
     assert latency.narrow(same)
