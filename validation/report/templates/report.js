@@ -56,7 +56,7 @@ function drawSince() {
   const lists = [[regressions.slice(0, 8)], [regressions.slice(8), "more regressions"], [others, "other changes"]];
   for (const [lines, name] of lists)
     if (lines.length) at("since").append(name ? make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)) : changeList(lines));
-  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt-validation compare`));
+  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt compare`));
 }
 
 function changeList(lines) {
