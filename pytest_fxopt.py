@@ -46,6 +46,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--fx-timeout", type=float, help="seconds that a case may take; default: the zoo's")
     group.addoption(
+        "--fx-engine",
+        choices=["ray"],
+        help="run the cases on a Ray cluster; default: processes of this machine",
+    )
+    group.addoption(
+        "--fx-address",
+        metavar="HOST:PORT",
+        help="of the Ray cluster, or `auto`; default: one is started here",
+    )
+    group.addoption(
+        "--fx-budget",
+        type=float,
+        metavar="SECONDS",
+        help="end the run after these; --fx-resume goes on with it",
+    )
+    group.addoption(
+        "--fx-resume",
+        action="store_const",
+        const=True,
+        help="go on with the newest run that was cut, of the same commit, versions and plan, if there is one",
+    )
+    group.addoption(
         "--fx-report-dir",
         type=Path,
         metavar="FOLDER",

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
 from .controller import Controller, is_timed
+from .fleet import Fleet, FleetError
 from .gather import received
 from .plan import content, members, plan, unmet
 from .pool import Pool
@@ -42,8 +44,17 @@ def prepare(config: pytest.Config) -> None:
     config.stash[WORKERS] = count or 1
     if count is not None:
         config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
-    if (folder := str(root(config))) not in sys.path:
-        sys.path.insert(0, folder)
+    _root_first(config)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Once more: where the harness is installed, pytest has put site-packages before it, for workers to inherit."""
+    _root_first(session.config)
+
+
+def _root_first(config: pytest.Config) -> None:
+    folder = str(root(config))
+    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
 
 
 def root(config: pytest.Config) -> Path:
@@ -77,21 +88,23 @@ def pytest_configure(config: pytest.Config) -> None:
     limit: float | None = config.getoption("--fx-timeout")
     config.stash[CASES] = cases
     config.stash[RUNNER] = Runner(zoo, passes)
-    pool = Pool(
-        functools.partial(in_worker, zoo, passes),
-        limit=lambda case: limit or entries[case.model].timeout,
-        expected=lambda group: seconds.get("-".join(group), 0.0),
-        judged=lambda record: judged(getattr(entries[record.case.model], "known_failures", ()), record),
-    )
+    arguments: Any = {
+        "make": functools.partial(in_worker, zoo, passes),
+        "limit": lambda case: limit or entries[case.model].timeout,
+        "expected": lambda group: seconds.get("-".join(group), 0.0),
+        "judged": lambda record: judged(getattr(entries[record.case.model], "known_failures", ()), record),
+    }
     controller = Controller(
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
         devices=devices,
         directory=directory,
         root=root(config),
-        pool=pool,
+        pool=_engine(config, arguments),
         workers=config.stash[WORKERS],
         content=lambda case: content(case, entries[case.model], passes),
+        budget=config.getoption("--fx-budget"),
+        resume=bool(config.getoption("--fx-resume")),
     )
     config.pluginmanager.register(controller, "fxopt-controller")
 
@@ -112,6 +125,19 @@ def runner(pytestconfig: pytest.Config) -> Iterator[Runner]:
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     record = received(report.user_properties) if report.when == "call" else None
     return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
+
+
+def _engine(config: pytest.Config, arguments: dict[str, Any]) -> Pool | Fleet:
+    """The processes of this machine, or the nodes of a cluster, that run the cases."""
+    address = config.getoption("--fx-address")
+    if config.getoption("--fx-engine") is None:
+        if address is not None:
+            raise pytest.UsageError("--fx-address: only with --fx-engine ray")
+        return Pool(**arguments)
+    try:
+        return Fleet(**arguments, address=address or "")
+    except FleetError as error:
+        raise pytest.UsageError(f"--fx-engine ray: {error}") from error
 
 
 def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:

@@ -53,6 +53,14 @@ def validate(
     device: Annotated[list[str] | None, typer.Option(help="cpu or cuda. Default: all there are.")] = None,
     part: Annotated[str | None, typer.Option(help="K/N: of the models each Nth, from the Kth on.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that a case may take.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="ray: on a cluster. Default: processes of this machine.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the cluster, or auto. Default: one is started here.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds after which the run ends.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut.")] = False,
     report_dir: Annotated[Path | None, typer.Option(help="Where to write. Default: reports.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -62,9 +70,11 @@ def validate(
     1 when a case fails; 2 for a mistake, also where no case is chosen; 130 when interrupted.
     """
     single = {"zoo": zoo, "part": part, "timeout": timeout, "report-dir": report_dir}
+    single |= {"engine": engine, "address": address, "budget": budget}
     many = {"pass": passes, "model": model, "tag": tag, "device": device}
     options = [f"--fx-{name}={value}" for name, value in single.items() if value is not None]
     options += [f"--fx-{name}={value}" for name, values in many.items() for value in values or ()]
+    options += ["--fx-resume"] * resume
     found = _Records()
     arguments = ["-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -40,8 +40,6 @@ from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
-from fxopt.rewriting.explanation import Explanation
-from fxopt.rewriting.record import set_steps
 from fxopt.rewriting.rewrite import Rewrite
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -150,14 +148,15 @@ def prepare(
     )  # the model's weights are not there while the graph's are
     before = _times(model, inputs) if apart else []
     evict()
-    made = dataclasses.replace(
-        made, explanations=[_applied(traced, each, evict) for each in pipeline(options)]
-    )
-    set_steps(traced, [], {})  # nobody undoes one of these passes, and what they keep for it takes memory
+    explanations = []
+    for pass_ in pipeline(options):
+        explanations.append(pass_.commit(traced))
+        evict()
     traced.recompile()
     computed = lowered(traced, {*map(id, model.parameters())}, evict)
     made = dataclasses.replace(
         made,
+        explanations=explanations,
         kernels=_kernels(traced),
         memory=_memory(model, computed, options),
         kept=MEMORIES[options.memory],
@@ -196,14 +195,6 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         PackLinears(options.tune, alone=options.memory == "low"),
         FuseEpilogues(),
     ]
-
-
-def _applied(traced: GraphModule, pass_: Rewrite[Any], evict: Callable[[], object]) -> Explanation:
-    """Apply a pass, and say what it rewrote and refused."""
-    explanation = pass_.explain(traced)
-    pass_(traced, lint_and_recompile=False)
-    evict()
-    return explanation
 
 
 def _fix_dtypes(traced: GraphModule) -> None:

@@ -99,7 +99,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
         **_interval("latency_ratio", found),
         **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
-        "latency_floor": measured.floor,
+        "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         "memory_peak_mb": measured.memory[arm],
