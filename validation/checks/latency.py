@@ -14,6 +14,7 @@ import torch
 
 from fxopt.submodules import sharing_copy
 
+from .. import steps
 from ..bench import engines
 from ..bench.engines import Unavailable, reason
 from ..bench.quiet import quiet
@@ -105,6 +106,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "timing_threads": measured.threads,
         "memory_peak_mb": measured.memory[arm],
     }
+    steps.note_latency(subject, pipeline, measured.threads)
     return Finding(measurements=values if pipeline else values | _engines(subject, measured))
 
 
