@@ -46,7 +46,7 @@ def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pyt
     rows["Slow"] = latency.check(subject, ("Slow",))
     assert next(calls) == 1
     assert len({row.measurements["latency_pairs"] for row in rows.values()}) == 1
-    assert len({row.measurements["latency_floor"] for row in rows.values()}) == 1
+    assert len({row.measurements["latency_ratio_floor"] for row in rows.values()}) == 1
     assert len({row.measurements["latency_eager_ms"] for row in rows.values()}) == 1
     assert (
         rows["Inverse"].measurements["latency_baseline_ms"] == rows[""].measurements["latency_transformed_ms"]
@@ -75,7 +75,7 @@ def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
     }
     latency._MEASURED[subject] = latency.dataclasses.replace(measured, times=times)  # type: ignore[attr-defined]
     finding = latency.check(subject, ("Slow",))
-    assert finding.measurements["latency_floor"] == pytest.approx(0.2)
+    assert finding.measurements["latency_ratio_floor"] == pytest.approx(0.2)
     assert subject.facts["latency_effect"] == latency.EFFECTS[0]
 
 

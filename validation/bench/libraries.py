@@ -44,7 +44,9 @@ class Verdict:
 
 
 def libraries(
-    output: Annotated[Path, typer.Option(help="The table, as Markdown.")] = Path("reports/latest/libraries.md"),
+    output: Annotated[Path, typer.Option(help="The table, as Markdown.")] = Path(
+        "reports/latest/libraries.md"
+    ),
     only: Annotated[str, typer.Option(help="Models whose name matches this pattern.")] = "*",
     peer: Annotated[bool, typer.Option(help="Run torch.export beside.")] = True,
 ) -> None:
@@ -56,7 +58,11 @@ def libraries(
         except Exception as error:  # whatever a library raises where its model cannot be built or run
             print(name, "is left out, it does not run:", error, flush=True)
             continue
-        print(name, *(f"{v.outcome} free={v.free} {v.seconds:.1f}s {v.reason[:300]}" for v in row[1:] if v), flush=True)
+        print(
+            name,
+            *(f"{v.outcome} free={v.free} {v.seconds:.1f}s {v.reason[:300]}" for v in row[1:] if v),
+            flush=True,
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join(_report(rows)) + "\n", encoding="utf-8")
     print(f"written to {output}")
@@ -155,9 +161,16 @@ def _report(rows: Mapping[str, tuple[bool, Verdict, Verdict | None]]) -> list[st
         *("models", "right by default", "with specialize=True", "takes another batch", "free batch", "wrong"),
         *("crashed", "torch.export right", "its free batch", "its wrong"),
     ]
-    lines = ["# Models of other libraries", "", f"torch {torch.__version__}, float64, `python -m validation.bench libraries`.", ""]
+    lines = [
+        "# Models of other libraries",
+        "",
+        f"torch {torch.__version__}, float64, `python -m validation.bench libraries`.",
+        "",
+    ]
     lines += [f"| library | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {group} | {' | '.join(str(count[c]) for c in columns)} |" for group, count in counts.items()]
+    lines += [
+        f"| {group} | {' | '.join(str(count[c]) for c in columns)} |" for group, count in counts.items()
+    ]
     lines += ["", "| model | fxopt | torch.export | reason |", "|---|---|---|---|"]
     for name, (free, own, other) in rows.items():
         if own.outcome != "right" or own.free != free:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
@@ -13,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxopt.submodules import sharing_copy
+
 from ..bench import engines
 from ..bench.engines import Unavailable, reason
 from ..bench.quiet import quiet
-from ..plan import checks, pipelines
+from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
-from ..subject import Subject
+from ..subject import Subject, differ
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
 FEWEST = 7
@@ -30,8 +31,8 @@ SHORT = 0.02
 """A run of fewer seconds is timed after one that is not: that brings its weights back into the caches."""
 
 EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
-"""The arms that every model has. The last is a copy of the graph, as rewritten graphs are: the A/A arm, which shows by
-how much two arms seem apart that are the same.
+"""The arms that every model has. The last is a copy of the graph that shares its weights, as rewritten graphs do: the A/A
+arm, which shows by how much two arms seem apart that are the same.
 """
 ENGINES = {"torch.compile": "compiled", "onnxruntime": "onnxruntime"}
 """Other engines, and the functions of `bench.engines` that make a model ready for them."""
@@ -97,7 +98,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
         **_interval("latency_ratio", found),
         **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
-        "latency_floor": measured.floor,
+        "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         "memory_peak_mb": measured.memory[arm],
@@ -131,6 +132,7 @@ def peak_mb(run: Callable[[], object], device: str) -> float:
         run()
         torch.cuda.synchronize(device)
         return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -193,8 +195,11 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
         return lambda: module(**inputs)
 
     def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
-        made = subject.rewritten(pipeline, dtype)
-        return of(made.module) if sum(made.sites) else None
+        module = sharing_copy(subject.traced(dtype))
+        for name in members(subject.entry, pipeline, subject.passes):
+            subject.enter("transform")
+            module = subject.passes[name](module)
+        return of(module) if differ(subject.traced(dtype), module) else None
 
     def engine(name: str) -> Callable[[], object]:
         if subject.device != "cpu":
@@ -212,7 +217,7 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
     return {
         EAGER: lambda: of(subject.model(dtype)),
         CAPTURED: lambda: of(subject.traced(dtype)),
-        AGAIN: lambda: of(copy.deepcopy(subject.traced(dtype))),
+        AGAIN: lambda: of(sharing_copy(subject.traced(dtype))),
         **{"+".join(pipeline): functools.partial(rewritten, pipeline) for pipeline in timed},
         **{name: functools.partial(engine, name) for name in subject.entry.engines},
     }
