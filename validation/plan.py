@@ -23,7 +23,7 @@ EXACT = "exact"
 def plan(
     zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
 ) -> list[Case]:
-    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, × each pass, × each ordered
+    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, beside its graph, × each pass, × each ordered
     pair of passes that have sites in it, × the full pipelines `all` and `exact`; on each device.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
@@ -41,7 +41,7 @@ def plan(
             wanted = {
                 pipeline: sorted(checks(entry, pipeline, passes)) for pipeline in pipelines(entry, passes)
             }
-            known[kind] = sorted({(): [Check.PARITY], **wanted}.items())
+            known[kind] = sorted({(): [Check.LATENCY, Check.PARITY], **wanted}.items())
         cases += [
             Case(entry.name, pipeline, device, check)
             for pipeline, kinds in known[kind]

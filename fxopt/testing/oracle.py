@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from fxopt.errors import GuardError
 from fxopt.testing.differences import Difference, compare, ulps, unchanged
+from fxopt.testing.divergence import Divergence
+from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
 from fxopt.testing.probes import (
     GIVEN,
     Call,
     Observation,
+    first_taken,
     large_values,
     not_finite,
     observe,
@@ -81,11 +84,11 @@ class Oracle:
         wide = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
         again = observe(reference, [given]), observe(wide, [given.cast(torch.float64)])
-        large = _first_taken(
+        large = first_taken(
             large_values(given), lambda call: observe(wide, [call.cast(torch.float64)]), captured
         )
         others = itertools.chain(other_sizes(given, captured), other_values(given))
-        other = _first_taken(others, lambda call: observe(reference, [call]), captured)
+        other = first_taken(others, lambda call: observe(reference, [call]), captured)
         self._calls = [call for call in (given, other) if call is not None]
         self._wide_calls = [call.cast(torch.float64) for call in (given, large, other) if call is not None]
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
@@ -120,9 +123,42 @@ class Oracle:
         except AssertionError as error:
             return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
 
+    def first_divergence(
+        self,
+        before: GraphModule,
+        after: GraphModule,
+        float64: tuple[GraphModule, GraphModule] | None = None,
+    ) -> Divergence | None:
+        """The first node that does what the reference does not, on the inputs on which candidates are judged, if any.
+
+        Args:
+            before: a graph of the reference, with the names of nodes that passes began with.
+            after: the candidate.
+            float64: both in float64; by default, converted deep copies.
+        """
+        step = epsilon(self.expected[0].output)
+        rounded = float64 is None and has_new_weights(self._tensors, after)
+        wide_before, wide_after = float64 or (in_float64(before), in_float64(after))
+        return parting(
+            (wide_before, before),
+            (wide_after, after),
+            self._calls,
+            self._wide_calls,
+            wide_limit=max(self._rtol, self._floor * step) if rounded else self._rtol,
+            own_limit=lambda error: self._factor * error + self._floor * step,
+        )
+
+    def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
+        """Where a captured graph, before any pass, parts from its model; empty where nothing differs."""
+        return parting_place_of(reference, graph, self._calls)
+
     def observe(self, candidate: nn.Module) -> list[Observation]:
         """What a candidate does on the inputs of `expected`."""
         return observe(candidate, self._calls)
+
+    def error(self, candidate: nn.Module) -> Difference:
+        """How far a candidate is from the float64 output of the reference, where it is farthest."""
+        return max((error for _, _, error, _ in self._own(self.observe(candidate))), key=_max_rel)
 
     def fault(self, seen: Sequence[Observation]) -> str:
         """How a candidate that may give other values differs nevertheless; empty where it does not.
@@ -252,28 +288,6 @@ def _unlike(again: Sequence[Observation], first: Sequence[Observation], limit: f
             f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
         )
     return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
-
-
-def _first_taken(
-    calls: Iterable[Call], run: Callable[[Call], list[Observation]], captured: nn.Module | None
-) -> Call | None:
-    """The first call that the reference takes, with a finite result, and that its graph does not refuse."""
-    for call in calls:
-        try:
-            (seen,) = run(call)
-        except Exception:  # whatever it raises: the model does not take such inputs
-            continue
-        if not_finite(seen.output):
-            continue
-        if captured is not None:
-            try:
-                observe(captured, [call])
-            except GuardError:
-                continue
-            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
-                return call
-        return call
-    return None
 
 
 def _with(call: Call) -> str:

@@ -236,6 +236,24 @@ def test_latency(before, after, expected, changes):
     assert kinds(changes(timed(*before), timed(*after))) == expected
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        (0.05, 0.05, [("latency", True)]),
+        (0.05, 0.5, []),
+        (0.5, math.nan, []),
+        (math.nan, math.nan, [("latency", True)]),
+    ],
+)
+def test_a_latency_below_the_floor_of_either_run_has_not_changed(was, now, expected, changes):
+    before, after = (timed(ratio, 0.02) for ratio in (0.80, 1.05))
+    for records, floor in ((before, was), (after, now)):
+        if not math.isnan(floor):
+            records[0].measurements["latency_ratio_floor"] = floor
+    found = changes(before, after)
+    assert [kind for kind in kinds(found) if kind[0] == "latency"] == expected
+
+
 def test_both_graphs_ten_times_slower_is_a_regression(run, changes):
     times = {"latency_baseline_ms": 1.0, "latency_transformed_ms": 0.8, "latency_ratio": 0.8}
     slow = {name: value * (1 if "ratio" in name else 10) for name, value in times.items()}
@@ -250,6 +268,30 @@ def test_both_graphs_ten_times_slower_is_a_regression(run, changes):
 def test_latency_on_other_hardware_is_not_compared(difference, run, changes):
     table = changes(timed(0.8, 0.02), timed(1.6, 0.02), dataclasses.replace(run, **difference))
     assert kinds(table) == [("environment", False)]
+
+
+def graded(grade):
+    return [Record(CASE, Outcome.PASS, facts={"grade": grade})]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        (Grade.BIT_EXACT, Grade.TOLERANCE, [("grade", True)]),
+        (Grade.BIT_EXACT, Grade.ULP, [("grade", True)]),
+        (Grade.TOLERANCE, Grade.ACCURATE, [("grade", False)]),
+        (Grade.ULP, Grade.ULP, []),
+        ("", Grade.TOLERANCE, []),  # a case that had no grade before
+    ],
+)
+def test_a_grade_that_falls_is_worse(was, now, expected, changes):
+    assert kinds(changes(graded(was), graded(now))) == expected
+
+
+def test_a_grade_that_falls_on_another_machine_is_told(run, changes):
+    other = dataclasses.replace(run, devices={"cpu": "Another CPU"})
+    table = changes(graded(Grade.BIT_EXACT), graded(Grade.TOLERANCE), other)
+    assert kinds(table) == [("environment", False), ("grade", False)]
 
 
 def test_regressions_come_first(changes):

@@ -17,6 +17,8 @@ import sympy
 import torch
 from torch._dynamo.source import TensorProperty
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"
@@ -58,7 +60,11 @@ class CaptureShapeEnv(ShapeEnv):
     def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
             return sympy.Integer(val)  # where an input starts in its memory is no size
-        return super().create_symbol(val, source, *args, **kwargs)
+        symbol = super().create_symbol(val, source, *args, **kwargs)
+        if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol:
+            # The guard of the inputs refuses a size of 0.
+            self._update_var_to_range(symbol, ValueRanges(1, int_oo))
+        return symbol
 
     def conditions(self) -> list[tuple[Any, str]]:
         """What was assumed so far: sympy conditions, each with the line of the model that needs it."""
@@ -94,6 +100,7 @@ class CaptureShapeEnv(ShapeEnv):
             and isinstance(orig_expr, sympy.Rel)
             and len(orig_expr.free_symbols) == 1
             and not free_unbacked_symbols(orig_expr)  # no size of an input
+            and not self._suppress_guards_tls()
         ):
             with self.suppress_guards():
                 answer = super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -109,8 +116,9 @@ class CaptureShapeEnv(ShapeEnv):
 
     @property
     def state(self) -> tuple[int, ...]:
-        """What differs once more is known of sizes, or a question was asked that only data can answer."""
-        return self._version_counter, len(self.var_to_range), self._open_questions
+        """What differs once more is known of sizes, or a question was asked that only data or `settle_at_one` can answer."""
+        open_at_one = len(self._questions or ())
+        return self._version_counter, len(self.var_to_range), self._open_questions, open_at_one
 
     def facts(self, symbols: Collection[Any]) -> tuple[frozenset[Any], set[Any]]:
         """All that is known of some symbols and of those to which that relates them, and these symbols."""
