@@ -21,10 +21,10 @@ from fxopt.optimizing.prepare import PRECISIONS
 from .. import digits, store
 from ..build import build_model, make_inputs
 from ..report.markdown import pipes
+from ..timing import in_random_order, ratio
 from ..zoo import Entry, TrainedWeights, load_zoo
 from . import machine
 from .quiet import quiet
-from .rounds import in_random_order, speedup
 
 _LONG = 2e-3  # seconds that a turn takes at least, so that the clock does not matter
 
@@ -75,9 +75,9 @@ def _measured(entry: Entry, kinds: list[str], seconds: float) -> dict[str, str]:
     times = in_random_order(turns, 10, seconds, np.random.default_rng(0))
     cells = {"eager, ms": f"{1e3 * float(np.median(times['eager'])):.2f}"}
     for name in [*turns][1:]:
-        ratio = speedup(times["eager"], times[name])
+        gain = ratio(times["eager"], times[name])
         itself = " (the model itself)" if name in fast and fast[name].report[-1].reason else ""
-        cells[name] = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}){itself}"
+        cells[name] = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f}){itself}"
     if isinstance(entry.weights, TrainedWeights):
         batch = len(next(iter(inputs.values())))
         found = {
