@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fxopt.packed_operators import Kernel, Run, available, finished, padding_of
+from fxopt.packed_operators import Kernel, Packed, available, finished, padding_of
 from fxopt.submodules import without_tensors
 
 
-class PackedLinear(nn.Linear):
-    """A `torch.nn.Linear` with a packed weight; it may add a tensor, and apply an activation, in the same step.
+class PackedLayer(nn.Module):
+    """A layer with a packed weight; it may add a tensor, and apply an activation, in the same step.
 
     Its parameters are those of the layer that it was made of. After a change of the weight it packs again. Unnoticed is
     what does not raise the version of the weight: writes through `weight.data` or numpy, into weights that were made
@@ -29,6 +29,21 @@ class PackedLinear(nn.Linear):
     Attributes:
         kernel: `onednn`, `mkl`, or `int8`, which rounds.
         packed_for: the shape of the inputs that it is packed for; it takes others as well.
+    """
+
+    kernel: str
+    packed_for: tuple[int, ...]
+
+    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """Compute `activation(layer(input) + other)`."""
+        return _forward(self, super().forward, input, other, activation)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_packed"}
+
+
+class PackedLinear(PackedLayer, nn.Linear):
+    """A `torch.nn.Linear` with a packed weight.
 
     Example:
         >>> import torch
@@ -38,19 +53,9 @@ class PackedLinear(nn.Linear):
         True
     """
 
-    kernel: str
-    packed_for: tuple[int, ...]
 
-    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
-        """Compute `activation(linear(input) + other)`."""
-        return _forward(self, super().forward, input, other, activation)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_packed(self)
-
-
-class PackedConv2d(nn.Conv2d):
-    """A `torch.nn.Conv2d` with a packed weight, whose outputs are in channels_last; for the rest as `PackedLinear`.
+class PackedConv2d(PackedLayer, nn.Conv2d):
+    """A `torch.nn.Conv2d` with a packed weight, whose outputs are in channels_last.
 
     Example:
         >>> import torch
@@ -59,16 +64,6 @@ class PackedConv2d(nn.Conv2d):
         >>> torch.allclose(packed(x), layer(x), atol=1e-5)
         True
     """
-
-    kernel: str
-    packed_for: tuple[int, ...]
-
-    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
-        """Compute `activation(conv2d(input) + other)`."""
-        return _forward(self, super().forward, input, other, activation)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_packed(self)
 
 
 PACKED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: PackedLinear, nn.Conv2d: PackedConv2d}
@@ -91,12 +86,21 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     return packed
 
 
-def kernels_for(layer: nn.Module, *, rounding: bool = False) -> list[str]:
+def plain_layer(packed: Any) -> nn.Module:
+    """The layer that a packed one is made of, with the parameters that it has now."""
+    plain: nn.Module = without_tensors(packed)
+    plain.__class__ = _PLAIN[type(packed)]
+    plain._parameters = packed._parameters
+    return plain
+
+
+def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False) -> list[str]:
     """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such.
 
     Args:
         layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
         rounding: name those, too, that round the weight.
+        alone: leave out those that need the weight beside the packed one.
     """
     weight = layer._parameters.get("weight")
     if weight is None or weight.device.type != "cpu" or not weight.numel() or not _has_padding(layer):
@@ -107,7 +111,11 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False) -> list[str]:
         for name, kernel in kernels.items()
         if weight.dtype in kernel.dtypes and weight.shape[1] % kernel.multiple == 0
     }
-    return [name for name, kernel in fitting.items() if rounding or not kernel.rounds]
+    return [
+        name
+        for name, kernel in fitting.items()
+        if (rounding or not kernel.rounds) and (kernel.alone or not alone)
+    ]
 
 
 def fuses_epilogues(packed: nn.Module) -> bool:
@@ -143,7 +151,13 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.shape != weight.shape[:1])
     ):
         return None
-    return functools.partial(_packed(packed, kernel), bias)
+    return functools.partial(_packed(packed, kernel).run, bias)
+
+
+def packed_weight(packed: Any) -> Packed | None:
+    """The packed weight of a layer that has computed with it, or that was given to `unguarded`."""
+    held = vars(packed).get("_packed")
+    return None if held is None else held[2]
 
 
 def _kernel_of(packed: Any) -> Kernel | None:
@@ -163,7 +177,8 @@ def _forward(
     if type(input) is Tensor and _can_run(layer, input, other):
         kernel = _kernel_of(layer)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
-            return _packed(layer, kernel)(layer._parameters["bias"], input, other, activation, False)
+            run = _packed(layer, kernel).run
+            return run(layer._parameters["bias"], input, other, activation, False)
     # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
     return finished(plain(input), other, activation)
@@ -197,8 +212,8 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     )
 
 
-def _packed(layer: Any, kernel: Kernel) -> Run:
-    """The function that computes with the packed weight, made anew where the weight is another one, or was written into."""
+def _packed(layer: Any, kernel: Kernel) -> Packed:
+    """The packed weight, made anew where the weight is another one, or was written into."""
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else weight._version
     held = layer.__dict__.get("_packed")
@@ -208,12 +223,8 @@ def _packed(layer: Any, kernel: Kernel) -> Run:
             # The old weight is held, too, so that no other one can have its address.
             held = (weight.detach(), seen, kernel.pack(layer, layer.packed_for))
         layer.__dict__["_packed"] = held
-    run: Run = held[2]
-    return run
-
-
-def _without_packed(layer: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name != "_packed"}
+    packed: Packed = held[2]
+    return packed
 
 
 def _has_padding(layer: nn.Module) -> bool:

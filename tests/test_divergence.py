@@ -24,8 +24,8 @@ from fxopt import (
     compose,
 )
 from fxopt.rewriting.chosen_sites import AtSites
-from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, randomise
-from tests.validation.wrong_passes import ForgetsBias, Parts, Wrong
+from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, minified, randomise
+from tests.validation.wrong_passes import Deep, ForgetsBias, Parts, Wrong
 
 AT = {
     "a clamp that the inputs do not reach is dropped": "norm",
@@ -147,11 +147,6 @@ def test_an_assertion_about_a_wrong_capture_says_where() -> None:
         assert_equivalent(model, graph, [x(5, 6).double()])
 
 
-class Deep(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(layer for _ in range(13) for layer in (nn.Linear(6, 6), nn.Tanh())))
-
-
 @pytest.fixture(scope="module")
 def deep() -> tuple[Oracle, GraphModule]:
     with torch.random.fork_rng():
@@ -220,3 +215,14 @@ def test_what_took_too_long_is_not_made_smaller(deep: tuple[Oracle, GraphModule]
     found = find_culprit(*deep, [MergeLinears(), ForgetsBias(of=("8",))], seconds=0)
     assert found is not None
     assert len(found.passes) == 2
+
+
+def test_the_smallest_wrong_part_is_the_wrong_site(deep: tuple[Oracle, GraphModule]) -> None:
+    _, graph = deep
+    found = minified(graph, [MergeLinears(), ForgetsBias(of=("8",))], [x(5, 6).double()])
+    assert found is not None
+    small, (value,) = found
+    assert [str(node) for node in small.graph.nodes] == ["_7", "_8", "output"]
+    assert value.shape == (5, 6)
+    assert len(graph.graph.nodes) == 29
+    assert minified(graph, [MergeLinears(), FuseBiasInLinear()], [x(5, 6).double()]) is None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 
 import pytest
 
-from .records import FAILING, Outcome, Record
+from .records import AGAIN, FAILING, Case, Outcome, Record
 
 PROPERTY = "fx-record"
 
@@ -33,7 +34,7 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     outcome = "passed"
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
-        outcome, longrepr = "failed", failure(record)
+        outcome, longrepr = "failed", failure(record, item)
     elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
         path, line, _ = item.location
         outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
@@ -43,10 +44,18 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     return call, _report(item, "teardown", "passed", None, stop, stop, [])
 
 
-def failure(record: Record) -> str:
+def failure(record: Record, item: pytest.Item) -> str:
     """Why a case failed, and the command that runs it again."""
     where = f" in {record.stage}" if record.stage else ""
-    return f"{record.outcome}{where}: {record.reason}"
+    return f"{record.outcome}{where}: {record.reason}\nagain: {command(record.case, item)}"
+
+
+def command(case: Case, item: pytest.Item) -> str:
+    """The command that runs one case alone, with the zoo and the passes of this run."""
+    option = item.config.getoption
+    named = [f"--pass {shlex.quote(name)}" for name in option("--fx-pass") or () if "." in name]
+    zoo = [f"--zoo {shlex.quote(option('--fx-zoo'))}"] if option("--fx-zoo") else []
+    return " ".join([AGAIN.format(model=case.model, case=case.id), *zoo, *named])
 
 
 def _report(

@@ -50,6 +50,10 @@ WORST_FIRST = (
 FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
 
 
+AGAIN = "fxopt validate --model {model} -k {case}"
+"""The command that runs one case alone: no id is a part of another one of the same model."""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Case:
     """One model, one pipeline of passes, one device, one check.
@@ -75,7 +79,7 @@ class Record:
     `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
     why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
     columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason), `content` a
-    digest of what the case is made of.
+    digest of what the case is made of, `repro` the text of a script that shows a failure.
     """
 
     case: Case
@@ -88,6 +92,7 @@ class Record:
     refusals: tuple[tuple[str, str, str], ...] = ()
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     content: str = ""
+    repro: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data, as it stands in a journal."""

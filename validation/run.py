@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import time
@@ -14,12 +15,11 @@ import torch
 from fxopt.rewriting.transformation import Transformation
 
 from . import checks
+from .diagnosis import Diagnoses
 from .records import FAILING, Case, Finding, Outcome, Record
 from .subject import Staged, Subject
 from .sweep import Architecture
 from .zoo import Entry, judged, why_missing
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Runner:
@@ -44,6 +44,7 @@ class Runner:
         self._subject: Subject | Staged[Architecture] | None = None
         self._case: Case | None = None
         self._started = 0.0
+        self._diagnoses = Diagnoses(_portable)
 
     def run(self, case: Case) -> Record:
         """What came of `case`. Raises nothing but `KeyboardInterrupt`."""
@@ -60,12 +61,20 @@ class Runner:
             Exception,
             SystemExit,
         ) as error:  # the boundary: models and passes under test may raise anything
-            finding = _finding_of(error, subject.stage)
+            finding, repro = self._diagnosed(_finding_of(error, subject.stage), subject)
             self.forget()
         else:
             if subject.stage == "start":  # else the check has named the stage that it ended in
                 subject.enter("compare" if finding.outcome in FAILING else "")
-        return self._record(finding, subject)
+            finding, repro = self._diagnosed(finding, subject)
+        return dataclasses.replace(self._record(finding, subject), repro=repro)
+
+    def _diagnosed(self, finding: Finding, subject: Subject | Staged[Architecture]) -> tuple[Finding, str]:
+        """A failure with the place where it is wrong, and a script that shows it."""
+        if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not isinstance(subject, Subject):
+            return finding, ""
+        assert self._case is not None
+        return self._diagnoses.of(subject, self._case, finding, time.perf_counter() - self._started)
 
     def forget(self) -> None:
         """Lets go of the model: after a failure it may be half made, and its memory is needed."""
@@ -125,8 +134,8 @@ def _missing_package(entry: Entry | Architecture) -> str:
 
 
 def _portable(text: str) -> str:
-    """The text with the paths of files as they are on every machine: below the package index, or the checkout."""
-    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(ROOT))}/", "", text)
+    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
+    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
 
 
 def _finding_of(error: BaseException, stage: str) -> Finding:

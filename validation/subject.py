@@ -161,12 +161,12 @@ class Subject(Staged[Entry]):
                 gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
             traced = self.traced(dtype)
             with self.entering("transform"):
-                self._rewritten[pipeline, dtype] = _rewrite(traced, self._members(pipeline))
+                self._rewritten[pipeline, dtype] = _rewrite(traced, self.members(pipeline))
         return self._rewritten[pipeline, dtype]
 
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """What running each site by itself says against the pass of a pipeline of one."""
-        members = self._members(pipeline)
+        members = self.members(pipeline)
         if len(members) != 1:
             return []
         module = copy.deepcopy(self.traced(dtype))
@@ -177,7 +177,7 @@ class Subject(Staged[Entry]):
 
     def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Iterator[tuple[str, GraphModule]]:
         """Copies of the graph with the pipeline applied and undone, in the ways that users have, and their names."""
-        passes = [pass_ for _, pass_ in self._members(pipeline)]
+        passes = [pass_ for _, pass_ in self.members(pipeline)]
         whole = passes[0] if len(passes) == 1 else compose(*passes)
         assert isinstance(whole, ReversibleTransformation)
         one_by_one = self.rewritten(pipeline, dtype).module
@@ -198,7 +198,8 @@ class Subject(Staged[Entry]):
                 restored = undo(module, len(history(module)))
             yield "`undo`", restored
 
-    def _members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
+    def members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
+        """The passes of a pipeline with their names, in order."""
         return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
 
 

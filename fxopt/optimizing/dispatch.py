@@ -10,22 +10,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
 from fxopt.optimizing.lowering import Lowered
+from fxopt.optimizing.offloading import Offloaded, trim
 from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
     Shapes,
     differing,
     dynamic_shapes,
+    has_own_kernels,
     requires_grad,
     shapes_of,
     structure_of,
+    tensors_of_inputs,
     text_of,
 )
 from fxopt.optimizing.watching import Watched, swapped
@@ -64,13 +67,20 @@ class Graphs:
         twin: makes a copy of it as it is now, of the model's class, which shares its weights.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
+        offloaded: the weights of the module, if they are in a file.
     """
 
     def __init__(
-        self, module: nn.Module, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None
+        self,
+        module: nn.Module,
+        twin: Callable[[], nn.Module],
+        options: Options,
+        dynamic: Any = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
         self._module, self._twin = module, twin
-        self.options, self._dynamic = options, dynamic
+        self.options, self.offloaded, self._dynamic = options, offloaded, dynamic
+        self._evict = bool if offloaded is None else offloaded.evict
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._forgotten = 0
@@ -102,7 +112,7 @@ class Graphs:
         if self._has_changed():
             self.forget()
         return {
-            (key[0], tuple(key[1:])): tuple(each.traced for each in lowered)
+            (key[0], tuple(key[1:])): tuple(each.with_weights() for each in lowered)
             for key, lowered in self._graphs.items()
         }
 
@@ -139,6 +149,8 @@ class Graphs:
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            return None
+        if any(map(has_own_kernels, tensors_of_inputs(named))):
             return None
         with self._lock:
             calls = self._calls.get(structure)
@@ -182,10 +194,12 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title)
+                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title, self._evict)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)
+            self._evict()
+            trim()
             self._reports.append(report)
             if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
                 return lowered
@@ -200,7 +214,7 @@ class Graphs:
             or _get_current_dispatch_mode() is not None
             or forward_ad._current_level >= 0
             or torch.nn.modules.module._has_any_global_hook()
-            or any(map(_has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
+            or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
             return ""
         if training:
@@ -236,10 +250,3 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"the model itself runs: {reason}", stacklevel=5)
-
-
-def _has_own_kernels(value: Any) -> bool:
-    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
-    return isinstance(value, Tensor) and (
-        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
-    )

@@ -65,6 +65,7 @@ def find_culprit(
     *,
     float64: GraphModule | None = None,
     judge: Judge | None = None,
+    tolerance: float = 0.0,
     seconds: float = float("inf"),
 ) -> Culprit | None:
     """Find the fewest passes of a pipeline that make a graph wrong, and the fewest sites of the last of them.
@@ -78,6 +79,7 @@ def find_culprit(
         passes: the pipeline; a composition stands for its parts.
         float64: the graph in float64; by default, it is judged as it is.
         judge: says why a graph is wrong; by default, what the oracle says.
+        tolerance: an error that the oracle is to accept although it is too large.
         seconds: after this time, the sets found so far are the answer, if not the smallest.
 
     Returns:
@@ -93,7 +95,7 @@ def find_culprit(
         ReplaceActivation(source='gelu', target='gelu_tanh') is wrong, at 1 of its 1 sites (_1); in float64, it first parts ...
     """
     end = time.monotonic() + seconds
-    trial = _Trial(oracle, graph, float64, judge)
+    trial = _Trial(oracle, graph, float64, judge, tolerance)
     every = [leaf for each in passes for leaf in leaves(each)]
     kind, _ = trial.fault(every)
     if not kind:
@@ -142,9 +144,15 @@ class _Trial:
     """Applies passes to copies of a graph, and judges what they make."""
 
     def __init__(
-        self, oracle: Oracle, graph: GraphModule, float64: GraphModule | None, judge: Judge | None
+        self,
+        oracle: Oracle,
+        graph: GraphModule,
+        float64: GraphModule | None,
+        judge: Judge | None,
+        tolerance: float,
     ) -> None:
         self._oracle, self._graph, self._wide, self._judge = oracle, graph, float64, judge
+        self._tolerance = tolerance
 
     def fault(self, passes: Sequence[Transformation]) -> tuple[str, str]:
         """How what they make is wrong, in a word, and why; empty where it is right."""
@@ -154,7 +162,7 @@ class _Trial:
             if self._judge is not None:
                 reason = self._judge(own, own if wide is None else wide)
                 return ("wrong" if reason else ""), reason
-            verdict = self._oracle.judge(own, wide)
+            verdict = self._oracle.judge(own, wide, tolerance=self._tolerance)
         except Exception as error:  # whatever a wrong pass, or what it made, raises
             return type(error).__name__, f"{type(error).__name__}: {error}"
         return ("" if verdict.grade.passes else "wrong"), verdict.reason

@@ -134,7 +134,7 @@ def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, 
 
 
 def test_an_empty_history_says_what_to_do(tmp_path):
-    with pytest.raises(store.ReportError, match="pytest validation"):
+    with pytest.raises(store.ReportError, match="fxopt validate"):
         store.history(tmp_path)
 
 

@@ -34,6 +34,13 @@ class Parts(nn.Module):
         return {"logits": logits, "states": [hidden, logits + first]}
 
 
+class Deep(nn.Sequential):
+    """Thirteen sites of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__(*(layer for _ in range(13) for layer in (nn.Linear(6, 6), nn.Tanh())))
+
+
 class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

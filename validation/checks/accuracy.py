@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from .. import digits, metrics
+from .. import digits, metrics, steps
 from ..comparison import per_dtype
 from ..records import Finding, Outcome
 from ..subject import Subject
@@ -28,6 +28,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Every metric of the rewritten model against the original, in each dtype; and the task, if it has one."""
     measurements: dict[str, float | int] = {}
     problems: list[str] = []
+    steps.note(subject, pipeline)
     for dtype in subject.dtypes:
         rewritten = subject.rewritten(pipeline, dtype)
         if not sum(rewritten.sites):

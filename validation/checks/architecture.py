@@ -191,6 +191,7 @@ def _traced(subject: Subject, sample: _Sample) -> tuple[GraphModule, dict[str, A
                 continue
             subject.measurements |= {
                 "trace_seconds": time.process_time() - started,
+                "forward_runs": traced.meta["forward_runs"],
                 "nodes": len(traced.graph.nodes),
                 "modules": len({n.target for n in traced.graph.nodes if n.op == "call_module"}),
             }

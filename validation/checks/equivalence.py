@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from .. import steps
 from ..comparison import judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
@@ -16,6 +17,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     # Some kernels are there in one dtype alone.
     if not any(sum(subject.rewritten(pipeline, dtype).sites) for dtype in (torch.float64, *subject.dtypes)):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
+    steps.note(subject, pipeline)
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)
     # A tolerance is for the whole model; a single site knows nothing of it.
     tolerated = subject.entry.tolerance(pipeline) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
@@ -13,25 +12,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxopt.submodules import sharing_copy
+
+from .. import steps
 from ..bench import engines
 from ..bench.engines import Unavailable, reason
 from ..bench.quiet import quiet
-from ..plan import checks, pipelines
+from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
-from ..subject import Subject
+from ..subject import Subject, differ
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
-FEWEST = 7
+FEWEST, MOST = 7, 200
 SECONDS = 8.0
-"""Rounds of one model go on until each interval is `NARROW`, or for these seconds, but there are at least `FEWEST`."""
+"""Rounds of one model go on until each interval is `NARROW`, or these seconds or the most rounds are spent."""
 
 NARROW = 0.02
 SHORT = 0.02
 """A run of fewer seconds is timed after one that is not: that brings its weights back into the caches."""
 
 EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
-"""The arms that every model has. The last is a copy of the graph, as rewritten graphs are: the A/A arm, which shows by
-how much two arms seem apart that are the same.
+"""The arms that every model has. The last is a copy of the graph that shares its weights, as rewritten graphs do: the A/A
+arm, which shows by how much two arms seem apart that are the same.
 """
 ENGINES = {"torch.compile": "compiled", "onnxruntime": "onnxruntime"}
 """Other engines, and the functions of `bench.engines` that make a model ready for them."""
@@ -67,7 +69,9 @@ class Measured:
     @functools.cached_property
     def stopped(self) -> str:
         """Why there were no more rounds."""
-        return f"intervals below {NARROW:.0%}" if narrow(self.times) else f"budget of {SECONDS:g} s spent"
+        if narrow(self.times):
+            return f"intervals below {NARROW:.0%}"
+        return f"budget spent: {SECONDS:g} s, or {MOST} rounds"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -97,11 +101,12 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
         **_interval("latency_ratio", found),
         **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
-        "latency_floor": measured.floor,
+        "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         "memory_peak_mb": measured.memory[arm],
     }
+    steps.note_latency(subject, pipeline, measured.threads)
     return Finding(measurements=values if pipeline else values | _engines(subject, measured))
 
 
@@ -131,6 +136,7 @@ def peak_mb(run: Callable[[], object], device: str) -> float:
         run()
         torch.cuda.synchronize(device)
         return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -159,26 +165,26 @@ def measure(subject: Subject) -> Measured:
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
     try:
-        with torch.no_grad():
-            for arm, make in _arms(subject, threads).items():
-                stage = subject.stage
-                try:
-                    subject.enter("prepare")
-                    run = make()
-                    if run is not None:
-                        subject.enter(f"time {arm}")
+        for arm, make in _arms(subject, threads).items():
+            stage = subject.stage
+            try:
+                subject.enter("prepare")
+                run = make()  # with gradients: some models are trained when they are made
+                if run is not None:
+                    subject.enter(f"time {arm}")
+                    with torch.no_grad():
                         run()
                         runs[arm], memory[arm] = run, peak_mb(run, subject.device)
-                except Exception as error:  # whatever a pass or an engine makes of a model
-                    if arm in (EAGER, CAPTURED, AGAIN) or isinstance(
-                        error, MemoryError | torch.OutOfMemoryError
-                    ):
-                        raise
-                    failed[arm] = subject.stage, reason(error)
-                subject.enter(stage)
-            with subject.entering("time"):
-                turns = {arm: _turn(run, wait) for arm, run in runs.items()}
-                times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow)
+            except Exception as error:  # whatever a pass or an engine makes of a model
+                if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                    raise
+                failed[arm] = subject.stage, reason(error)
+            subject.enter(stage)
+        with subject.entering("time"), torch.no_grad():
+            turns = {arm: _turn(run, wait) for arm, run in runs.items()}
+            times = in_random_order(
+                turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow, most=MOST
+            )
     finally:
         torch.set_num_threads(before)
     return Measured(times, threads, memory, failed)
@@ -193,13 +199,16 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
         return lambda: module(**inputs)
 
     def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
-        made = subject.rewritten(pipeline, dtype)
-        return of(made.module) if sum(made.sites) else None
+        module = sharing_copy(subject.traced(dtype))
+        for name in members(subject.entry, pipeline, subject.passes):
+            subject.enter("transform")
+            module = subject.passes[name](module)
+        return of(module) if differ(subject.traced(dtype), module) else None
 
     def engine(name: str) -> Callable[[], object]:
         if subject.device != "cpu":
             raise Unavailable("it runs on the CPU alone here")
-        with quiet():
+        with quiet(), torch.no_grad():
             prepared = getattr(engines, ENGINES[name])(subject.model(dtype), inputs, threads)
         feed = prepared.feed(inputs)
         return lambda: prepared.run(feed)
@@ -212,7 +221,7 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
     return {
         EAGER: lambda: of(subject.model(dtype)),
         CAPTURED: lambda: of(subject.traced(dtype)),
-        AGAIN: lambda: of(copy.deepcopy(subject.traced(dtype))),
+        AGAIN: lambda: of(sharing_copy(subject.traced(dtype))),
         **{"+".join(pipeline): functools.partial(rewritten, pipeline) for pipeline in timed},
         **{name: functools.partial(engine, name) for name in subject.entry.engines},
     }

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ..records import Check, Outcome
 from ..sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
-from . import tables
+from . import tables, wording
 from .markdown import page, pipes
 
 INTRODUCTION = f"""\
@@ -70,6 +70,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "past every stage": _of(ran["outcome"] == Outcome.PASS, ran),
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
     }
+    if (times := right["forward_runs"].dropna()).any():
+        numbers["runs of the forward in a capture"] = (
+            f"{times.mean():.1f} on average, {times.max():.0f} at most"
+        )
     for name in ("batch", "sequence"):
         having = right[right[name] != NONE]
         numbers[f"{name} size free, of those that have one"] = _of(having[name] == FREE, having)
@@ -100,18 +104,21 @@ def _lines(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds", "peer_work_seconds")
+NUMBERS = (
+    *("nodes", "modules", "relative_error"),
+    *("forward_runs", "trace_seconds", "peer_seconds", "peer_work_seconds"),
+)
 FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
 
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
-    view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
-    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:5]):
-        view[tables.heading(name).removeprefix("sites ")] = [
-            tables.shown(name, value) for value in rows[name]
+    view = rows[["architecture", "stage"]].replace("", wording.ABSENT)
+    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:6]):
+        view[wording.heading(name).removeprefix("sites ")] = [
+            wording.shown(name, value) for value in rows[name]
         ]
-    return view.assign(peer=rows["peer"].replace("", tables.ABSENT))
+    return view.assign(peer=rows["peer"].replace("", wording.ABSENT))
 
 
 def _section(title: str, rows: pd.DataFrame, text: str = "") -> list[str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from .markdown import page, pipes
+from .since import headline
 
-
-def headline(changes: pd.DataFrame) -> str:
-    """The number of regressions and of other changes, of a table of `compare.compare`."""
-    worse = int(changes["regression"].sum())
-    return f"{worse} regressions, {len(changes) - worse} other changes"
+__all__ = ["document", "headline"]
 
 
 def document(changes: pd.DataFrame, most: int = 100) -> str:

@@ -51,7 +51,7 @@ def history(directory: Path) -> pd.DataFrame:
             except ReportError as error:
                 warnings.warn(f"passed over: {error}", stacklevel=2)
     if not runs:
-        raise ReportError(f"{directory}: no runs here; every whole `pytest validation` adds one")
+        raise ReportError(f"{directory}: no runs here; every whole `fxopt validate` adds one")
     joined: pd.DataFrame = pa.concat_tables(runs, promote_options="default").to_pandas()
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 

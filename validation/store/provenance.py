@@ -38,11 +38,13 @@ class Run:
         return "-".join(filter(None, [stamp, self.commit]))
 
     @classmethod
-    def now(cls, *, threads: int, devices: Iterable[str] = ("cpu",), plan: str = "") -> Run:
-        """The run that starts now, on this machine, with the installed versions."""
+    def now(
+        cls, *, threads: int, devices: Iterable[str] = ("cpu",), plan: str = "", root: Path = Path()
+    ) -> Run:
+        """The run that starts now, on this machine, with the installed versions and the commit that `root` is at."""
         return cls(
             started=datetime.datetime.now(datetime.UTC),
-            commit=_commit(),
+            commit=_commit(root),
             python=platform.python_version(),
             torch=_version("torch"),
             transformers=_version("transformers"),
@@ -59,21 +61,18 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    """The commit that this file belongs to, `-dirty` if tracked files differ; empty outside a checkout."""
-    here = Path(__file__)
+def _commit(root: Path) -> str:
+    """The commit of the repository that `root` is in, `-dirty` if tracked files differ; empty where it is in none."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         try:
-            command = ["git", "-C", str(here.parent), *arguments]
+            command = ["git", "-C", str(root), *arguments]
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
 
-    if git("ls-files", "--error-unmatch", here.name) is None:
-        return ""  # installed somewhere inside another project's checkout
-    commit = git("rev-parse", "--short=8", "HEAD") or ""
+    commit = git("rev-parse", "--short=8", "HEAD")
     return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
