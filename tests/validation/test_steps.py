@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import json
+
+import pytest
 
 from fxopt import FuseBiasInLinear, MergeLinears, ReplaceActivation
+from validation import steps as made_steps
 from validation import store
+from validation.checks import latency
 from validation.plan import ALL
 from validation.records import Case, Check, Outcome, Record
 from validation.report import markdown
 from validation.report.step_table import steps
 from validation.run import Runner
-from validation.steps import FACT, noted
+from validation.steps import FACT, LATENCY, noted
 from validation.zoo import Entry
 
 
-def test_the_pass_that_adds_an_error_shows_it(run: store.Run) -> None:
+def test_the_pass_that_adds_an_error_shows_it(run: store.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Entry.model_validate(
         {
             "name": "layers",
             "model": "tests.validation.faulty_models.Activated",
             "sizes": "fixed",
             "inputs": {"x": {"shape": [2, 4]}},
+            "engines": [],
             "sites": dict.fromkeys(["MergeLinears", "FuseBiasInLinear", "ReplaceActivation"]),
         }
     )
     passes = {each.__name__: each() for each in (FuseBiasInLinear, MergeLinears, ReplaceActivation)}
-    record = Runner([entry], passes).run(Case("layers", (ALL,), "cpu", Check.ACCURACY))
+    runner = Runner([entry], passes)
+    record = runner.run(Case("layers", (ALL,), "cpu", Check.ACCURACY))
     assert record.outcome is Outcome.PASS, record.reason
     captured, fused, replaced = noted(record.facts[FACT])  # MergeLinears finds nothing
     assert [step.name for step in (captured, fused, replaced)] == [
@@ -39,13 +45,20 @@ def test_the_pass_that_adds_an_error_shows_it(run: store.Run) -> None:
     assert captured.error < 1e-6
     assert fused.error < 1e-6
     assert 1e-5 < replaced.error < 1e-2
-    frame = store.table_of(
-        [record, Record(dataclasses.replace(record.case, pipeline=()), Outcome.PASS)], run
-    ).to_pandas()
+    monkeypatch.setattr(latency, "SECONDS", 0.01)
+    monkeypatch.setattr(made_steps, "SECONDS", 0.01)
+    timed = runner.run(dataclasses.replace(record.case, check=Check.LATENCY))
+    assert timed.outcome is Outcome.PASS, timed.reason
+    changes = json.loads(timed.facts[LATENCY])
+    assert [name for name, *_ in changes] == ["FuseBiasInLinear", "ReplaceActivation"]
+    assert all(0 < low <= middle <= high for _, middle, low, high in changes)
+    other = Record(dataclasses.replace(record.case, pipeline=()), Outcome.PASS)
+    frame = store.table_of([record, timed, other], run).to_pandas()
     shown = steps(frame)
     assert shown["after"].tolist() == ["capture", "FuseBiasInLinear", "ReplaceActivation"]
+    assert shown["latency, after / before"].str.contains(r"\[").tolist() == [False, True, True]
     assert "| ReplaceActivation | 1 |" in markdown.compatibility(frame, "layers")
 
 
-def test_a_run_without_steps_has_no_rows(run: store.Run, records: list, tmp_path: Path) -> None:
+def test_a_run_without_steps_has_no_rows(run: store.Run, records: list) -> None:
     assert steps(store.table_of(records, run).to_pandas()).empty

@@ -71,7 +71,7 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.compatibility(table, model)),
         "## Checks",
         pipes(tables.checks(table, model)),
-        "## What each pass of the full pipelines adds to the error",
+        "## What each pass of the full pipelines adds",
         pipes(steps(own).drop(columns="model", errors="ignore")) or "Nothing was measured.",
         "## Failures",
         pipes(tables.problems(own)) or "None.",

@@ -53,10 +53,10 @@ function drawSince() {
   const { headline, run, rows, worse, more } = data.since;
   at("since").append(make("p", {}, make("span", { class: `badge ${worse ? "failing" : "pass"}` }, headline), ` since ${run}`));
   const regressions = rows.filter(([bad]) => bad), others = rows.filter(([bad]) => !bad);
-  const lists = [[regressions.slice(0, 8)], [regressions.slice(8), "more regressions"], [others, "other changes"]];
+  const lists = [[regressions.slice(0, 5)], [regressions.slice(5), "more regressions"], [others, "other changes"]];
   for (const [lines, name] of lists)
     if (lines.length) at("since").append(name ? make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)) : changeList(lines));
-  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt-validation compare`));
+  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt compare`));
 }
 
 function changeList(lines) {
@@ -70,7 +70,7 @@ function drawFastest() {
   const lines = rows.map(([model, ...rest]) => [toModel(model), ...rest]);
   if (!rows.length) return at("fastest").append("Nothing was timed.");
   const first = lines.slice(0, 20), rest = lines.slice(20);
-  const short = [0, columns.indexOf("graph = 1")];
+  const short = ["model", "graph = 1", "grade"].map((name) => columns.indexOf(name));
   at("fastest").append(table(columns, first, short));
   if (rest.length) at("fastest").append(make("details", {}, make("summary", {}, `${rest.length} more models`), table(columns, rest, short)));
 }
