@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from .zoo import ZooError
 
-SOURCES = {"transformers": f"{__package__}.architectures"}
+SOURCES = {
+    "transformers": f"{__package__}.architectures",
+    "libraries": f"{__package__}.libraries",
+}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 STAGES = ("build", "eager", "capture", "parity", "other sizes", "passes", "usable")

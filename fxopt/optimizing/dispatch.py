@@ -194,7 +194,9 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title, self._evict)
+                    lowered, report = prepare(
+                        self._twin(), inputs, dynamic, self.options, title, self._evict, self._has_changed
+                    )
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)

@@ -120,11 +120,13 @@ def prepare(
     options: Options,
     title: str,
     evict: Callable[[], object] = bool,
+    ask: Callable[[], object] = bool,
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Args:
         evict: lets go of the memory of the model's weights, which come back when they are read.
+        ask: what is asked before each call of the graph, and so counts as its time.
 
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
@@ -166,10 +168,15 @@ def prepare(
     if wrong:
         return None, report(wrong)
     if options.tune:
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            ask()
+            return computed(*args, **kwargs)
+
         times = [before] if apart else []
-        speedup = _speedup(model, computed, inputs, *times)
+        speedup = _speedup(model, asked, inputs, *times)
         if speedup < LEAST_SPEEDUP:  # perhaps something else was busy
-            speedup = max(speedup, _speedup(model, computed, inputs, *times))
+            speedup = max(speedup, _speedup(model, asked, inputs, *times))
         made = dataclasses.replace(made, speedup=speedup)
         if speedup < LEAST_SPEEDUP:
             return None, report(f"its graph takes {1 / speedup:.2f} times as long")
@@ -261,7 +268,9 @@ def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
     return (sum(used.values()) + sum(sizes.values())) / max(1, sum(own.values()))
 
 
-def _speedup(model: nn.Module, computed: Lowered, inputs: Inputs, *before: Sequence[float]) -> float:
+def _speedup(
+    model: nn.Module, computed: Callable[..., Any], inputs: Inputs, *before: Sequence[float]
+) -> float:
     """The model's time by the graph's: the median over rounds in which both run, or beside times of the model before."""
     if before:
         return statistics.median(before[0]) / statistics.median(_times(computed, inputs))

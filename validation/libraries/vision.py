@@ -115,16 +115,6 @@ VIT_PYTORCH = [
         window_size=(4, None),
     ),
     _vit(
-        "sep_vit.SepViT",
-        image(64),
-        num_classes=5,
-        dim=16,
-        dim_head=8,
-        heads=(2, 2),
-        depth=(1, 1),
-        window_size=4,
-    ),
-    _vit(
         "t2t.T2TViT",
         image(64),
         image_size=64,

@@ -61,8 +61,8 @@ class CaptureShapeEnv(ShapeEnv):
         if getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
             return sympy.Integer(val)  # where an input starts in its memory is no size
         symbol = super().create_symbol(val, source, *args, **kwargs)
-        if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol:
-            # The guard of the inputs refuses a size of 0.
+        if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol and val != 0:
+            # The guard of the inputs refuses a size of 0, and an example has none.
             self._update_var_to_range(symbol, ValueRanges(1, int_oo))
         return symbol
 
