@@ -23,7 +23,7 @@ from .pool import Pool
 from .records import Case, Outcome
 from .run import Runner, in_worker
 from .store import seconds_by_group
-from .sweep import SOURCES, Architecture, architectures
+from .sweep import SOURCES, architectures, marked
 from .zoo import Entry, ZooError, judged, load_zoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,15 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
     devices = _chosen(config, "--fx-device", present) or present
     whole = _zoo(config, passes)
     zoo = _part_of(config, whole)
-    if wanted and any(isinstance(entry, Architecture) for entry in zoo):
-        raise pytest.UsageError("--fx-pass: an architecture is one case, with every pass in it")
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))
     entries = {entry.name: entry for entry in zoo}
     cases = {
         case.id: case
         for case in plan(zoo, passes, devices)
-        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))  # type: ignore[arg-type]
+        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
     seconds = seconds_by_group(ROOT / "reports" / "baseline")
     limit: float | None = config.getoption("--fx-timeout")
@@ -93,7 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
         functools.partial(in_worker, zoo, passes),
         limit=lambda case: limit or entries[case.model].timeout,
         expected=lambda group: seconds.get("-".join(group), 0.0),
-        judged=lambda record: judged(getattr(entries[record.case.model], "known_failures", ()), record),
+        judged=lambda record: marked(
+            entries[record.case.model], judged(entries[record.case.model].known_failures, record)
+        ),
     )
     controller = Controller(
         cases=cases,
@@ -125,7 +125,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
 
 
-def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry | Architecture]:
+def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry]:
     """All entries of the zoo that is asked for."""
     name = config.getoption("--fx-zoo")
     peer = config.getoption("--fx-peer") is not None
@@ -137,7 +137,7 @@ def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[En
         raise pytest.UsageError(str(error)) from error
 
 
-def _part_of(config: pytest.Config, zoo: Sequence[Entry | Architecture]) -> list[Entry | Architecture]:
+def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
     """The entries that the options leave."""
     tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
     models = _chosen(config, "--fx-model", {entry.name for entry in zoo})
