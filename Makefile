@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: validate test fuzz mutation lint clean
+.PHONY: validate test fuzz mutation lint docs clean
 
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
@@ -39,6 +39,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in docs/_build; what Sphinx warns of is an error.
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env docs docs/_build
 
 clean:
 	rm -rf $(VENV)

@@ -45,6 +45,7 @@ from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.saving import load, save
+from fxopt.version import __version__ as __version__
 
 __all__ = [
     "ChangePrecision",

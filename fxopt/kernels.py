@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fxopt.packed_operators import Kernel, Run, available, finished, padding_of
+from fxopt.packed_operators import Kernel, Packed, available, finished, padding_of
 from fxopt.submodules import without_tensors
 
 
@@ -91,12 +91,13 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     return packed
 
 
-def kernels_for(layer: nn.Module, *, rounding: bool = False) -> list[str]:
+def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False) -> list[str]:
     """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such.
 
     Args:
         layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
         rounding: name those, too, that round the weight.
+        alone: leave out those that need the weight beside the packed one.
     """
     weight = layer._parameters.get("weight")
     if weight is None or weight.device.type != "cpu" or not weight.numel() or not _has_padding(layer):
@@ -107,7 +108,11 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False) -> list[str]:
         for name, kernel in kernels.items()
         if weight.dtype in kernel.dtypes and weight.shape[1] % kernel.multiple == 0
     }
-    return [name for name, kernel in fitting.items() if rounding or not kernel.rounds]
+    return [
+        name
+        for name, kernel in fitting.items()
+        if (rounding or not kernel.rounds) and (kernel.alone or not alone)
+    ]
 
 
 def fuses_epilogues(packed: nn.Module) -> bool:
@@ -143,7 +148,13 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.shape != weight.shape[:1])
     ):
         return None
-    return functools.partial(_packed(packed, kernel), bias)
+    return functools.partial(_packed(packed, kernel).run, bias)
+
+
+def packed_weight(packed: Any) -> Packed | None:
+    """The packed weight of a layer that has computed with it, or that was given to `unguarded`."""
+    held = vars(packed).get("_packed")
+    return None if held is None else held[2]
 
 
 def _kernel_of(packed: Any) -> Kernel | None:
@@ -163,7 +174,8 @@ def _forward(
     if type(input) is Tensor and _can_run(layer, input, other):
         kernel = _kernel_of(layer)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
-            return _packed(layer, kernel)(layer._parameters["bias"], input, other, activation, False)
+            run = _packed(layer, kernel).run
+            return run(layer._parameters["bias"], input, other, activation, False)
     # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
     return finished(plain(input), other, activation)
@@ -197,8 +209,8 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     )
 
 
-def _packed(layer: Any, kernel: Kernel) -> Run:
-    """The function that computes with the packed weight, made anew where the weight is another one, or was written into."""
+def _packed(layer: Any, kernel: Kernel) -> Packed:
+    """The packed weight, made anew where the weight is another one, or was written into."""
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else weight._version
     held = layer.__dict__.get("_packed")
@@ -208,8 +220,8 @@ def _packed(layer: Any, kernel: Kernel) -> Run:
             # The old weight is held, too, so that no other one can have its address.
             held = (weight.detach(), seen, kernel.pack(layer, layer.packed_for))
         layer.__dict__["_packed"] = held
-    run: Run = held[2]
-    return run
+    packed: Packed = held[2]
+    return packed
 
 
 def _without_packed(layer: nn.Module) -> dict[str, Any]:

@@ -37,22 +37,39 @@ is added may take the sum."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed weight.
+
+    Attributes:
+        run: computes a layer with it.
+        nbytes: the memory that it takes.
+        unpack: gives the weight that was packed, bit for bit; None where the packed one does not tell.
+    """
+
+    run: Run
+    nbytes: int
+    unpack: Callable[[], Tensor] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """How a kernel packs a weight, and computes with it.
 
     Attributes:
         dtypes: those that it takes.
-        pack: packs the weight of a layer for the shape of its input, and makes the function that computes with it.
+        pack: packs the weight of a layer for the shape of its input.
         fuses: whether it adds and activates itself.
         rounds: whether it rounds the weight to int8.
         multiple: what the number of features in a row has to be a multiple of.
+        alone: whether it needs no other copy of the weight, and no more memory than that.
     """
 
     dtypes: tuple[torch.dtype, ...]
-    pack: Callable[[Any, Sequence[int]], Run]
+    pack: Callable[[Any, Sequence[int]], Packed]
     fuses: bool
     rounds: bool = False
     multiple: int = 1
+    alone: bool = True
 
 
 def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
@@ -83,7 +100,7 @@ def padding_of(layer: nn.Conv2d) -> list[int] | None:
     return [int(each) for each in layer.padding]
 
 
-def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     rows = int(torch.Size(shape[:-1]).numel())
     run = torch.ops.mkldnn._linear_pointwise.default
     run_and_add = torch.ops.mkldnn._linear_pointwise.binary
@@ -101,10 +118,10 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
             return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
         return finished(run(input, packed, bias, "none", [], ""), other, activation)
 
-    return compute
+    return Packed(compute, torch.ops.mkldnn._nbytes(packed), packed.to_dense)
 
 
-def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     rows = int(torch.Size(shape[:-1]).numel())
     run, weight = torch.ops.mkl._mkl_linear.default, layer.weight.detach()
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
@@ -114,10 +131,11 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
     ) -> Tensor:
         return finished(run(input, packed, weight, bias, rows), other, activation)
 
-    return compute
+    # What torch tells of its size is what MKL reserves; it fills about as much as the weight takes.
+    return Packed(compute, weight.nbytes)
 
 
-def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
+def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     weight = layer.weight.detach().float()
     # The largest number of each row becomes 127.
     scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
@@ -133,10 +151,10 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Run:
             value = value + bias
         return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
 
-    return compute
+    return Packed(compute, packed.nbytes + scale.nbytes)
 
 
-def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Run:
+def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     run = torch.ops.mkldnn._convolution_pointwise.default
     run_and_add = torch.ops.mkldnn._convolution_pointwise.binary
     add_into = torch.ops.mkldnn._convolution_pointwise_.binary
@@ -159,7 +177,7 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Run:
             return finished(value, None, activation)
         return finished(run(input, packed, bias, *options, "none", [], ""), other, activation)
 
-    return compute
+    return Packed(compute, torch.ops.mkldnn._nbytes(packed), packed.to_dense)
 
 
 def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
@@ -181,7 +199,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
         "onednn": Kernel(_DTYPES, _onednn_linear, True),
-        "mkl": Kernel((torch.float32,), _mkl_linear, False),
+        # It takes the weight beside the packed one, for inputs of other sizes.
+        "mkl": Kernel((torch.float32,), _mkl_linear, False, alone=False),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
         "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64),
     },
@@ -215,7 +234,8 @@ def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torc
             if p is not None
         }
         try:
-            found = kernel.pack(plain, shape)(plain._parameters["bias"], value, None, "relu", False)
+            run = kernel.pack(plain, shape).run
+            found = run(plain._parameters["bias"], value, None, "relu", False)
         except (RuntimeError, AttributeError, NotImplementedError):
             return False  # the operator does not exist, or not for this processor
         wanted = plain(value).relu()

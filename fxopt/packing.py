@@ -34,6 +34,7 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
     """A pass that packs linear layers."""
 
     tune: bool = False
+    alone: bool = False
 
     def match(self, graph_module: GraphModule) -> Iterator[LinearKernel | Refusal]:
         """Yield the layers for which there is a kernel."""
@@ -45,7 +46,9 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
             rounding = not self.preserves_computation
-            found = kernel_for(index, node, nn.Linear, shape, tune=self.tune, rounding=rounding)
+            found = kernel_for(
+                index, node, nn.Linear, shape, tune=self.tune, rounding=rounding, alone=self.alone
+            )
             if found.kernel and shape:
                 yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
             else:
@@ -73,6 +76,7 @@ def kernel_for(
     *,
     tune: bool,
     rounding: bool = False,
+    alone: bool = False,
 ) -> Found:
     """Find the kernel for the layer that `node` calls, which is the first one to call it.
 
@@ -83,6 +87,7 @@ def kernel_for(
         shape: of its input, None where it is not known.
         tune: whether to measure, or to take the first kernel that there is.
         rounding: whether it has to be one that rounds the weight.
+        alone: whether it has to do without the weight beside the packed one.
     """
     layer = index.module(node)
     reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
@@ -92,7 +97,11 @@ def kernel_for(
     if writer:
         return Found(None, f"{writer.name} may write into its weight in each run")
     exact = kernels_for(layer)
-    kernels = [name for name in kernels_for(layer, rounding=rounding) if not rounding or name not in exact]
+    kernels = [
+        name
+        for name in kernels_for(layer, rounding=rounding, alone=alone)
+        if not rounding or name not in exact
+    ]
     if not kernels:
         weight = layer.get_parameter("weight")
         where = f"{weight.dtype} on {weight.device.type}"
@@ -106,7 +115,7 @@ def kernel_for(
         )
     if not tune:
         return Found(kernels[0])
-    name, seconds = fastest(layer, shape, rounding=rounding)
+    name, seconds = fastest(layer, shape, rounding=rounding, alone=alone)
     if name not in kernels:
         times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
         which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"

@@ -38,7 +38,7 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def fastest(
-    layer: nn.Module, shape: Sequence[int], *, rounding: bool = False
+    layer: nn.Module, shape: Sequence[int], *, rounding: bool = False, alone: bool = False
 ) -> tuple[str, Mapping[str, float]]:
     """Find the fastest kernel for a layer and the shape of its input.
 
@@ -46,6 +46,7 @@ def fastest(
         layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
         shape: of its input.
         rounding: try those kernels, too, that round the weight.
+        alone: leave out those that need the weight beside the packed one.
 
     Returns:
         Its name, `plain` for the layer as it is, and the seconds that each takes.
@@ -56,7 +57,7 @@ def fastest(
         >>> name in seconds
         True
     """
-    seconds = measured(layer, shape, kernels_for(layer, rounding=rounding))
+    seconds = measured(layer, shape, kernels_for(layer, rounding=rounding, alone=alone))
     name = min(seconds, key=seconds.__getitem__)
     return (name if seconds[name] <= MARGIN * seconds[PLAIN] else PLAIN), seconds
 
@@ -175,9 +176,13 @@ def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
     return found
 
 
+def cache_folder() -> Path:
+    """Where files of fxopt go: what the environment variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`."""
+    return Path(os.path.expanduser(os.environ.get("FXOPT_CACHE") or "~/.cache/fxopt"))
+
+
 def _file() -> Path:
-    folder = os.environ.get("FXOPT_CACHE") or "~/.cache/fxopt"
-    return Path(os.path.expanduser(folder)) / "kernels.json"
+    return cache_folder() / "kernels.json"
 
 
 def _read() -> dict[str, dict[str, float]]:

@@ -14,6 +14,8 @@ import fxopt
 from tests.capture.test_transformers import bert, groupvit, resnet
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+CODE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
 
 
@@ -39,11 +41,13 @@ def checkpoints(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "README.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search((ROOT / page).read_text())])
 def test_documentation(page, checkpoints):
     torch.manual_seed(0)
+    text = (ROOT / page).read_text()
+    assert all(code.lstrip().startswith(">>> ") for code in CODE.findall(text)), "Python that does not run"
     # A blank line ends an expected output; in Markdown it is the fence that does.
-    text = re.sub(r"^```.*$", "", (ROOT / page).read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)
     examples = doctest.DocTestParser().get_doctest(text, {}, page, page, 0)
     failed, attempted = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples)
     assert attempted > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def build_model(entry: Entry) -> nn.Module:
     return model.float().eval()
 
 
-def make_inputs(entry: Entry, model: nn.Module, **sizes: int) -> dict[str, Tensor]:
+def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> dict[str, Tensor]:
     """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
     if isinstance(entry, Architecture):
+        assert model is not None
         return entry.make().example_inputs(model, **sizes)
     generator = torch.Generator().manual_seed(0)
     return {name: _tensor(spec, generator) for name, spec in entry.inputs.items()}
@@ -77,3 +79,10 @@ def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
         lengths = length - max(length // 4, 1) * torch.arange(batch).clamp(max=3)
         return (torch.arange(length) < lengths[:, None].clamp(min=1)).long()
     return torch.randn(spec.shape, generator=generator)
+
+
+def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    """Run `module`, without gradients and always under the same seed."""
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return module(**inputs)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from .capturing import DEFAULT
-from .metric import UNKNOWN, metric_of, unit_of
+from .metric import UNKNOWN, metric_of, scale_of, unit_of
 from .records import FAILING, STAGES, Outcome
 from .store import measurements_of, missing
 from .sweep import FREE, SOURCE
@@ -22,8 +22,8 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
     model, device or case that has vanished, unless the later run was of a part; one that fails in an
-    earlier stage, or a capture that asks for more or leaves less free; a metric that got worse by more than its noise
-    (`validation.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
+    earlier stage, or a capture that asks for more or leaves less free; a grade that fell; a metric that got worse by more
+    than its noise (`validation.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone,
     and no metric between cases of another definition.
 
@@ -44,6 +44,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
         text = f"{count} cases are defined in another way, so that their measurements are not compared"
         changes.append((False, "definition", model, "", "", "", text))
     changes += _measurements(old[same], new[same], measurements_of(baseline), measurements_of(current))
+    changes += _words(old[same], new[same])
     table = pd.DataFrame(changes, columns=CHANGE).astype({"regression": bool})
     return table.sort_values(
         ["regression", "kind", "id", "metric"], ascending=[False, True, True, True], ignore_index=True
@@ -119,7 +120,7 @@ def _measurements(
     ended_alike = (old["outcome"] == new["outcome"]).to_numpy()
     swept = (_text(new, SOURCE) != "").to_numpy()
     cases = new.index.tolist()
-    same_machine = (old[["device_name", "threads"]] == new[["device_name", "threads"]]).all(axis=1).to_numpy()
+    same_machine = _same_machine(old, new)
     for name in had:
         metric = metric_of(name)
         was = old[name].to_numpy(float)
@@ -153,6 +154,23 @@ def _measurements(
                     *(_shown(name, value) for value in (before, after)),
                     _change(name, before, after),
                 )
+
+
+def _words(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+    """Each word that has a scale, such as the grade of a verdict."""
+    same_machine = _same_machine(old, new)
+    for name in sorted({*map(str, old.columns)} & {*map(str, new.columns)}):
+        if scale := scale_of(name):
+            words = zip(new.index, _text(old, name), _text(new, name), same_machine, strict=True)
+            for case, was, now, same in words:
+                if change := scale.changed(was, now):
+                    worse = change > 0 and (same or not scale.machine)
+                    yield worse, scale.kind, case, name, was, now, f"{name}: {was} became {now}"
+
+
+def _same_machine(old: pd.DataFrame, new: pd.DataFrame) -> np.ndarray:
+    """For each case, whether both runs had the same hardware and the same number of threads."""
+    return (old[["device_name", "threads"]] == new[["device_name", "threads"]]).all(axis=1).to_numpy()
 
 
 def _change(name: str, was: float, now: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import signal
 import threading
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from . import report, store
+from . import report, repro, store
 from .checks.latency import timing_threads
+from .fleet import Fleet
 from .gather import case_id, received, reports
 from .pool import Pool
 from .records import Case, Check, Record
@@ -29,9 +31,12 @@ class Controller:
         planned: the ids of the whole plan that they are of; a run without some of these is a part.
         devices: that the cases run on.
         directory: where the reports go.
-        pool: runs the cases.
+        root: of the repository whose commit the run is of.
+        pool: runs the cases, in processes of this machine or on a cluster.
         workers: how many of them at once.
         content: the digest of what a case is made of.
+        budget: the seconds after which the run ends, whatever is left.
+        resume: go on with a run that was cut.
     """
 
     def __init__(
@@ -41,12 +46,17 @@ class Controller:
         planned: Sequence[str],
         devices: Sequence[str],
         directory: Path,
-        pool: Pool,
+        root: Path,
+        pool: Pool | Fleet,
         workers: int,
         content: Callable[[Case], str],
+        budget: float | None = None,
+        resume: bool = False,
     ) -> None:
         self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
-        self._pool, self._workers, self._content = pool, workers, content
+        self._root, self._pool, self._workers, self._content = root, pool, workers, content
+        self._end = time.monotonic() + budget if budget else math.inf
+        self._resume, self._spent = resume, False
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -57,9 +67,9 @@ class Controller:
         if session.config.option.collectonly:
             return
         plan = store.plan_of(self._planned)
-        self._run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan)
+        run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan, root=self._root)
         try:
-            self._journal = store.Journal(self._directory, self._run)
+            self._journal = store.Journal(self._directory, run, self._resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
         if threading.current_thread() is threading.main_thread():
@@ -79,26 +89,35 @@ class Controller:
         for item, following in itertools.zip_longest(others, others[1:]):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             _stop_if_asked(session)
-        started: dict[str, float] = {}
 
         def begun(case: Case) -> None:
-            started[case.id] = time.time()
             item = items[case.id]
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
         with contextlib.closing(self._recorded([self._cases[name] for name in items], begun)) as records:
             for record in records:
                 item = items[record.case.id]
-                for each in reports(item, record, started[record.case.id], time.time()):
+                now = time.time()
+                for each in reports(item, record, now - record.seconds, now):
                     item.ihook.pytest_runtest_logreport(report=each)
                 item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+                if time.monotonic() > self._end and len(self._records) < len(items):
+                    left, self._spent = len(items) - len(self._records), True
+                    session.shouldstop = (
+                        f"its budget is spent with {left} cases left; --fx-resume goes on with it"
+                    )
                 _stop_if_asked(session)
         return True
 
     def _recorded(
         self, cases: Sequence[Case], begun: Callable[[Case], None]
     ) -> Generator[Record, None, None]:
-        """First the cases that may share the machine, then, alone, those that are timed."""
+        """What a run that was cut has found; then the cases that may share the machine; then, alone, the timed ones."""
+        earlier = self._journal.earlier if self._journal else {}
+        for case in [case for case in cases if case in earlier]:
+            begun(case)
+            yield earlier[case]
+        cases = [case for case in cases if case not in earlier]
         timed = [case for case in cases if is_timed(case)]
         yield from self._pool.run([case for case in cases if not is_timed(case)], self._workers, begun)
         yield from self._pool.run(timed, 1, begun)
@@ -111,7 +130,8 @@ class Controller:
         record = dataclasses.replace(record, content=self._content(record.case))
         self._records[record.case.id] = record
         try:
-            self._journal.append(record)
+            if record.case not in self._journal.earlier:
+                self._journal.append(record)
         except OSError as error:  # such as a full disk: what was found before is in the journal
             pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
 
@@ -123,15 +143,18 @@ class Controller:
             signal.signal(number, signal.SIG_IGN)
         if self._records:
             self._write(session)
-        self._journal.close(written=not self._problems)
+        self._journal.close(written=not self._problems and not self._spent)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
         try:
-            table = store.table_of(list(self._records.values()), self._run)
+            records = list(self._records.values())
+            table = store.table_of(records, self._journal.run)
             written = report.write_run(table, self._directory, self._planned)
+            whole = self._records.keys() >= {*self._planned}
+            written.files += repro.write(records, self._directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
@@ -141,13 +164,9 @@ class Controller:
                 str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
             ]
             if cut:
-                self._message += (
-                    f"\n\nEarlier runs were cut, and `fxopt-validation merge` takes them: {', '.join(cut)}"
-                )
+                self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
-            self._problems.append(
-                f"all records are in {self._journal.file}: `fxopt-validation merge` takes it"
-            )
+            self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

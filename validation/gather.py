@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 
 import pytest
@@ -33,7 +34,7 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     outcome = "passed"
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
-        outcome, longrepr = "failed", failure(record)
+        outcome, longrepr = "failed", failure(record, item)
     elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
         path, line, _ = item.location
         outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
@@ -43,10 +44,18 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     return call, _report(item, "teardown", "passed", None, stop, stop, [])
 
 
-def failure(record: Record) -> str:
+def failure(record: Record, item: pytest.Item) -> str:
     """Why a case failed, and the command that runs it again."""
     where = f" in {record.stage}" if record.stage else ""
-    return f"{record.outcome}{where}: {record.reason}"
+    return f"{record.outcome}{where}: {record.reason}\nagain: {command(item)}"
+
+
+def command(item: pytest.Item) -> str:
+    """The command that runs one case alone, from the folder that pytest calls `rootdir`."""
+    words = ["pytest", item.nodeid]
+    if any(str(each).startswith("--fx-zoo") for each in item.config.invocation_params.args):
+        words += ["--fx-zoo", item.config.getoption("--fx-zoo")]
+    return shlex.join(words)
 
 
 def _report(

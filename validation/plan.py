@@ -21,7 +21,7 @@ EXACT = "exact"
 
 
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
-    """Every case: each model alone, × each pass, × each ordered pair of passes that have sites in it, × the full
+    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it, × the full
     pipelines `all` and `exact`; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
@@ -94,7 +94,8 @@ def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transfo
     """Choose the checks that fit a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
     if not pipeline:
         peer = isinstance(entry, Architecture) and entry.peer
-        return [Check.PARITY, Check.USABLE, *([Check.PEER] if peer else [])]
+        alone = [Check.PARITY, Check.USABLE, *([Check.PEER] if peer else [])]
+        return [*alone, Check.LATENCY] if entry.given else alone
     parts = [passes[name] for name in members(entry, pipeline, passes)]
     if len(pipeline) == 1 and entry.sites.get(pipeline[0]) == 0:
         return [Check.EFFECT]

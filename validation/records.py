@@ -83,7 +83,7 @@ class Record:
     `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
     why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
     columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason), `content` a
-    digest of what the case is made of.
+    digest of what the case is made of, `repro` the text of a script that shows a failure.
     """
 
     case: Case
@@ -96,6 +96,7 @@ class Record:
     refusals: tuple[tuple[str, str, str], ...] = ()
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     content: str = ""
+    repro: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data, as it stands in a journal."""

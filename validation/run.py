@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import time
@@ -15,12 +16,11 @@ from fxopt.errors import TraceError
 from fxopt.rewriting.transformation import Transformation
 
 from . import checks
+from .diagnosis import Diagnoses
 from .records import FAILING, Case, Check, Finding, Outcome, Record
 from .subject import Subject
 from .sweep import marked
 from .zoo import Entry, judged, why_missing
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Runner:
@@ -46,6 +46,7 @@ class Runner:
         self._case: Case | None = None
         self._started = 0.0
         self._lost: tuple[str, str] | None = None
+        self._diagnoses = Diagnoses(_portable)
 
     def run(self, case: Case) -> Record:
         """What came of `case`. Raises nothing but `KeyboardInterrupt`."""
@@ -66,7 +67,7 @@ class Runner:
             Exception,
             SystemExit,
         ) as error:  # the boundary: models and passes under test may raise anything
-            finding = _finding_of(error, subject.stage)
+            finding, repro = self._diagnosed(_finding_of(error, subject.stage), subject)
             if not subject.entry.given and subject.stage in BEFORE:
                 self._lost = subject.stage, _text(error)
                 finding = _lost(error, finding, subject.stage, case.check)
@@ -75,7 +76,15 @@ class Runner:
         else:
             if subject.stage == "start":  # else the check has named the stage that it ended in
                 subject.enter("compare" if finding.outcome in FAILING else "")
-        return self._record(finding, subject)
+            finding, repro = self._diagnosed(finding, subject)
+        return dataclasses.replace(self._record(finding, subject), repro=repro)
+
+    def _diagnosed(self, finding: Finding, subject: Subject) -> tuple[Finding, str]:
+        """A failure with the place where it is wrong, and a script that shows it; a sweep has hundreds."""
+        if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
+            return finding, ""
+        assert self._case is not None
+        return self._diagnoses.of(subject, self._case, finding, time.perf_counter() - self._started)
 
     def _collect(self) -> None:
         gc.collect()
@@ -126,8 +135,8 @@ def in_worker(
 
 
 def _portable(text: str) -> str:
-    """The text with the paths of files as they are on every machine: below the package index, or the checkout."""
-    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(ROOT))}/", "", text)
+    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
+    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
 
 
 BEFORE = ("load", "run the model", "capture")

@@ -13,11 +13,11 @@ import fxopt.passes
 from . import store
 from .records import FAILING, Case, Check
 from .run import Runner
-from .zoo import ZooError, load_zoo, recorded_sites, sites_file
+from .zoo import ZooError, load_zoo, own_passes, recorded_sites, sites_file
 
 HEADER = """\
 # How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.
-# Written by `fxopt-validation sites`, not by hand.
+# Written by `fxopt zoo sites`, not by hand.
 """
 
 
@@ -27,7 +27,7 @@ def record(zoo: Path, models: Sequence[str]) -> Iterator[str]:
     What cannot be counted, such as in a model whose package is missing, stays as it was recorded. Yields a line a
     model, and one at the end. Raises `ZooError` when the zoo file is wrong, has no such model, or a pass failed.
     """
-    passes = {name: cls() for name, cls in fxopt.passes.available().items()}
+    passes = fxopt.passes.ready(own_passes(zoo))
     entries, found, failed = load_zoo(zoo, passes), recorded_sites(zoo), []
     names = [entry.name for entry in entries]
     if unknown := [model for model in models if model not in names]:

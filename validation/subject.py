@@ -166,10 +166,7 @@ class Subject:
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
         """Run `module` on `inputs` (those of the entry by default), always under the same seed."""
-        given = self.inputs(dtype) if inputs is None else inputs
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            return module(**given)
+        return build.run_seeded(module, self.inputs(dtype) if inputs is None else inputs)
 
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
         """A copy of the graph with the pipeline applied."""

@@ -11,12 +11,17 @@ from .records import FAILING, Case, Outcome
 from .run import Runner
 
 
-def test_case(case: Case, runner: Runner, record_property: Callable[[str, object], None]) -> None:
+def test_case(
+    case: Case,
+    runner: Runner,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
     """Run one case here, as under `--pdb`; else the controller has it run by a process of its own."""
     record = runner.run(case)
     record_property(*send(record))
     if record.outcome in FAILING:
-        pytest.fail(failure(record), pytrace=False)
+        pytest.fail(failure(record, request.node), pytrace=False)
     if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
         pytest.xfail(record.reason)
     if record.outcome is Outcome.SKIP:

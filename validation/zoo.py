@@ -162,6 +162,8 @@ class Entry(_Strict):
     overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
     or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
+    `engines` are timed in the same rounds where they are installed: to export a model for onnxruntime takes five to ten
+    seconds, and to compile it by torch.compile up to a minute.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
     skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
     full pipelines, with its number, or `None`. `given` tells those that a person wrote from those of a sweep.
@@ -178,6 +180,9 @@ class Entry(_Strict):
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
     sizes: Literal["dynamic", "fixed"] = "dynamic"
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
+    engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = (
+        "onnxruntime",
+    )  # timed beside, on the CPU
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
     sites: dict[str, int | None] = {}
@@ -194,6 +199,7 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
+    passes: tuple[str, ...] = ()  # `mypackage.passes.MyPass`: passes beside those that are installed
     order: tuple[str, ...] = ()  # of the full pipelines; passes that are not named come last, sorted
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
 
@@ -230,6 +236,22 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     ]
 
 
+def own_passes(path: Path) -> list[str]:
+    """The `passes` of the zoo file at `path`: what `load_zoo` must be given the names of, beside those installed.
+
+    Only their form is checked here: `load_zoo` tells what else is wrong with the file.
+    """
+    try:
+        root, data = yaml_file.read(path)
+    except yaml_file.YamlError as error:
+        raise ZooError(str(error)) from error
+    passes = data.get("passes", []) if isinstance(data, dict) else []
+    if not isinstance(passes, list) or not all(isinstance(name, str) and "." in name for name in passes):
+        what = "a list of classes by their paths, such as mypackage.passes.MyPass"
+        raise ZooError(yaml_file.message(path, root, ("passes",), what))
+    return passes
+
+
 def sites_file(zoo: Path) -> Path:
     """The file beside a zoo file that records how many sites each pass rewrites alone in each model."""
     return zoo.with_suffix(".sites.yaml")
@@ -241,7 +263,7 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     try:
         return form.validate_python(yaml_file.read(file)[1]) if (file := sites_file(zoo)).exists() else {}
     except ValueError as error:
-        text = f"not what `fxopt-validation sites` writes: delete it, and record anew ({error})"
+        text = f"not what `fxopt zoo sites` writes: delete it, and record anew ({error})"
         raise ZooError(f"{file}: {' '.join(text.split())}") from error
 
 
@@ -285,7 +307,7 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
             yield (*here, "name"), "another entry has the same name"
         seen.add(entry.name)
         if "sites" in entry.model_fields_set:
-            yield (*here, "sites"), "not written by hand: `fxopt-validation sites` counts and records them"
+            yield (*here, "sites"), "not written by hand: `fxopt zoo sites` counts and records them"
         pipelines = {
             **{("known_failures", number): each.pipeline for number, each in enumerate(entry.known_failures)},
             **{("tolerances", number): each.pipeline for number, each in enumerate(entry.tolerances)},

@@ -37,7 +37,7 @@ def compile_graph(
     Args:
         graph_module: what dynamo has captured.
         example_inputs: its inputs, weights among them.
-        options: `precision` and `tune`, as `fxopt.optimize` takes them.
+        options: `precision`, `tune` and `memory`, as `fxopt.optimize` takes them.
 
     Example:
         >>> import fxopt, torch

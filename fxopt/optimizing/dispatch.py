@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
 from fxopt.optimizing.lowering import Lowered
+from fxopt.optimizing.offloading import Offloaded, trim
 from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
@@ -64,13 +65,20 @@ class Graphs:
         twin: makes a copy of it as it is now, of the model's class, which shares its weights.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
+        offloaded: the weights of the module, if they are in a file.
     """
 
     def __init__(
-        self, module: nn.Module, twin: Callable[[], nn.Module], options: Options, dynamic: Any = None
+        self,
+        module: nn.Module,
+        twin: Callable[[], nn.Module],
+        options: Options,
+        dynamic: Any = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
         self._module, self._twin = module, twin
-        self.options, self._dynamic = options, dynamic
+        self.options, self.offloaded, self._dynamic = options, offloaded, dynamic
+        self._evict = bool if offloaded is None else offloaded.evict
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._forgotten = 0
@@ -102,7 +110,7 @@ class Graphs:
         if self._has_changed():
             self.forget()
         return {
-            (key[0], tuple(key[1:])): tuple(each.traced for each in lowered)
+            (key[0], tuple(key[1:])): tuple(each.with_weights() for each in lowered)
             for key, lowered in self._graphs.items()
         }
 
@@ -182,10 +190,12 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title)
+                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title, self._evict)
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)
+            self._evict()
+            trim()
             self._reports.append(report)
             if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
                 return lowered

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph
 from fxopt.capture import TracedModule
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PackedConv2d, PackedLinear, unguarded
+from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
+from fxopt.packed_operators import Packed
+from fxopt.submodules import sharing_copy
 
 Function = Callable[..., Any]
 
@@ -27,21 +29,63 @@ class Lowered:
     The function is right as long as the modules and parameters of the graph stay as they are, no gradients are recorded, nothing
     traces or transforms, there are no global hooks, and autocast is off: its caller sees to that. It checks its inputs as
     the graph does.
+
+    Attributes:
+        traced: the graph. Layers whose weight was given up hold one on the meta device.
+        function: the function.
+        packed: the packed weights that it computes with, by the names of their layers.
+        given_up: the names of layers that hold no weight beside the packed one.
     """
 
     traced: TracedModule
     function: Function
+    packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict)
+    given_up: Collection[str] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
+    def with_weights(self) -> GraphModule:
+        """The graph with all its weights; those that were given up are unpacked, bit for bit."""
+        if not self.given_up:
+            return self.traced
+        whole = sharing_copy(self.traced)
+        for path in self.given_up:
+            unpack, layer = self.packed[path].unpack, whole.get_submodule(path)
+            assert unpack is not None
+            layer._parameters["weight"] = nn.Parameter(unpack(), False)
+        return whole
 
-def lowered(traced: TracedModule) -> Lowered:
-    """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself."""
-    return Lowered(traced, _function(traced))
+
+def lowered(
+    traced: TracedModule, own: Collection[int] | None = None, evict: Callable[[], object] = bool
+) -> Lowered:
+    """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
+
+    Args:
+        traced: the graph.
+        own: the ids of the model's own parameters; of others, a copy beside the packed one is given up. None: keep all.
+        evict: is called after each layer that was packed.
+    """
+    packed = dict[str, Packed]()
+    function = _function(traced, packed, evict)
+    given_up = [] if own is None else [path for path in packed if _give_up(traced, path, packed[path], own)]
+    return Lowered(traced, function, packed, tuple(given_up))
 
 
-def _function(traced: TracedModule) -> Function:
+def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[int]) -> bool:
+    """Let a layer go without its weight, where that can be unpacked and nothing else has it."""
+    layer: Any = traced.get_submodule(path)
+    users = [name for name, p in traced.named_parameters(remove_duplicate=False) if p is layer.weight]
+    if packed.unpack is None or id(layer.weight) in own or users != [f"{path}.weight"]:
+        return False
+    layer._parameters["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
+    del layer.__dict__["_packed"]  # it holds the weight that it was made of
+    return True
+
+
+def _function(traced: TracedModule, packed: dict[str, Packed], evict: Callable[[], object]) -> Function:
+    """The function of a graph; fills in the packed weights that it computes with."""
     index = GraphIndex(traced)
     effects = (index.memory.written_by(node) for node in traced.graph.nodes if node is not index.guard)
     if traced.modes_read or traced.gradients_read or None in effects or _records_gradients(traced):
@@ -49,7 +93,8 @@ def _function(traced: TracedModule) -> Function:
     made, known = Graph(), dict[Node, Node]()
     for node in traced.graph.nodes:
         if node.op == "call_module":
-            function, args, kwargs = _call(index, node)
+            function, args, kwargs = _call(index, node, packed)
+            evict()
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
             # fx writes a function of torch by its name, and any other as a global of the code.
             bound: Any = functools.partial(function)
@@ -67,7 +112,9 @@ def _records_gradients(traced: TracedModule) -> bool:
     return any(node.target == "requires_grad_" for node in traced.graph.nodes)
 
 
-def _call(index: GraphIndex, node: Node) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
+def _call(
+    index: GraphIndex, node: Node, packed: dict[str, Packed]
+) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
     """What to call in the place of a module."""
     module: Any = index.module(node)
     if isinstance(module, PackedLinear | PackedConv2d):
@@ -76,6 +123,9 @@ def _call(index: GraphIndex, node: Node) -> tuple[Function, tuple[Any, ...], dic
         dtype = module.weight.dtype
         run = unguarded(module, dtype)
         if run and all(isinstance(value, torch.Tensor) and value.dtype is dtype for value in values):
+            weight = packed_weight(module)
+            assert weight is not None
+            packed[str(node.target)] = weight
             return run, (*node.args, other, activation, _may_overwrite(index, node, other)), {}
     if hooks_of(module):
         return module, node.args, dict(node.kwargs)

@@ -13,7 +13,8 @@ from torch import nn
 from fxopt.errors import PassError
 from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
-from fxopt.optimizing.prepare import PRECISIONS, Inputs, Options
+from fxopt.optimizing.offloading import Offloaded
+from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Inputs, Options
 from fxopt.optimizing.report import Report
 from fxopt.rewriting.history import GRAPHS, STANDS_FOR
 
@@ -27,6 +28,7 @@ def optimize(
     *,
     precision: str = "float32",
     tune: bool = True,
+    memory: str = "high",
     dynamic_shapes: Any = None,
 ) -> M:
     """Make a model faster for inference.
@@ -38,13 +40,17 @@ def optimize(
     is no graph, the model's own forward runs, with one warning that says why.
 
     Args:
-        model: a module in eval mode. It stays as it is.
+        model: a module in eval mode. It stays as it is, but for where its weights are with `memory="low"`.
         args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
             for each structure of inputs; where later calls have other sizes, the next graph leaves those free.
         kwargs: example inputs by keyword.
         precision: `float32` keeps the dtypes of the model and differs by rounding alone; `bfloat16` runs its layers in
             that; `int8` gives linear layers weights in int8 where that is faster, as in decoding.
         tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
+        memory: `high` keeps the model's weights beside the packed copies of the kernels, at most 2.05 times their memory;
+            `low` moves them to a file, from which they come back, bit for bit, where the model itself runs or something
+            reads them: the packed copies are then all that stays in memory. The file is in `~/.cache/fxopt`, or in the
+            folder that the environment variable `FXOPT_CACHE` names, and goes with the weights.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
 
     Returns:
@@ -55,8 +61,9 @@ def optimize(
         numpy, and what fused optimizers do to the weights while the module itself is not called.
 
     Raises:
-        PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`.
-        ValueError: an unknown precision.
+        PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`; or the
+            file for `memory="low"` cannot be written.
+        ValueError: an unknown precision, or value of `memory`.
         TypeError: the example inputs do not fit the model's forward.
 
     Example:
@@ -70,8 +77,9 @@ def optimize(
         >>> fxopt.undo(fast) is model
         True
     """
-    _check(model, args, kwargs, precision)
-    fast = _standing_for(model, Options(precision, tune), dynamic_shapes)
+    options = Options(precision, tune, memory)
+    _check(model, args, kwargs, options)
+    fast = _standing_for(model, options, dynamic_shapes)
     if args or kwargs:
         graphs: Graphs = fast.__dict__[GRAPHS]
         graphs.make(Inputs(tuple(args), dict(kwargs or {})))
@@ -84,7 +92,7 @@ def graphs_of(fast: nn.Module) -> Graphs:
     return graphs
 
 
-def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
+def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.fx.GraphModule):
@@ -109,8 +117,10 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
         raise PassError(
             "the model is in training mode, and optimize is for inference: call model.eval() first"
         )
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; give one of {', '.join(map(repr, PRECISIONS))}")
+    for name, known in (("precision", PRECISIONS), ("memory", MEMORIES)):
+        given = getattr(options, name)
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
     if isinstance(args, torch.Tensor):
         raise TypeError("args must be a tuple of example inputs, not a tensor: write `(x,)`")
     if args or kwargs:
@@ -122,8 +132,10 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str) -> None:
             ) from None
 
 
-def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
-    """A module of a class like the model's, which computes its forward by graphs."""
+def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Offloaded | None = None) -> M:
+    """A module of a class like the model's, which computes its forward by graphs; `offloaded` are the weights if they are."""
+    if options.memory == "low" and offloaded is None:
+        offloaded = Offloaded(model.parameters())
     kind: Any = type(model)
     fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
     fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward
@@ -139,7 +151,7 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
         made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
         return made
 
-    fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes)
+    fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes, offloaded)
     return fast
 
 
@@ -205,7 +217,8 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
     made = graphs.parts.get(id(part))
     if made is None:
         try:
-            made = optimize(part, precision=graphs.options.precision, tune=graphs.options.tune)
+            _check(part, (), None, graphs.options)
+            made = _standing_for(part, graphs.options, None, graphs.offloaded)
         except PassError:  # it is in training mode, or nothing that can be optimized
             return part
         graphs.parts[id(part)] = made

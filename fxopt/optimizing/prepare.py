@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Explanation
+from fxopt.rewriting.record import set_steps
 from fxopt.rewriting.rewrite import Rewrite
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -58,6 +59,12 @@ MOST_ROUNDING = 0.05
 LEAST_SPEEDUP = 0.98
 """A graph that is slower than this is not used: less is within what measuring leaves open."""
 
+MEMORIES: Mapping[str, str] = {
+    "high": "the model's weights and packed ones",
+    "low": "packed weights, and those that are used as they are; the model's own are in a file",
+}
+"""For each value of `memory`, what is in memory."""
+
 UNCAPTURED = "it cannot be captured"
 """How the reason begins where there is no graph."""
 
@@ -70,6 +77,7 @@ class Options:
 
     precision: str
     tune: bool
+    memory: str = "high"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +116,17 @@ class Inputs:
 
 
 def prepare(
-    model: nn.Module, inputs: Inputs, dynamic_shapes: Any, options: Options, title: str
+    model: nn.Module,
+    inputs: Inputs,
+    dynamic_shapes: Any,
+    options: Options,
+    title: str,
+    evict: Callable[[], object] = bool,
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
+
+    Args:
+        evict: lets go of the memory of the model's weights, which come back when they are read.
 
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
@@ -128,20 +144,33 @@ def prepare(
     if effect:
         return None, report(effect)
     _fix_dtypes(traced)
-    exact = in_float64(traced, inputs.bound(traced))
-    made = dataclasses.replace(made, explanations=[_applied(traced, each) for each in pipeline(options)])
+    exact, own = in_float64(traced, inputs.bound(traced)), inputs.call(model)
+    apart = (
+        options.tune and options.memory == "low"
+    )  # the model's weights are not there while the graph's are
+    before = _times(model, inputs) if apart else []
+    evict()
+    made = dataclasses.replace(
+        made, explanations=[_applied(traced, each, evict) for each in pipeline(options)]
+    )
+    set_steps(traced, [], {})  # nobody undoes one of these passes, and what they keep for it takes memory
     traced.recompile()
-    made = dataclasses.replace(made, kernels=_kernels(traced))
-    computed = lowered(traced)
-    own, found = inputs.call(model), inputs.call(computed)
-    distance, wrong = _judged(exact, own, found, PRECISIONS[options.precision])
+    computed = lowered(traced, {*map(id, model.parameters())}, evict)
+    made = dataclasses.replace(
+        made,
+        kernels=_kernels(traced),
+        memory=_memory(model, computed, options),
+        kept=MEMORIES[options.memory],
+    )
+    distance, wrong = _judged(exact, own, inputs.call(computed), PRECISIONS[options.precision])
     made = dataclasses.replace(made, error=distance)
     if wrong:
         return None, report(wrong)
     if options.tune:
-        speedup = _speedup(model, computed, inputs)
+        times = [before] if apart else []
+        speedup = _speedup(model, computed, inputs, *times)
         if speedup < LEAST_SPEEDUP:  # perhaps something else was busy
-            speedup = max(speedup, _speedup(model, computed, inputs))
+            speedup = max(speedup, _speedup(model, computed, inputs, *times))
         made = dataclasses.replace(made, speedup=speedup)
         if speedup < LEAST_SPEEDUP:
             return None, report(f"its graph takes {1 / speedup:.2f} times as long")
@@ -164,15 +193,16 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         *([MergeFasterLinears()] if options.tune and options.precision != "int8" else []),
         *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),
-        PackLinears(options.tune),
+        PackLinears(options.tune, alone=options.memory == "low"),
         FuseEpilogues(),
     ]
 
 
-def _applied(traced: GraphModule, pass_: Rewrite[Any]) -> Explanation:
+def _applied(traced: GraphModule, pass_: Rewrite[Any], evict: Callable[[], object]) -> Explanation:
     """Apply a pass, and say what it rewrote and refused."""
     explanation = pass_.explain(traced)
     pass_(traced, lint_and_recompile=False)
+    evict()
     return explanation
 
 
@@ -226,14 +256,38 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
     )
 
 
-def _speedup(model: nn.Module, computed: Lowered, inputs: Inputs) -> float:
-    """The model's time by the graph's: the median over rounds in which both run, one after the other."""
+def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
+    """What the weights take in memory, the model's and those of its graph, by what the model's alone take."""
+    own = {id(each): each.nbytes for each in model.parameters()}
+    used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
+    if options.memory == "low":
+        packed = (computed.traced.get_submodule(path) for path in computed.packed)
+        in_file = own.keys() & {id(layer.weight) for layer in packed}
+        used = {each: size for each, size in used.items() if each not in in_file}
+    else:
+        used |= own
+    sizes = {id(each): each.nbytes for each in computed.packed.values()}
+    return (sum(used.values()) + sum(sizes.values())) / max(1, sum(own.values()))
+
+
+def _speedup(model: nn.Module, computed: Lowered, inputs: Inputs, *before: Sequence[float]) -> float:
+    """The model's time by the graph's: the median over rounds in which both run, or beside times of the model before."""
+    if before:
+        return statistics.median(before[0]) / statistics.median(_times(computed, inputs))
     ratios: list[float] = []
     begun = time.perf_counter()
     while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
         theirs, mine = _seconds(model, inputs), _seconds(computed, inputs)
         ratios.append(theirs / mine)
     return statistics.median(ratios)
+
+
+def _times(function: Callable[..., Any], inputs: Inputs) -> list[float]:
+    _seconds(function, inputs)  # the first one reads the weights from where they are
+    found: list[float] = []
+    while len(found) < 3 or (len(found) < 50 and sum(found) < _SECONDS):
+        found.append(_seconds(function, inputs))
+    return found
 
 
 def _seconds(function: Callable[..., Any], inputs: Inputs) -> float:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
+from collections.abc import Iterable
 from typing import TypeGuard
 
+from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
+
+GROUP = "fxopt.passes"
+"""The entry-point group in which other packages offer passes; the name of an entry point is that of its class."""
 
 
 def available() -> dict[str, type[Transformation]]:
@@ -25,6 +31,47 @@ def available() -> dict[str, type[Transformation]]:
             if _is_ready(value) and value.__module__ == info.name and not name.startswith("_"):
                 found[name] = value
     return dict(sorted(found.items()))
+
+
+def ready(paths: Iterable[str] = ()) -> dict[str, Transformation]:
+    """Passes without options, ready to be applied: those of this package, those that installed packages offer in the
+    entry-point group `fxopt.passes`, and those of `paths`.
+
+    Args:
+        paths: where classes of passes are: `mypackage.passes.MyPass`.
+
+    Returns:
+        By the name of their classes, sorted.
+
+    Raises:
+        PassError: where there is no such class, it takes options without defaults, or has the name of another pass.
+
+    Example:
+        >>> from fxopt.passes import ready
+        >>> passes = ready(["fxopt.passes.merge_linears.MergeLinears"])
+        >>> passes["MergeLinears"]
+        MergeLinears()
+    """
+    offered = [point.value.replace(":", ".") for point in importlib.metadata.entry_points(group=GROUP)]
+    found = available()
+    for path in (*offered, *paths):
+        cls = _imported(path)
+        if found.setdefault(cls.__name__, cls) is not cls:
+            other = found[cls.__name__]
+            raise PassError(f"{path}: {other.__module__} has a pass of the same name; give yours another")
+    return {name: found[name]() for name in sorted(found)}
+
+
+def _imported(path: str) -> type[Transformation]:
+    module_name, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), name, None)
+    except (ImportError, ValueError) as error:
+        raise PassError(f"pass {path}: {module_name or path!r} cannot be imported: {error}") from error
+    if not _is_ready(cls):
+        what = f"no class {name!r}" if cls is None else f"{name!r}, which is no pass that takes no arguments"
+        raise PassError(f"pass {path}: {module_name} has {what}")
+    return cls
 
 
 def _is_ready(cls: object) -> TypeGuard[type[Transformation]]:

@@ -19,6 +19,7 @@ class PackLinears(PackingLinears):
 
     Args:
         tune: measure, and leave alone what torch's own kernel computes as fast. Else every layer is packed.
+        alone: leave out kernels that need the weight beside the packed one, as MKL's.
 
     Example:
         >>> import torch, fxopt

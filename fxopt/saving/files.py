@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fxopt.errors import LoadError, SaveError
+from fxopt.version import __version__
 
 GRAPH, WEIGHTS = "graph.json", "model.safetensors"
 FORMAT = 2
@@ -78,7 +78,7 @@ _AGAIN = "Copy the folder again, or save again."
 
 
 def _sealed(document: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    versions = {"fxopt": importlib.metadata.version("fxopt"), "torch": torch.__version__}
+    versions = {"fxopt": __version__, "torch": torch.__version__}
     content = {"format": FORMAT, "versions": versions, "weights": weights, **document}
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
     return "{\n" + ",\n".join([*lines, f'"sha256": "{_seal(content)}"']) + "\n}\n"

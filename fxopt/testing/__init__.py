@@ -3,8 +3,10 @@
 Fresh weights hide faults (BatchNorm statistics are 0 and 1, biases 0), so call `randomise` first.
 """
 
-from fxopt.testing.assertions import Equivalence, assert_equivalent
+from fxopt.testing.assertions import Equivalence, assert_equivalent, first_divergence
+from fxopt.testing.culprit import Culprit, find_culprit
 from fxopt.testing.differences import Difference, compare, leaves, ulps
+from fxopt.testing.divergence import Divergence
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
 from fxopt.testing.precision import in_float64
 from fxopt.testing.random_values import randomise
@@ -13,7 +15,9 @@ from fxopt.testing.verdicts import Grade, Verdict
 
 __all__ = [
     "RTOL_FLOAT64",
+    "Culprit",
     "Difference",
+    "Divergence",
     "Equivalence",
     "Grade",
     "Oracle",
@@ -21,6 +25,8 @@ __all__ = [
     "assert_equivalent",
     "assert_round_trip",
     "compare",
+    "find_culprit",
+    "first_divergence",
     "in_float64",
     "leaves",
     "randomise",

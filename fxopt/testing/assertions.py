@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
+from fxopt.errors import UndoError
+from fxopt.rewriting.history import history, undo
+from fxopt.testing.divergence import Divergence
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
 from fxopt.testing.probes import input_guard
-from fxopt.testing.verdicts import Verdict
+from fxopt.testing.verdicts import Grade, Verdict
 
 Equivalence = Verdict
 """What `assert_equivalent` returns."""
@@ -55,7 +59,8 @@ def assert_equivalent(
     Raises:
         AssertionError: an output differs in the type of a container, shape, dtype or value, or holds no tensor; a
             later call changes an earlier result; inputs or buffers differ after the call; or the reference does
-            not repeat itself.
+            not repeat itself. Where the reference is a graph, or the candidate one whose passes can be undone, the
+            message names the first node that parts, as `first_divergence` finds it.
 
     Example:
         >>> import torch
@@ -83,5 +88,83 @@ def assert_equivalent(
     )
     verdict = oracle.judge(candidate, wide_candidate)
     if not verdict.grade.passes:
-        raise AssertionError(verdict.reason)
+        where = place_of_error(oracle, reference, candidate, float64) if verdict.grade is Grade.WRONG else ""
+        raise AssertionError("; ".join(filter(None, [verdict.reason, where])))
     return verdict
+
+
+def first_divergence(
+    before: GraphModule,
+    after: GraphModule,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    float64: tuple[GraphModule, GraphModule] | None = None,
+) -> Divergence | None:
+    """Find the first node of a changed graph that does not do what the original does.
+
+    Both are run node by node on the inputs of `assert_equivalent`, in float64 and then in their own dtype. A node is held
+    against the one of its name in the original, or against the one that the log of a pass says it stands for; a new node
+    may give anything, as long as what follows is right.
+
+    Args:
+        before: the graph before the passes: a deep copy made then, or `fxopt.undo` of a copy.
+        after: the graph after them.
+        args: positional inputs, in the modules' own dtype.
+        kwargs: keyword inputs.
+        float64: both graphs in float64, when converted copies do not do.
+
+    Returns:
+        The node with its module, the line of the model and the pass that touched it last; `None` where no node parts.
+
+    Example:
+        >>> import copy, torch
+        >>> before = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()))
+        >>> after = copy.deepcopy(before)
+        >>> with torch.no_grad():
+        ...     _ = after.get_submodule("0").bias.add_(1)
+        >>> found = first_divergence(before, after, [torch.ones(1, 2)])
+        >>> found.node, found.module
+        ('_0', '0')
+        >>> print(found)
+        in float64, it first parts at node _0 (module 0): ... of its largest value off, where ... is right
+    """
+    wide = float64[0] if float64 else None
+    oracle = Oracle(before, args, kwargs, float64=wide, captured=before if input_guard(before) else None)
+    return oracle.first_divergence(before, after, float64)
+
+
+def place_of_error(
+    oracle: Oracle,
+    reference: nn.Module,
+    candidate: nn.Module,
+    float64: tuple[nn.Module, nn.Module] | None = None,
+) -> str:
+    """Where a candidate that the oracle calls wrong parts from the reference; empty where nothing tells.
+
+    The nodes of the reference tell, or those of the candidate with its passes undone; of a graph without passes, what the
+    model computes on its way.
+    """
+    pairs = [(reference, candidate), *([float64] if float64 else [])]
+    try:
+        graphs = [(_original(left, right), right) for left, right in pairs]
+        found: Divergence | str | None = None
+        if all(left is not None and isinstance(right, GraphModule) for left, right in graphs):
+            found = oracle.first_divergence(*graphs[0], *graphs[1:])  # type: ignore[arg-type]
+        elif isinstance(candidate, GraphModule) and not history(candidate):
+            found = oracle.parting_place(reference, candidate)
+    except Exception as error:  # such as one of the model: the verdict stands, whatever this is
+        return f"where, cannot be told: {type(error).__name__}: {error}"
+    return str(found or "")
+
+
+def _original(reference: nn.Module, candidate: nn.Module) -> GraphModule | None:
+    """The graph that a candidate was made of: the reference, or the candidate with its passes undone."""
+    if isinstance(reference, GraphModule):
+        return reference
+    if not isinstance(candidate, GraphModule) or not (steps := len(history(candidate))):
+        return None
+    try:
+        return undo(copy.deepcopy(candidate), steps)
+    except UndoError:
+        return None

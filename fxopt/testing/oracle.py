@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from fxopt.errors import GuardError
 from fxopt.testing.differences import Difference, compare, ulps, unchanged
+from fxopt.testing.divergence import Divergence
+from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
 from fxopt.testing.probes import (
     GIVEN,
     Call,
     Observation,
+    first_taken,
     large_values,
     not_finite,
     observe,
     other_sizes,
     other_values,
+    refused,
 )
 from fxopt.testing.verdicts import Grade, Verdict
 
@@ -86,10 +90,10 @@ class Oracle:
         exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
         again = observe(reference, [given]), observe(exact, [given.cast(wide)])
-        refuses = functools.partial(_refused, {None: captured, wide: captured_wide})
-        large = _first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), captured)
+        refuses = functools.partial(refused, {None: captured, wide: captured_wide})
+        large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
         others = itertools.chain(other_sizes(given, captured), other_values(given))
-        other = _first_taken(others, lambda call: observe(reference, [call]), refuses)
+        other = first_taken(others, lambda call: observe(reference, [call]), refuses)
         self._calls = [call for call in (given, other) if call is not None]
         self._wide_calls = [call.cast(wide) for call in (given, large, other) if call is not None]
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
@@ -127,6 +131,38 @@ class Oracle:
     @property
     def _name(self) -> str:
         return str(self._wide).removeprefix("torch.")
+
+    def first_divergence(
+        self,
+        before: GraphModule,
+        after: GraphModule,
+        float64: tuple[GraphModule, GraphModule] | None = None,
+    ) -> Divergence | None:
+        """Where a candidate first does what the reference does not, node by node, on the inputs on which it is judged.
+
+        Args:
+            before: a graph of the reference, with the names of nodes that passes began with.
+            after: the candidate.
+            float64: both in float64; by default, converted deep copies.
+
+        Returns:
+            The first node that parts in float64, else in the own dtype; None where each does what it is to do.
+        """
+        step = epsilon(self.expected[0].output)
+        rounded = float64 is None and has_new_weights(self._tensors, after)
+        wide_before, wide_after = float64 or (in_float64(before), in_float64(after))
+        return parting(
+            (wide_before, before),
+            (wide_after, after),
+            self._calls,
+            self._wide_calls,
+            wide_limit=max(self._rtol, self._floor * step) if rounded else self._rtol,
+            own_limit=lambda error: self._factor * error + self._floor * step,
+        )
+
+    def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
+        """Where a captured graph, before any pass, first does what its model does not; empty where nothing differs."""
+        return parting_place_of(reference, graph, self._calls)
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
         """What a candidate does on the inputs of `expected`."""
@@ -260,33 +296,6 @@ def _unlike(again: Sequence[Observation], first: Sequence[Observation], limit: f
             f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
         )
     return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
-
-
-def _first_taken(
-    calls: Iterable[Call], run: Callable[[Call], list[Observation]], refused: Callable[[Call], bool]
-) -> Call | None:
-    """The first call that the reference takes, with a finite result, and that its graphs do not refuse."""
-    for call in calls:
-        try:
-            (seen,) = run(call)
-        except Exception:  # whatever it raises: the model does not take such inputs
-            continue
-        if not not_finite(seen.output) and not refused(call):
-            return call
-    return None
-
-
-def _refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
-    """Tell whether a graph refuses a call, in the dtype that it is given with."""
-    for dtype, graph in graphs.items():
-        if graph is not None:
-            try:
-                observe(graph, [call if dtype is None else call.cast(dtype)])
-            except GuardError:
-                return True
-            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
-                continue
-    return False
 
 
 def _with(call: Call) -> str:

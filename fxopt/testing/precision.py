@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fxopt.testing.differences import leaves, same_bits
 
+M = TypeVar("M", bound=nn.Module)
 
-def in_float64(module: nn.Module) -> nn.Module:
+
+def in_float64(module: M) -> M:
     """A deep copy of `module` with floating parameters and buffers in float64."""
     return copy.deepcopy(module).double()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
 from fxopt.capture.runtime.size_guards import SizeExpression
+from fxopt.errors import GuardError
 from fxopt.testing.differences import leaves, mapped, unchanged
 
 GIVEN, VALUES, SIZES = "the given inputs", "other values", "other sizes"
@@ -99,6 +100,33 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     return seen
 
 
+def first_taken(
+    calls: Iterable[Call], run: Callable[[Call], list[Observation]], refused: Callable[[Call], bool]
+) -> Call | None:
+    """The first call that the reference takes, with a finite result, and that its graphs do not refuse."""
+    for call in calls:
+        try:
+            (seen,) = run(call)
+        except Exception:  # whatever it raises: the model does not take such inputs
+            continue
+        if not not_finite(seen.output) and not refused(call):
+            return call
+    return None
+
+
+def refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
+    """Tell whether a graph refuses a call, in the dtype that it is given with."""
+    for dtype, graph in graphs.items():
+        if graph is not None:
+            try:
+                observe(graph, [call if dtype is None else call.cast(dtype)])
+            except GuardError:
+                return True
+            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
+                continue
+    return False
+
+
 def large_values(given: Call) -> Iterator[Call]:
     """Calls with large values and zeros, for a model that does not take them with tamer ones; integers in another order."""
     for scale, zeros in ((64.0, True), (4.0, False)):
@@ -147,7 +175,12 @@ def input_guard(graph: nn.Module | None) -> InputGuard | None:
     return next((module for module in modules if isinstance(module, InputGuard)), None)
 
 
-def _run(module: nn.Module, given: Call, name: str) -> Any:
+def run_call(module: Callable[..., Any], call: Call) -> Any:
+    """What a module gives for a copy of the inputs, without gradients and always under the same seed."""
+    return _run(module, call.fresh(), call.name)
+
+
+def _run(module: Callable[..., Any], given: Call, name: str) -> Any:
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)  # two runs draw the same random numbers
         try:

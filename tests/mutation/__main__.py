@@ -242,7 +242,7 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
         copy = Path(folder)
         for name in ("fxopt", "validation", "tests", "docs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "model_zoo.yaml", "README.md"):
+        for name in ("pyproject.toml", "pytest_fxopt.py", "model_zoo.yaml", "README.md"):
             shutil.copy(ROOT / name, copy / name)
         target = copy / "fxopt" / fault.file
         target.write_text(fault.applied(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -22,7 +21,6 @@ from validation.bench.isolated import FirstCall, first_call_alone
 from validation.bench.nested import Flat, fresh, tensors
 from validation.bench.peers import replaced
 from validation.bench.peers_report import document, plot
-from validation.bench.rounds import in_random_order, speedup
 from validation.bench.workloads import Workload, build
 
 TWO_LAYERS = "two layers"
@@ -170,33 +168,6 @@ def test_operations_are_counted_with_those_of_attention():
 
 def test_the_peak_of_matrix_products():
     assert 1e8 < machine.gemm_peak((256,), 3) < 1e14
-
-
-def test_rounds_take_every_turn_once_in_another_order():
-    taken = []
-    turns = {name: lambda name=name: taken.append(name) or 1.0 for name in "abcd"}
-    times = in_random_order(turns, 5, 0.0, np.random.default_rng(0))
-    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abcd", 5)
-    rounds = [taken[start : start + 4] for start in range(0, 20, 4)]
-    assert all(sorted(order) == list("abcd") for order in rounds)
-    assert len({tuple(order) for order in rounds}) > 1
-
-
-def test_rounds_go_on_until_the_time_is_used():
-    clock = iter(range(100))
-    times = in_random_order({"a": lambda: 1.0}, 2, 5.0, np.random.default_rng(0), lambda: float(next(clock)))
-    assert len(times["a"]) == 6
-
-
-def test_a_speedup_is_paired():
-    baseline = np.array([1.0, 10.0, 100.0] * 5)  # a machine that slows down does so for both
-    found = speedup(baseline, baseline / 2)
-    assert (found.median, found.low, found.high) == (2, 2, 2)
-    rng = np.random.default_rng(0)
-    found = speedup(rng.uniform(0.9, 1.1, 200), rng.uniform(0.9, 1.1, 200))
-    assert found.low < 1 < found.high
-    assert found.high - found.low < 0.1
-    assert math.isnan(speedup([1.0], [2.0]).low)
 
 
 def test_exactness_is_of_the_worst_output():

@@ -196,7 +196,7 @@ def test_effect_holds_sites_against_those_recorded(
     if outcome is Outcome.FAIL:
         found = int(pass_ is Inverse)
         assert f"{pass_.__name__} rewrites {found} sites in net, {count} are recorded" in finding.reason
-        assert "`fxopt-validation sites --model net` records it anew" in finding.reason
+        assert "`fxopt zoo sites --model net` records it anew" in finding.reason
 
 
 def test_effect_says_why_most_sites_were_refused() -> None:

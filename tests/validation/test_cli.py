@@ -70,18 +70,18 @@ def test_compare_of_a_run_with_itself_is_fine(runs, call):
 
 
 def test_compare_prints_markdown_and_json(runs, call):
-    page = call("compare", *runs, "--format", "markdown")
+    page = call("compare", *runs, "--markdown")
     assert page.exit_code == 1
     assert page.output.startswith("# 1 regressions, 0 other changes\n")
     assert "| outcome | bert-base-eager-cpu-parity |" in page.output
-    (change,) = json.loads(call("compare", *runs, "--format", "json").output)
+    (change,) = json.loads(call("compare", *runs, "--json").output)
     assert (change["regression"], change["kind"], change["before"], change["after"]) == (
         True,
         "outcome",
         "pass",
         "fail",
     )
-    assert json.loads(call("compare", runs[0], runs[0], "--format", "json").output) == []
+    assert json.loads(call("compare", runs[0], runs[0], "--json").output) == []
 
 
 def test_merge_joins_parts_and_is_a_night_when_they_are_the_whole(make_records, run, call, tmp_path):
@@ -120,12 +120,12 @@ def test_accept_changes_one_expectation(make_records, run, call, tmp_path):
     for name, records in (("baseline", before), ("latest", after[:-1])):
         store.write_table(store.table_of(records, run), folders[name])
     places = ["--current", folders["latest"], "--baseline", folders["baseline"]]
-    worse = call("compare", *folders.values(), "--format", "json")
+    worse = call("compare", *folders.values(), "--json")
     ids = {change["id"] for change in json.loads(worse.output) if change["regression"]}
     assert {case, after[-1].case.id} < ids
     assert call("accept", case, "--reason", "eleven were wrong", *places).exit_code == 0
     assert call("accept", after[-1].case.id, "--reason", "retired", *places).exit_code == 0
-    now = call("compare", *folders.values(), "--format", "json")
+    now = call("compare", *folders.values(), "--json")
     assert {change["id"] for change in json.loads(now.output) if change["regression"]} == ids - {
         case,
         after[-1].case.id,
@@ -210,7 +210,7 @@ def test_sites_counts_and_records_beside_the_zoo_file(zoo, call):
         "first": {"Gone": 1, "MergeLinears": 9},
     }
     sites_file(zoo).write_text(yaml.safe_dump(recorded))
-    result = call("sites", "--zoo", zoo)
+    result = call("zoo", "sites", zoo)
     assert result.exit_code == 0, result.output
     assert "third: skip: nowhere cannot be imported" in result.output
     found = recorded_sites(zoo)
@@ -223,10 +223,10 @@ def test_sites_counts_and_records_beside_the_zoo_file(zoo, call):
 
 def test_sites_of_one_model_leave_the_others_as_they_are(zoo, call):
     sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
-    assert call("sites", "--zoo", zoo, "--model", "second").exit_code == 0
+    assert call("zoo", "sites", zoo, "--model", "second").exit_code == 0
     assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
     assert len(recorded_sites(zoo)["second"]) == len(fxopt.passes.available())
-    result = call("sites", "--zoo", zoo, "--model", "thrid")
+    result = call("zoo", "sites", zoo, "--model", "thrid")
     assert result.exit_code == 2
     assert result.stderr == f"error: {zoo}: no model 'thrid'; there are first, second, third\n"
 
@@ -234,7 +234,7 @@ def test_sites_of_one_model_leave_the_others_as_they_are(zoo, call):
 def test_sites_of_a_model_that_fails_stay_and_the_command_fails(zoo, call):
     zoo.write_text(ZOO.replace("input: {shape: [1, 2]}", "input: {shape: [1, 3]}", 1))
     sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
-    result = call("sites", "--zoo", zoo)
+    result = call("zoo", "sites", zoo)
     assert result.exit_code == 2
     assert "first: error: " in result.output
     assert result.stderr.startswith("error: not counted: ChangePrecision in first, ")
@@ -250,14 +250,14 @@ def test_sites_that_are_interrupted_leave_the_file_as_it_was(zoo, call, place, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(*place, interrupt)
-    assert call("sites", "--zoo", zoo).exit_code != 0
+    assert call("zoo", "sites", zoo).exit_code != 0
     assert sites_file(zoo).read_text() == before
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("sites", "--zoo", "nowhere.yaml"),
+        ("zoo", "sites", "nowhere.yaml"),
         ("report", "nowhere.parquet"),
         ("report", "broken.parquet"),
         ("compare", "broken.parquet", "nowhere.parquet"),

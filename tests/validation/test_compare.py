@@ -255,6 +255,30 @@ def test_latency_on_other_hardware_is_not_compared(difference, run, changes):
     assert kinds(table) == [("environment", False)]
 
 
+def graded(grade):
+    return [Record(CASE, Outcome.PASS, facts={"grade": grade})]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        (Grade.BIT_EXACT, Grade.TOLERANCE, [("grade", True)]),
+        (Grade.BIT_EXACT, Grade.ULP, [("grade", True)]),
+        (Grade.TOLERANCE, Grade.ACCURATE, [("grade", False)]),
+        (Grade.ULP, Grade.ULP, []),
+        ("", Grade.TOLERANCE, []),  # a case that had no grade before
+    ],
+)
+def test_a_grade_that_falls_is_worse(was, now, expected, changes):
+    assert kinds(changes(graded(was), graded(now))) == expected
+
+
+def test_a_grade_that_falls_on_another_machine_is_told(run, changes):
+    other = dataclasses.replace(run, devices={"cpu": "Another CPU"})
+    table = changes(graded(Grade.BIT_EXACT), graded(Grade.TOLERANCE), other)
+    assert kinds(table) == [("environment", False), ("grade", False)]
+
+
 def test_regressions_come_first(changes):
     before = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.FAIL)]
     after = [Record(CASE, Outcome.FAIL), Record(OTHER, Outcome.PASS)]

@@ -21,7 +21,7 @@ import yaml
 import fxopt.passes
 from tests.validation.test_pool import in_session
 from validation import store
-from validation.report import html, plots
+from validation.report import html, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,9 +149,7 @@ def test_a_run_says_which_earlier_one_was_cut(harness: Harness, capsys: pytest.C
     cut.parent.mkdir(parents=True)
     cut.touch()
     assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
-    assert (
-        f"Earlier runs were cut, and `fxopt-validation merge` takes them: {cut}\n" in capsys.readouterr().out
-    )
+    assert f"Earlier runs were cut, and `fxopt merge` takes them: {cut}\n" in capsys.readouterr().out
 
 
 def test_a_known_failure_that_is_not_planned_is_one_message(
@@ -269,7 +267,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
     assert not (harness.folder / "stamps").exists()
 
 
-@pytest.mark.parametrize("broken", ["html.document", "latency", "store.write_table"])
+@pytest.mark.parametrize("broken", ["html.document", "markdown.summary", "store.write_table"])
 def test_a_fault_in_a_report_costs_the_run_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
@@ -277,7 +275,7 @@ def test_a_fault_in_a_report_costs_the_run_nothing(
         raise OSError("no space left on device")
 
     harness.zoo("Good", recorded={})
-    target = {"html.document": html, "latency": plots, "store.write_table": store}[broken]
+    target = {"html.document": html, "markdown.summary": markdown, "store.write_table": store}[broken]
     monkeypatch.setattr(target, broken.rpartition(".")[2], fail)
     assert harness.run() == pytest.ExitCode.TESTS_FAILED
     assert "not written: OSError: no space left on device" in capsys.readouterr().out

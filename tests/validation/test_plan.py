@@ -119,7 +119,7 @@ def test_checks_fit_the_pipeline(pipeline: tuple[str, ...], expected: set[Check]
 
 
 def test_a_model_alone_is_compared_and_used() -> None:
-    assert checks(entry(), (), PASSES) == [Check.PARITY, Check.USABLE]
+    assert checks(entry(), (), PASSES) == [Check.PARITY, Check.USABLE, Check.LATENCY]
 
 
 def test_a_model_of_a_sweep_goes_through_each_pass_alone_and_is_not_timed() -> None:

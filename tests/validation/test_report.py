@@ -4,11 +4,8 @@ import dataclasses
 import datetime
 import doctest
 import html.parser
-import json
 import math
 import re
-import shutil
-import subprocess
 
 import pandas as pd
 import pytest
@@ -16,10 +13,9 @@ from markdown_it import MarkdownIt
 
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
+from validation.report import fastest, headline, markdown, tables, wording
 from validation.report import html as html_view
-from validation.report import markdown, plots, tables
 
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
 
 
@@ -131,7 +127,8 @@ def test_a_run_of_a_part_says_so(records, run, tmp_path):
 @pytest.mark.parametrize("outcome", Outcome)
 def test_a_single_record_without_measurements_can_be_reported(outcome, run, tmp_path):
     written([Record(CASE, outcome)], run, tmp_path)
-    assert outcome in (tmp_path / "latest/summary.md").read_text()
+    word = "not run" if outcome is Outcome.SKIP else outcome
+    assert word in (tmp_path / "latest/summary.md").read_text()
 
 
 # --- tables --------------------------------------------------------------------------------------------
@@ -157,8 +154,8 @@ def test_the_matrix_has_a_word_for_every_model_and_pass(table):
     matrix = tables.matrix(tables.verdicts(table)).set_index("passes")
     assert matrix.loc["MergeLinears", "bert-base · cpu"] == "crash"
     assert matrix.loc["MergeLinears", "bert-base · cuda"] == "pass"
-    assert matrix.loc["FuseBatchNorm2dInConv2d → FuseBiasInLinear", "bert-base · cpu"] == tables.ABSENT
-    assert matrix.index[0] == tables.NO_PASS
+    assert matrix.loc["FuseBatchNorm2dInConv2d → FuseBiasInLinear", "bert-base · cpu"] == wording.ABSENT
+    assert matrix.index[0] == wording.NO_PASS
 
 
 def test_failures_come_with_stage_and_reason_the_worst_first(table):
@@ -223,8 +220,8 @@ def test_speed_and_accuracy_have_tables_of_their_own(table):
     speed = tables.speed(table).set_index("passes")
     row = table[(table["pipeline"] == "MergeLinears") & (table["model"] == "bert-base")]
     row = row[row["latency_ratio"].notna() & (row["device"] == "cpu")].iloc[0]
-    assert speed.loc["MergeLinears", "bert-base · cpu"] == tables.ratio(row)
-    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]", tables.ratio(row))
+    assert speed.loc["MergeLinears", "bert-base · cpu"] == wording.ratio(row)
+    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]", wording.ratio(row))
     accuracy = tables.accuracy(table)
     assert set(accuracy["passes"]) == {"ChangePrecision", "ReplaceActivation"}
     assert set(accuracy["cosine"]) == {"0.9999"}
@@ -247,7 +244,7 @@ def test_speed_and_accuracy_have_tables_of_their_own(table):
     ],
 )
 def test_numbers_as_text(name, value, text):
-    assert tables.shown(name, value) == text
+    assert wording.shown(name, value) == text
 
 
 @pytest.mark.parametrize(
@@ -262,7 +259,7 @@ def test_numbers_as_text(name, value, text):
     ],
 )
 def test_headings_have_units(name, text):
-    assert tables.heading(name) == text
+    assert wording.heading(name) == text
 
 
 # --- Markdown ------------------------------------------------------------------------------------------
@@ -284,11 +281,12 @@ def test_markdown_tables_stay_tables(table):
 def test_the_summary_has_every_section_that_has_something_to_say(table):
     sections = [
         "Failures",
+        "Fastest pipeline of each model",
         "Verdicts",
         "Compositions",
-        "Latency, transformed / original, with 95 % intervals",
+        "Latency, by that of the graph, with 95 % intervals",
     ]
-    sections += ["Accuracy", "Cases by outcome", "Skipped, or failed as expected", "Why sites were refused"]
+    sections += ["Accuracy", "Cases by outcome", "Failed as expected", "Why sites were refused"]
     assert re.findall("^## (.*)$", markdown.summary(table), re.M) == [*sections, "Models"]
     without = markdown.summary(table[table["pipeline"] == ""])
     assert not {"Compositions", "Accuracy"} & set(re.findall("^## (.*)$", without, re.M))
@@ -353,91 +351,71 @@ def test_plain_names_stay():
     }
 
 
-# --- plots and HTML ------------------------------------------------------------------------------------
+def test_no_table_of_a_model_has_more_columns_than_one_can_read(table):
+    page = markdown.compatibility(table, "bert-base")
+    assert max(line.count(" | ") for line in page.splitlines()) < 15
+    assert "## Measured by equivalence" in page
+    assert "relative error float64" in page
 
 
-def values_of(specification):
-    return [row for layer in specification["layer"] for row in layer.get("data", {}).get("values", [])] + (
-        specification.get("data", {}).get("values", [])
-    )
+# --- the headline, the fastest pipelines, and what changed ----------------------------------------------
 
 
-def test_the_latency_plot_holds_every_interval(table):
-    specification = plots.latency(table, "resnet-50")
-    timed = table[(table["model"] == "resnet-50") & table["latency_ratio"].notna()]
-    drawn = {row["latency_ratio"] for row in values_of(specification) if "latency_ratio" in row}
-    assert drawn == set(timed["latency_ratio"])
-    assert {"one": 1} in values_of(specification)
-
-
-def test_the_error_plot_sets_each_error_beside_its_own_tolerance(table):
-    rows = [row for row in values_of(plots.errors(table, "groupvit")) if row["check"] == "equivalence"]
-    exact = [row for row in values_of(plots.errors(table, "groupvit")) if row["error"] == 0]
-    assert {row["drawn"] for row in exact} == {plots.EXACT}  # a log axis has no place for 0
-    pairs = {(row["measured"], row["tolerance"]) for row in rows}
-    assert pairs == {("relative error", 2e-6), ("relative error float64", 1e-9)}
-
-
-def test_no_plot_without_measurements(run, tmp_path):
-    table = table_of([Record(CASE, Outcome.PASS)], run, tmp_path)
-    assert plots.latency(table, "bert") is None
-    assert plots.errors(table, "bert") is None
-
-
-def test_plots_hold_only_numbers_that_json_has(run, tmp_path):
-    records = [Record(CASE, Outcome.FAIL, measurements={"relative_error": math.inf, "tolerance": 1e-9})]
-    text = json.dumps(plots.errors(table_of(records, run, tmp_path), "bert"), allow_nan=False)
-    assert '"error": null' in text
-
-
-def test_html_escapes_what_records_say(table):
-    page = html_view.document(table)
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-
-
-class Requests(html.parser.HTMLParser):
-    """Collects what a browser would fetch for a page."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.found = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        for name, value in attrs:
-            if name in {"src", "href", "srcset", "data", "action"} and not (value or "").startswith("#"):
-                self.found.append((tag, name, value))
-
-
-def test_html_asks_nothing_of_the_network(table):
-    page = html_view.document(table)
-    assert Requests(page).found == []
-    style = page[page.index("<style>") : page.index("</style>")]
-    assert "url(" not in style
-    assert "@import" not in style
-    assert "default-src 'none'" in page
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
-def test_plots_really_render_in_a_browser(records, run, tmp_path):
-    written(records, run, tmp_path)
-    command = [
-        str(CHROMIUM),
-        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-        *("--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"),
-        (tmp_path / "latest/report.html").as_uri(),
+def test_what_was_not_run_is_no_case_and_is_told_once(run, tmp_path):
+    cases = [dataclasses.replace(CASE, model=name) for name in ("a-b", "c-d", "e-f")]
+    missing = "timm cannot be imported"
+    records = [
+        Record(cases[0], Outcome.PASS),
+        *(Record(case, Outcome.SKIP, "", missing) for case in cases[1:]),
     ]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    page = re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
-    table = store.read_run(tmp_path / "latest")
-    timed, errors = tables.RATIO[0], tables.errors_of(table)
-    assert "This plot cannot be drawn" not in page
-    assert page.count("<svg") == 2 * table["model"].nunique()
+    table = table_of(records, run, tmp_path)
+    assert headline.verdict(table) == "No case of 1 failed"
+    assert headline.not_run(table) == ["2 cases of 2 models not run: timm cannot be imported"]
+    assert markdown.summary(table).count(missing) == 1
+    assert "c-d" not in markdown.summary(table)
+
+
+def timed_records(model, pipeline, ratio, effect, *, exact=True, outcome=Outcome.PASS):
+    check = Check.EQUIVALENCE if exact else Check.ACCURACY
+    measured = {"latency_ratio": ratio, "latency_ratio_low": ratio - 0.01, "latency_ratio_high": ratio + 0.01}
+    case = Case(model, pipeline, "cpu", Check.LATENCY)
+    facts = {"latency_effect": effect}
+    checked = Record(dataclasses.replace(case, check=check), outcome, facts={"grade": "within n ULP"})
+    return [checked, Record(case, Outcome.PASS, measurements=measured, facts=facts)]
+
+
+def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
+    records = [
+        *timed_records("a-b", ("Wrong",), 0.3, "faster", outcome=Outcome.FAIL),
+        *timed_records("a-b", ("Rough",), 0.5, "faster", exact=False),
+        *timed_records("a-b", ("Noise",), 0.6, "none above the A/A floor"),
+        *timed_records("a-b", ("Safe",), 0.7, "faster"),
+        *timed_records("a-b", ("Slower",), 0.8, "faster"),
+        *timed_records("c-d", ("Safe",), 0.7, "none above the A/A floor"),
+    ]
+    found = fastest.fastest(tables.verdicts(table_of(records, run, tmp_path))).set_index("model")
+    assert found.loc["a-b", "fastest safe"] == "Safe"
+    assert found.loc["a-b", "graph = 1"] == "0.700 [0.690, 0.710]"
+    assert found.loc["a-b", "grade"] == "within n ULP"
+    assert found.loc["a-b", "fastest of all"] == "Rough"
+    assert found.loc["c-d", "fastest safe"] == fastest.NONE
+
+
+def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path):
+    written(records, run, tmp_path)
+    assert "Since" not in (tmp_path / "latest/summary.md").read_text()
+    broken = [dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new"), *records[1:]]
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+    written(broken, later, tmp_path)
+    page = (tmp_path / "latest/summary.md").read_text()
+    assert f"## Since {run.id}\n\n1 regressions, 0 other changes." in page
+    part = dataclasses.replace(later, plan=store.plan_of([*(r.case.id for r in records), "more"]))
+    written(
+        records[:1], dataclasses.replace(part, started=later.started + datetime.timedelta(days=1)), tmp_path
+    )
     assert (
-        page.count('aria-roledescription="point"')
-        >= table[timed].notna().sum() + table[errors].notna().sum().sum()
+        f"## Since {later.id}\n\n0 regressions, 1 other changes."
+        in (tmp_path / "latest/summary.md").read_text()
     )
 
 
@@ -468,7 +446,7 @@ def test_tables_are_not_changed_by_views(table):
     pd.testing.assert_frame_equal(table, before)
 
 
-@pytest.mark.parametrize("module", [tables, markdown])
+@pytest.mark.parametrize("module", [headline, markdown, wording])
 def test_the_examples_of_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -134,7 +134,7 @@ def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, 
 
 
 def test_an_empty_history_says_what_to_do(tmp_path):
-    with pytest.raises(store.ReportError, match="pytest validation"):
+    with pytest.raises(store.ReportError, match="fxopt validate"):
         store.history(tmp_path)
 
 
@@ -190,6 +190,44 @@ def test_a_journal_has_every_record_at_once_and_reads_like_a_run(records, run, t
     assert repr(store.read_table(journal.file).to_pylist()) == repr(store.table_of(records, run).to_pylist())
     journal.close(written=True)
     assert not journal.file.exists()
+
+
+def test_a_run_that_was_cut_goes_on_with_the_records_that_it_has(records, run, tmp_path):
+    cut = store.Journal(tmp_path, run)
+    for record in records[:2]:
+        cut.append(record)
+    with cut.file.open("a") as file:
+        file.write('{"case": {"model"')  # the process ended here
+    cut.close(written=False)
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(hours=1))
+    resumed = store.Journal(tmp_path, later, resume=True)
+    assert (resumed.run, list(resumed.earlier.values())) == (run, list(records[:2]))
+    for record in records[2:]:
+        resumed.append(record)
+    assert resumed.file == cut.file
+    assert repr(store.read_table(cut.file).to_pylist()) == repr(store.table_of(records, run).to_pylist())
+    resumed.close(written=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, {"commit": "0000cafe"}),
+        ({"commit": "acf9a7c1-dirty"}, {"commit": "acf9a7c1-dirty"}),
+        ({"commit": ""}, {"commit": ""}),
+        ({}, {"torch": "3.0"}),
+        ({}, {"plan": "another"}),
+    ],
+)
+def test_nothing_is_resumed_that_may_be_of_other_code(records, run, tmp_path, before, now):
+    cut = store.Journal(tmp_path, dataclasses.replace(run, **before))
+    cut.append(records[0])
+    cut.close(written=False)
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(hours=1), **now)
+    fresh = store.Journal(tmp_path, later, resume=True)
+    assert (fresh.run, fresh.earlier) == (later, {})
+    fresh.close(written=True)
+    assert cut.file.exists()
 
 
 def test_a_line_that_was_cut_off_costs_its_record_alone(records, run, tmp_path):

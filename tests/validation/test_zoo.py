@@ -58,9 +58,7 @@ def test_sites_are_those_recorded_in_the_order_of_the_file(tmp_path: Path) -> No
 )
 def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "zoo.sites.yaml").write_text(text)
-    with pytest.raises(
-        ZooError, match=r"zoo\.sites\.yaml: not what `fxopt-validation sites` writes.*\)$"
-    ) as raised:
+    with pytest.raises(ZooError, match=r"zoo\.sites\.yaml: not what `fxopt zoo sites` writes.*\)$") as raised:
         load(tmp_path, GOOD)
     assert len(str(raised.value).splitlines()) == 1
 
@@ -84,7 +82,7 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
         ),
         ("input_ids:", "token_ids:", 7, ["tiny-bert", "inputs.token_ids", "input_ids"]),
         ("[MergeLinears]", "[FuseBiasInLinear, MergeLinear]", 1, ["order.1", "no such pass", "MergeLinears"]),
-        ("tags: [small]", "sites: {MergeLinears: 2}", 8, ["tiny-bert", "sites", "fxopt-validation sites"]),
+        ("tags: [small]", "sites: {MergeLinears: 2}", 8, ["tiny-bert", "sites", "fxopt zoo sites"]),
         ("name: tiny-bert", "name: Tiny Bert", 3, ["Tiny Bert", "name", "pattern"]),
         ("  - name: tiny-bert\n    model", "  - model", 3, ["name", "required"]),
         (

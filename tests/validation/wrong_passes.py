@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt import ReversibleTransformation, Transformation
+from fxopt import FuseBiasInLinear, ReversibleTransformation, Rewriter, Transformation
 
 
 class Parts(nn.Module):
@@ -32,6 +32,13 @@ class Parts(nn.Module):
         hidden = self.clamp(first)
         logits = self.second(torch.relu(self.norm(hidden))) / 7.0 * self.scale
         return {"logits": logits, "states": [hidden, logits + first]}
+
+
+class Deep(nn.Sequential):
+    """Thirteen sites of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__(*(layer for _ in range(13) for layer in (nn.Linear(6, 6), nn.Tanh())))
 
 
 class Remembers(nn.Module):
@@ -283,6 +290,20 @@ EXPORTED: dict[str, Callable[[GraphModule], object]] = {
 def _transposed(gm: GraphModule) -> None:
     weight = gm.first.weight
     gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetsBias(FuseBiasInLinear):
+    """The fusion of biases, which forgets those of some layers."""
+
+    of: tuple[str, ...] = ()
+
+    def apply(self, rewriter: Rewriter, site: Any) -> Node:
+        node = super().apply(rewriter, site)
+        if str(node.target) in self.of:
+            (pad,) = node.all_input_nodes
+            rewriter.set(pad, kwargs={**pad.kwargs, "value": 0.0})
+        return node
 
 
 def _hook(module: nn.Module, args: Any, result: Tensor) -> None:

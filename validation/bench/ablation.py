@@ -20,9 +20,9 @@ from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from .. import store
 from ..report.markdown import pipes
+from ..timing import in_random_order, ratio
 from . import machine
 from .nested import fresh
-from .rounds import in_random_order, speedup
 from .workloads import SMALL, WORKLOADS, Workload, build
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
@@ -69,8 +69,8 @@ def _measured(name: str, workload: Workload, precision: str, seconds: float) -> 
     busy = others.cores()
     cells = {}
     for label in runs:
-        ratio = speedup(times[label], times[ALL])
-        cells[label] = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        worth = ratio(times[label], times[ALL])
+        cells[label] = f"{worth.median:.2f} ({worth.low:.2f} to {worth.high:.2f})"
     column = f"{name}, {1e3 * float(np.median(times[ALL])):.0f} ms" + (
         " (not idle)" if busy > machine.BUSY else ""
     )

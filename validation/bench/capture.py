@@ -14,11 +14,11 @@ from rich.table import Table
 
 import fxopt
 
+from ..timing import of_runs, spread
 from .guard_cost import guard_table
 from .layers import layers_table
 from .memory import memory_table
 from .models import SUBJECTS, Subject
-from .timing import interleaved, ratios, spread
 
 
 def capture(
@@ -56,7 +56,7 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
     for subject in measured:
         for sizes, shapes in (("fixed", None), ("dynamic", subject.free)):
             options: dict[str, Any] = {"args": (), "kwargs": subject.inputs, "dynamic_shapes": shapes}
-            times = interleaved(
+            times = of_runs(
                 [
                     functools.partial(fxopt.trace, subject.model, verify=False, **options),
                     functools.partial(fxopt.trace, subject.model, **options),
@@ -65,7 +65,12 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
                 rounds,
             )
             unverified, _, exported = times
-            table.add_row(subject.name, sizes, *map(spread, times), spread(ratios(unverified, exported)))
+            table.add_row(
+                subject.name,
+                sizes,
+                *map(spread, times),
+                spread([mine / other for mine, other in zip(unverified, exported, strict=True)]),
+            )
     return table
 
 
@@ -77,7 +82,7 @@ def _symbolic_trace(subject: Subject, rounds: int) -> str:
     }
     run = functools.partial(torch.fx.symbolic_trace, subject.model, concrete_args=defaults)
     try:
-        (times,) = interleaved([run], rounds)
+        (times,) = of_runs([run], rounds)
     except Exception as error:  # whatever a model makes of proxies
         return f"fails, {type(error).__name__}: {error}"
     return f"{spread(times)} seconds"

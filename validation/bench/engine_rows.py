@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .engines import EAGER, Prepare, Prepared
+from ..timing import in_random_order, ratio
+from .engines import EAGER, Prepare, Prepared, reason
 from .exactness import exactness, in_float64
-from .isolated import FirstCall, reason
+from .isolated import FirstCall
 from .machine import BUSY, Others, cores_of_others, gemm_peak
 from .nested import fresh, tensors
 from .quiet import quiet
-from .rounds import in_random_order, speedup
 from .workloads import Workload
 
 WARM_UP = 3
@@ -151,13 +151,13 @@ def _of_first_call(call: FirstCall) -> dict[str, float]:
 
 def _of_times(times: list[float], eager: list[float], flops: int, peak: float) -> dict[str, float]:
     """The columns of the times of an engine; `peak` is in operations per second."""
-    ratio, median = speedup(eager, times), statistics.median(times)
+    speedup, median = ratio(eager, times), statistics.median(times)
     return {
         "rounds": len(times),
         "median_ms": 1e3 * median,
-        "speedup": ratio.median,
-        "speedup_low": ratio.low,
-        "speedup_high": ratio.high,
+        "speedup": speedup.median,
+        "speedup_low": speedup.low,
+        "speedup_high": speedup.high,
         "gflops": flops / median / 1e9,
         "gemm_gflops": peak / 1e9,
     }

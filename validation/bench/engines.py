@@ -28,6 +28,16 @@ class Unavailable(Exception):
     """An engine cannot run a model here; the message is the reason that the report gives."""
 
 
+def reason(error: Exception) -> str:
+    """One line that says why an engine is left out."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed (the extra `peers` brings it)"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """An engine that holds a model: `feed` makes its inputs for one run, untimed, and `run` takes these."""

@@ -10,8 +10,8 @@ from rich.table import Table
 
 import fxopt
 
+from ..timing import of_runs
 from .models import bert_base, text_inputs
-from .timing import interleaved
 
 _CHECKS = 100
 
@@ -28,7 +28,7 @@ def guard_table(rounds: int) -> Table:
             guard(**inputs)
 
     with torch.inference_mode():
-        forward, checks = interleaved([lambda: traced(**inputs), check], rounds)
+        forward, checks = of_runs([lambda: traced(**inputs), check], rounds)
     whole, one = statistics.median(forward), statistics.median(checks) / _CHECKS
     table = Table(
         *("forward, ms", "check of the inputs, ms", "share"),

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from .engines import Prepare, Unavailable, engines
+from .engines import Prepare, Unavailable, engines, reason
 from .memory import forget_peak, resident
 from .quiet import quiet
 from .workloads import Workload, build
@@ -74,16 +74,6 @@ def first_call_alone(
         raise Unavailable(found)
     assert isinstance(found, FirstCall)
     return found
-
-
-def reason(error: Exception) -> str:
-    """One line that says why an engine is left out."""
-    if isinstance(error, Unavailable):
-        return str(error)
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed (the extra `peers` brings it)"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _answer(sender: Connection, name: str, small: bool, precision: str, engine: str, threads: int) -> None:

@@ -9,8 +9,8 @@ from rich.table import Table
 
 import fxopt
 
+from ..timing import of_runs
 from .models import llama
-from .timing import interleaved
 
 COUNTS = (12, 24, 48, 96)
 
@@ -23,7 +23,7 @@ def layers_table(rounds: int) -> Table:
     )
     subjects = [llama(count) for count in COUNTS]
     kinds = [
-        interleaved(
+        of_runs(
             [
                 functools.partial(
                     fxopt.trace, s.model, (), s.inputs, dynamic_shapes=s.free if free else None, verify=False

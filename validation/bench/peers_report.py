@@ -10,7 +10,7 @@ import altair as alt
 import pandas as pd
 
 from ..report.markdown import escape, page, pipes
-from ..report.tables import ABSENT
+from ..report.wording import ABSENT
 from .engine_rows import Row
 from .engines import AGAIN, EAGER
 from .machine import BUSY

@@ -18,8 +18,8 @@ from fxopt.passes import available
 from fxopt.rewriting.rewrite import Rewrite
 from fxopt.submodules import sharing_copy
 
+from ..timing import of_runs, spread
 from .models import bert_base
-from .timing import interleaved, spread
 
 
 def verification(
@@ -60,7 +60,7 @@ def _runs(pass_: Rewrite[Any], traced: GraphModule, run: Any, rounds: int) -> li
 
     copies = [sharing_copy(traced) for _ in range(2 * (rounds + 1))]
     with torch.no_grad():
-        once, plain, verified = interleaved(
+        once, plain, verified = of_runs(
             [run, functools.partial(apply, False), functools.partial(apply, True)], rounds, time.process_time
         )
     return [

@@ -39,7 +39,7 @@ def _wrong_count(subject: Subject, pipeline: tuple[str, ...], rewritten: Rewritt
     refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
     return (
         f"{pipeline[0]} rewrites {found} sites in {model}, {recorded} are recorded{refused}. If it is right now, "
-        f"`fxopt-validation sites --model {model}` records it anew (for a zoo of your own, with --zoo)"
+        f"`fxopt zoo sites --model {model}` records it anew (for a zoo of your own, with --zoo)"
     )
 
 

@@ -1,42 +1,110 @@
-"""Latency: the captured graph and its rewritten copy, timed turn by turn so that both meet the same weather."""
+"""Latency: a model, its graph, what each pipeline makes of it and other engines, all in one random interleaving."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
-import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..records import Finding, Outcome
-from ..subject import Subject
+from fxopt.submodules import sharing_copy
 
-WARM_UP = 3
-FEWEST, MOST = 11, 51
-SECONDS = 1.0
-"""Pairs of runs are timed until this much time is used, but at least `FEWEST` and at most `MOST`."""
+from ..bench import engines
+from ..bench.engines import Unavailable, reason
+from ..bench.quiet import quiet
+from ..plan import checks, members, pipelines
+from ..records import Check, Finding, Outcome
+from ..rewritten import differ
+from ..subject import Subject
+from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
+
+FEWEST = 7
+SECONDS = 8.0
+"""Rounds of one model go on until each interval is `NARROW`, or for these seconds, but there are at least `FEWEST`."""
+
+NARROW = 0.02
+SHORT = 0.02
+"""A run of fewer seconds is timed after one that is not: that brings its weights back into the caches."""
+
+EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
+"""The arms that every model has. The last is a copy of the graph that shares its weights, as rewritten graphs do: the A/A
+arm, which shows by how much two arms seem apart that are the same.
+"""
+ENGINES = {"torch.compile": "compiled", "onnxruntime": "onnxruntime"}
+"""Other engines, and the functions of `bench.engines` that make a model ready for them."""
+
+EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What came of the arms of one model.
+
+    Attributes:
+        times: the seconds of each round, by the name of the arm.
+        threads: how many each run had.
+        memory: the peak of the tensors that a run allocates, in MB, by the name of the arm.
+        failed: the stage in which an arm failed, and the error, by the name of the arm.
+    """
+
+    times: Times
+    threads: int
+    memory: Mapping[str, float]
+    failed: Mapping[str, tuple[str, str]]
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """The least effect that can be told."""
+        return floor_of(ratio(self.times[AGAIN], self.times[CAPTURED]))
+
+    def beside(self, arm: str, other: str) -> Ratio:
+        """The time of an arm by that of another one in the same round."""
+        return ratio(self.times[arm], self.times[other])
+
+    @functools.cached_property
+    def stopped(self) -> str:
+        """Why there were no more rounds."""
+        return f"intervals below {NARROW:.0%}" if narrow(self.times) else f"budget of {SECONDS:g} s spent"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Median times, and the median of the paired ratios with its 95 % bootstrap confidence interval."""
-    dtype = subject.dtypes[0]
-    rewritten = subject.rewritten(pipeline, dtype)
-    if not sum(rewritten.sites):
+    """What the arm of a pipeline took beside the graph and the model; without a pipeline, the graph beside the model.
+
+    All arms of a model are timed for its first case, so that each is in the same rounds as all others.
+    """
+    measured = _measured(subject)
+    arm = "+".join(pipeline) or CAPTURED
+    if arm in measured.failed:
+        stage, error = measured.failed[arm]
+        subject.enter(stage)
+        return Finding(Outcome.ERROR, error)
+    if arm not in measured.times:
         return Finding(Outcome.NO_OP, "nothing to rewrite")
-    traced = subject.traced(dtype)
-    inputs = subject.inputs(dtype)
-    threads = timing_threads()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with subject.entering("time"), torch.no_grad():
-            pairs = time_pairs(
-                lambda: traced(**inputs), lambda: rewritten.module(**inputs), synchronise(subject.device)
-            )
-    finally:
-        torch.set_num_threads(before)
-    return Finding(measurements={**summarise(pairs), "timing_threads": threads})
+    baseline = CAPTURED if pipeline else EAGER
+    found = measured.beside(arm, baseline)
+    subject.facts |= {
+        "latency_effect": EFFECTS[found.effect(measured.floor)],
+        "latency_stopped": measured.stopped,
+    }
+    values = {
+        "latency_transformed_ms": 1e3 * float(np.median(measured.times[arm])),
+        "latency_transformed_p90_ms": 1e3 * float(np.quantile(measured.times[arm], 0.9)),
+        "latency_baseline_ms": 1e3 * float(np.median(measured.times[baseline])),
+        "latency_baseline_p90_ms": 1e3 * float(np.quantile(measured.times[baseline], 0.9)),
+        "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
+        **_interval("latency_ratio", found),
+        **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
+        "latency_floor": measured.floor,
+        "latency_pairs": len(measured.times[arm]),
+        "timing_threads": measured.threads,
+        "memory_peak_mb": measured.memory[arm],
+    }
+    return Finding(measurements=values if pipeline else values | _engines(subject, measured))
 
 
 def timing_threads() -> int:
@@ -52,46 +120,134 @@ def synchronise(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 
 
-def time_pairs(
-    baseline: Callable[[], object], transformed: Callable[[], object], wait: Callable[[], None]
-) -> np.ndarray:
-    """Seconds of each run, [pairs, 2]: the order within a pair alternates."""
+def narrow(times: Times) -> bool:
+    """True if the interval of each arm beside the graph is narrow enough."""
+    return all(ratio(seconds, times[CAPTURED]).width < NARROW for seconds in times.values())
 
-    def seconds(run: Callable[[], object]) -> float:
-        wait()
-        start = time.perf_counter()
+
+def peak_mb(run: Callable[[], object], device: str) -> float:
+    """The peak of the tensors that a run allocates, beside what was there before, in MB."""
+    if device.startswith("cuda"):
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run()
-        wait()
-        return time.perf_counter() - start
-
-    for _ in range(WARM_UP):
-        seconds(baseline), seconds(transformed)
-    pairs: list[tuple[float, float]] = []
-    end = time.perf_counter() + SECONDS
-    while len(pairs) < FEWEST or (len(pairs) < MOST and time.perf_counter() < end):
-        if len(pairs) % 2:
-            second = seconds(transformed)
-            pairs.append((seconds(baseline), second))
-        else:
-            first = seconds(baseline)
-            pairs.append((first, seconds(transformed)))
-    return np.array(pairs)
+        torch.cuda.synchronize(device)
+        return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    kineto: Any = profile.profiler
+    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(0.0, float(np.max(np.cumsum(sizes), initial=0))) / 1e6
 
 
-def summarise(pairs: np.ndarray) -> dict[str, float | int]:
-    """What the report shows of timed pairs: medians in milliseconds, the ratio transformed / baseline."""
-    import scipy.stats  # only here: it takes a second, and each worker would wait for it
+_MEASURED: weakref.WeakKeyDictionary[Subject, Measured] = weakref.WeakKeyDictionary()
 
-    ratios = pairs[:, 1] / pairs[:, 0]
-    interval = scipy.stats.bootstrap(
-        (ratios,), np.median, n_resamples=2000, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    baseline, transformed = np.median(pairs, axis=0) * 1e3
+
+def _measured(subject: Subject) -> Measured:
+    if subject not in _MEASURED:
+        _MEASURED[subject] = measure(subject)
+    return _MEASURED[subject]
+
+
+def measure(subject: Subject) -> Measured:
+    """Make every arm of a model ready, and time them turn by turn; an arm that fails is left out with its error."""
+    threads, before = timing_threads(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    wait = synchronise(subject.device)
+    runs: dict[str, Callable[[], object]] = {}
+    memory: dict[str, float] = {}
+    failed: dict[str, tuple[str, str]] = {}
+    try:
+        with torch.no_grad():
+            for arm, make in _arms(subject, threads).items():
+                stage = subject.stage
+                try:
+                    subject.enter("prepare")
+                    run = make()
+                    if run is not None:
+                        subject.enter(f"time {arm}")
+                        run()
+                        runs[arm], memory[arm] = run, peak_mb(run, subject.device)
+                except Exception as error:  # whatever a pass or an engine makes of a model
+                    if arm in (EAGER, CAPTURED, AGAIN) or isinstance(
+                        error, MemoryError | torch.OutOfMemoryError
+                    ):
+                        raise
+                    failed[arm] = subject.stage, reason(error)
+                subject.enter(stage)
+            with subject.entering("time"):
+                turns = {arm: _turn(run, wait) for arm, run in runs.items()}
+                times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow)
+    finally:
+        torch.set_num_threads(before)
+    return Measured(times, threads, memory, failed)
+
+
+def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[], object] | None]]:
+    """What makes the run of each arm; `None` comes of a pipeline that finds nothing to rewrite."""
+    dtype = subject.dtypes[0]
+    inputs = subject.inputs(dtype)
+
+    def of(module: torch.nn.Module) -> Callable[[], object]:
+        return lambda: module(**inputs)
+
+    def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
+        module = sharing_copy(subject.traced(dtype))
+        for name in members(subject.entry, pipeline, subject.passes):
+            subject.enter("transform")
+            module = subject.passes[name](module)
+        return of(module) if differ(subject.traced(dtype), module) else None
+
+    def engine(name: str) -> Callable[[], object]:
+        if subject.device != "cpu":
+            raise Unavailable("it runs on the CPU alone here")
+        with quiet():
+            prepared = getattr(engines, ENGINES[name])(subject.model(dtype), inputs, threads)
+        feed = prepared.feed(inputs)
+        return lambda: prepared.run(feed)
+
+    timed = [
+        pipeline
+        for pipeline in pipelines(subject.entry, subject.passes)
+        if Check.LATENCY in checks(subject.entry, pipeline, subject.passes)
+    ]
     return {
-        "latency_baseline_ms": float(baseline),
-        "latency_transformed_ms": float(transformed),
-        "latency_ratio": float(np.median(ratios)),
-        "latency_ratio_low": float(interval.low),
-        "latency_ratio_high": float(interval.high),
-        "latency_pairs": len(pairs),
+        EAGER: lambda: of(subject.model(dtype)),
+        CAPTURED: lambda: of(subject.traced(dtype)),
+        AGAIN: lambda: of(sharing_copy(subject.traced(dtype))),
+        **{"+".join(pipeline): functools.partial(rewritten, pipeline) for pipeline in timed},
+        **{name: functools.partial(engine, name) for name in subject.entry.engines},
     }
+
+
+def _turn(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[], float]:
+    short = seconds_of(run, wait) < SHORT
+
+    def turn() -> float:
+        if short:
+            run()
+        return seconds_of(run, wait)
+
+    return turn
+
+
+def _interval(name: str, found: Ratio) -> dict[str, float]:
+    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def _engines(subject: Subject, measured: Measured) -> dict[str, float]:
+    """What the other engines took beside the model; what is left out becomes a fact, with the reason."""
+    left_out = [f"{name}: {measured.failed[name][1]}" for name in ENGINES if name in measured.failed]
+    if left_out:
+        subject.facts["engines_left_out"] = "; ".join(left_out)
+    values: dict[str, float] = {}
+    for name in ENGINES:
+        if name in measured.times:
+            column = name.replace(".", "_")
+            values[f"latency_{column}_ms"] = 1e3 * float(np.median(measured.times[name]))
+            values |= _interval(f"latency_ratio_{column}", measured.beside(name, EAGER))
+    return values

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .. import store
-from . import architectures, changes, html, markdown
+from . import architectures, changes, headline, html, markdown
+from .since import earlier, since
 from .terminal import terminal_summary
 
 __all__ = ["Written", "changes", "terminal_summary", "write_run", "write_views"]
@@ -56,25 +57,29 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
                 earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
             table = store.merge([earlier, table])
     written.files += written.attempt(lambda: store.write_table(table, latest), latest) or []
-    views = write_views(table.to_pandas(), latest)
+    views = write_views(table.to_pandas(), latest, directory / "history")
     return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems])
 
 
-def write_views(table: pd.DataFrame, directory: Path) -> Written:
+def write_views(table: pd.DataFrame, directory: Path, history: Path | None = None) -> Written:
     """Writes every Markdown and HTML view of a run (a table of `store.read_run`), each by itself.
 
-    One that cannot be made is deleted, for it would show another run.
+    They say what changed since the last run before it in `history`; that is where it is beside `directory`, if it is not
+    given. A view that cannot be made is deleted, for it would show another run.
     """
+    written = Written()
+    history = history or directory.parent / "history"
+    runs = written.attempt(lambda: earlier(table, history), history) or []
+    changed = written.attempt(lambda: since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
     pages = directory / "compatibility"
     if architectures.is_sweep(table):
         views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
-        views[directory / "summary.md"] = functools.partial(markdown.summary, table)
-        views[directory / "report.html"] = functools.partial(html.document, table)
-        for model, stem in markdown.file_stems(table["model"].unique()).items():
+        views[directory / "summary.md"] = functools.partial(markdown.summary, table, changed)
+        views[directory / "report.html"] = functools.partial(html.document, table, runs, changed)
+        for model, stem in markdown.file_stems(headline.ran(table)["model"].unique()).items():
             views[pages / f"{stem}.md"] = functools.partial(markdown.compatibility, table, model)
-    written = Written()
     for file in {*pages.glob("*.md"), *views}:
         view = views.get(file)
         if view and written.attempt(functools.partial(_write, file, view), file):

@@ -7,9 +7,15 @@ import math
 import pandas as pd
 
 from ..records import WORST_FIRST, Check, Outcome
+from ..sweep import SOURCE
 
 NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds", "peer_work_seconds")
 FACTS = ("captured", "refusal", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
+
+
+def is_sweep(table: pd.DataFrame) -> bool:
+    """Tell whether the run was a sweep."""
+    return SOURCE in table and bool(table[SOURCE].fillna("").ne("").any())
 
 
 def by_architecture(table: pd.DataFrame) -> pd.DataFrame:

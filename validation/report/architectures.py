@@ -6,10 +6,12 @@ import pandas as pd
 
 from ..capturing import DEFAULT, SPECIALIZE
 from ..records import Outcome
-from ..sweep import FIXED, FREE, NONE, SOURCE
-from . import tables
-from .architecture_rows import NUMBERS, by_architecture
+from ..sweep import FIXED, FREE, NONE
+from . import tables, wording
+from .architecture_rows import NUMBERS, by_architecture, is_sweep
 from .markdown import page, pipes
+
+__all__ = ["document", "is_sweep", "summary"]
 
 INTRODUCTION = """\
 Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \
@@ -25,11 +27,6 @@ the sizes of the capture. Times are of the processor."""
 LINE = """\
 Under the name of a pass are the sites that it rewrote; each was compared, and undone where it can be. `stage` is \
 where the architecture failed; a dash says that it did not."""
-
-
-def is_sweep(table: pd.DataFrame) -> bool:
-    """Tell whether the run was a sweep."""
-    return SOURCE in table and bool(table[SOURCE].fillna("").ne("").any())
 
 
 def document(table: pd.DataFrame) -> str:
@@ -88,12 +85,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
-    view = rows[["architecture", "stage"]].replace("", tables.ABSENT)
+    view = rows[["architecture", "stage"]].replace("", wording.ABSENT)
     for name in (*NUMBERS[:3], *sites, *NUMBERS[3:5]):
-        view[tables.heading(name).removeprefix("sites ")] = [
-            tables.shown(name, value) for value in rows[name]
+        view[wording.heading(name).removeprefix("sites ")] = [
+            wording.shown(name, value) for value in rows[name]
         ]
-    return view.assign(peer=rows["peer"].replace("", tables.ABSENT))
+    return view.assign(peer=rows["peer"].replace("", wording.ABSENT))
 
 
 def _section(title: str, rows: pd.DataFrame, text: str = "") -> list[str]:

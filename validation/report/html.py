@@ -1,74 +1,30 @@
-"""The HTML report: one file with its plots and scripts inside, which asks nothing of the network."""
+"""The HTML report: one file with its data, style and script inside, which asks nothing of the network."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from pathlib import Path
 
-import altair as alt
 import jinja2
 import pandas as pd
-import vl_convert
 
-from ..records import FAILING, Outcome
-from . import plots, tables
+from . import data, tables
+from .since import Since
 
-EXPORT = "window.vegaEmbed = vegaEmbed;"
-
-
-def document(table: pd.DataFrame) -> str:
-    """The report of a run as one HTML document."""
-    verdict = tables.verdicts(table)
-    composed = verdict["pipeline"].str.contains("+", regex=False)
-    models = sorted(table["model"].unique())
-    counted = table["outcome"].value_counts()
-    return _template().render(
-        conditions=tables.conditions(table),
-        total=len(table),
-        failed=int(table["outcome"].isin(FAILING).sum()),
-        counted=[(outcome, int(counted[outcome])) for outcome in Outcome if outcome in counted],
-        problems=tables.problems(table),
-        matrix=tables.matrix(verdict[~composed]),
-        compositions=tables.matrix(verdict[composed]) if composed.any() else None,
-        counts=tables.counts(table),
-        excuses=tables.excuses(table),
-        accuracy=tables.accuracy(table),
-        refusals=tables.refusals(table),
-        models=[
-            {
-                "name": model,
-                "compatibility": tables.compatibility(table, model),
-                "checks": tables.checks(table, model),
-                "measurements": tables.measurements(table[table["model"] == model]),
-                "latency": plots.latency(table, model),
-                "errors": plots.errors(table, model),
-            }
-            for model in models
-        ],
-        outcomes={str(outcome) for outcome in Outcome},
-        failing={str(outcome) for outcome in FAILING},
-        vega=_vega(),
-    )
+TEMPLATES = Path(__file__).parent / "templates"
 
 
-def _template() -> jinja2.Template:
+def document(table: pd.DataFrame, runs: list[pd.DataFrame] | None = None, since: Since | None = None) -> str:
+    """The report of a run, with the runs before it, as one HTML document."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.tests["number"] = _is_number
-    return environment.get_template("report.html")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-@functools.cache
-def _vega() -> str:
-    """The Vega libraries as one script, in the version that altair writes for."""
-    version = alt.SCHEMA_VERSION.lstrip("v").rsplit(".", 1)[0]
-    return vl_convert.javascript_bundle(snippet=EXPORT, vl_version=version)
+    return environment.get_template("report.html").render(
+        run=tables.conditions(table)["run"],
+        data=data.packed(table, runs or [], since),
+        style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        script="\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("rows.js", "report.js")),
+    )

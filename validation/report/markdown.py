@@ -8,21 +8,25 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..records import FAILING, Outcome
-from ..store import missing
+from ..records import FAILING, Check, Outcome
+from . import headline as headlines
 from . import tables
+from .fastest import fastest
+from .since import Since
+from .since import headline as changes_headline
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
 
 
-def summary(table: pd.DataFrame) -> str:
-    """The whole run on one page: verdicts first, then failures, the matrix, and why sites were refused."""
-    verdict = tables.verdicts(table)
+def summary(table: pd.DataFrame, since: Since | None = None) -> str:
+    """The whole run on one page: what failed and what changed, the fastest pipelines, the matrix, refused sites."""
+    ran = headlines.ran(table)
+    verdict = tables.verdicts(ran)
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
     composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
-    accuracy = tables.accuracy(table)
-    stems = file_stems(table["model"].unique())
+    accuracy = tables.accuracy(ran)
+    stems = file_stems(ran["model"].unique())
     pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
     return page(
         "# Validation",
@@ -30,18 +34,23 @@ def summary(table: pd.DataFrame) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
+        AGAIN if table["outcome"].isin(FAILING).any() else "",
+        *_since(since),
+        "## Fastest pipeline of each model",
+        FASTEST,
+        pipes(fastest(verdict)) or "Nothing was timed.",
         "## Verdicts",
         LEGEND,
-        pipes(tables.matrix(single)),
+        pipes(tables.matrix(single)) or "None.",
         "## Compositions" if len(composed) else "",
         pipes(tables.matrix(composed)) if len(composed) else "",
-        "## Latency, transformed / original, with 95 % intervals",
+        "## Latency, by that of the graph, with 95 % intervals",
         pipes(tables.speed(table)) or "Nothing was timed.",
         "## Accuracy" if len(accuracy) else "",
         pipes(accuracy),
         "## Cases by outcome",
-        pipes(tables.counts(table)),
-        "## Skipped, or failed as expected",
+        pipes(tables.counts(ran)) or "None.",
+        "## Failed as expected",
         pipes(tables.excuses(table)) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(table)) or "No site was refused.",
@@ -65,27 +74,47 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
-        "## Measurements",
-        pipes(tables.measurements(own)) or "None.",
+        *(block for check in Check for block in _measurements(own[own["check"] == check], check)),
     )
 
 
+AGAIN = (
+    "`pytest 'validation/test_cases.py::test_case[CASE]'` runs one of them again, and `python repro/CASE.py`, beside this "
+    "file, shows it without the harness. Both end with 0 when it is right."
+)
+
+
+def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
+    """What one check measured: each check has numbers of its own, and all of them in one table are too wide to read."""
+    measured = tables.measurements(rows)
+    same = [name for name in ("model", "device", "check", "dtype") if measured[name].nunique() <= 1]
+    return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
+
+
+def _since(since: Since | None) -> list[str]:
+    if since is None:
+        return []
+    worse = since.changes[since.changes["regression"]].drop(columns="regression")
+    return [f"## Since {since.run}", f"{changes_headline(since.changes)}.", pipes(worse.head(50))]
+
+
+FASTEST = (
+    "Safe is a pipeline that preserves the computation and whose checks all passed. Times are by that of the graph as "
+    "captured, with 95 % intervals, and by that of the model run eagerly; what is not beyond the A/A floor is no effect."
+)
+
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
-    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `skip` was not run. "
+    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does. "
     "A dash: not planned, or nothing to measure."
 )
 
 
 def headline(table: pd.DataFrame) -> str:
-    """One sentence: how many cases there are, and how they ended."""
-    counted = table["outcome"].value_counts()
-    failed = int(table["outcome"].isin(FAILING).sum())
-    ends = ", ".join(f"{count:,} {outcome}" for outcome, count in counted.items())
-    part = f" Partial: {missing(table):,} planned cases were not run." if missing(table) else ""
-    return (
-        f"**{f'{failed:,} of {len(table):,} cases failed' if failed else 'No case failed'}**: {ends}.{part}"
-    )
+    """How many cases failed and how the others ended, and what was not run."""
+    ends = ", ".join(f"{count:,} {outcome}" for outcome, count in headlines.ends(table).items())
+    first = f"**{headlines.verdict(table)}**{': ' if ends else ''}{ends}."
+    return "\n\n".join([first, *(f"{escape(sentence)}." for sentence in headlines.not_run(table))])
 
 
 def escape(text: object) -> str:

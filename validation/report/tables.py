@@ -2,98 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 import pandas as pd
 
-from ..metric import UNITS, metric_of, unit_of
 from ..records import FAILING, WORST_FIRST, Check, Outcome
-from ..store import measurements_of, missing
-
-ABSENT = "-"
-NO_PASS = "(no pass)"
-RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
-
-# How measurements are called in headings; other names are spelled out, with their unit.
-HEADINGS = {
-    "latency_ratio": "latency, transformed / original",
-    "sites": "sites rewritten",
-    "refused": "sites refused",
-}
-
-
-def heading(name: str) -> str:
-    """The heading of a measurement, with its unit.
-
-    Example:
-        >>> heading("latency_baseline_ms")
-        'latency baseline (ms)'
-    """
-    if name in HEADINGS:
-        return HEADINGS[name]
-    first, *words = name.split("_")
-    unit = unit_of(name)
-    text = " ".join([first, *(word for word in words if UNITS.get(word) != unit)])
-    return f"{text} ({unit})" if unit else text
-
-
-def shown(name: str, value: float) -> str:
-    """A measurement as text: counts in full, errors with their magnitude, the rest to a few digits.
-
-    Example:
-        >>> shown("parameters_after", 109482240.0), shown("relative_error", 3.16e-7), shown("latency_ms", 98.765)
-        ('109,482,240', '3.2e-07', '98.77')
-    """
-    if math.isnan(value):
-        return ABSENT
-    if value == 0 or (float(value).is_integer() and not is_error(name)):
-        return f"{value:,.0f}"
-    if is_error(name) or is_limit(name):
-        return f"{value:.1e}"
-    return f"{value:.6g}" if is_share(name) else f"{value:.4g}"
-
-
-def is_error(name: str) -> bool:
-    """Tell whether a measurement is an error: smaller is better, and magnitudes matter."""
-    return metric_of(name).kind == "error"
-
-
-def is_share(name: str) -> bool:
-    """Tell whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
-    return metric_of(name).kind == "accuracy"
-
-
-def is_limit(name: str) -> bool:
-    """Tell whether a measurement is what an error is held against."""
-    return metric_of(name).kind == "limit"
-
-
-def limit_of(name: str) -> str:
-    """The name of what an error is held against, or empty.
-
-    Example:
-        >>> limit_of("relative_error_float64"), limit_of("max_abs_error")
-        ('tolerance_float64', '')
-    """
-    return name.replace("relative_error", "tolerance") if "relative_error" in name else ""
+from ..store import COLUMNS, measurements_of, missing
+from .wording import ABSENT, heading, is_error, is_share, limit_of, pipeline_label, ratio, shown, with_limit
 
 
 def errors_of(table: pd.DataFrame) -> list[str]:
     """The errors to look at first: those that are held against a limit; all of them when none is."""
     names = [name for name in measurements_of(table) if is_error(name) and table[name].notna().any()]
     return [name for name in names if limit_of(name) in table.columns] or names
-
-
-def worst(outcomes: Iterable[str]) -> str:
-    """What several outcomes come to together; empty for none.
-
-    Example:
-        >>> worst(["pass", "skip", "fail"]), worst(["pass", "no-op"])
-        ('fail', 'no-op')
-    """
-    present = set(outcomes)
-    return next((str(outcome) for outcome in WORST_FIRST if outcome in present), "")
 
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
@@ -142,26 +61,34 @@ def problems(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def excuses(table: pd.DataFrame) -> pd.DataFrame:
-    """Why cases were skipped or failed as expected: one row a reason, with how many cases and one of them."""
-    excused = table[table["outcome"].isin([Outcome.SKIP, Outcome.EXPECTED])]
-    grouped = excused.groupby(["outcome", "reason"])["id"].agg(["count", "first"]).reset_index()
+    """Why cases failed as expected: one row a reason, with how many cases and one of them."""
+    excused = table[table["outcome"] == Outcome.EXPECTED]
+    grouped = excused.groupby("reason")["id"].agg(["count", "first"]).reset_index()
     grouped = grouped.sort_values("count", ascending=False, ignore_index=True)
     return grouped.rename(columns={"count": "cases", "first": "for example"})
 
 
 def verdicts(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a model, device and pipeline: the verdict over all checks, and every measurement.
+    """One row a model, device and pipeline: the verdict over all checks, every measurement and fact.
 
     Where several checks measure the same thing, errors are the largest and all else is the first.
     """
     measured = measurements_of(table)
-    how = {name: "max" if is_error(name) else "first" for name in measured}
-    groups = table.groupby(["model", "device", "pipeline"], sort=False)
-    merged = groups.agg({"outcome": worst, "reason": _distinct, **how}).rename(columns={"outcome": "verdict"})
-    by_check = table.pivot_table(
-        index=["model", "device", "pipeline"], columns="check", values="outcome", aggfunc=worst
-    )
-    return _ordered(merged.join(by_check.rename_axis(columns=None)).reset_index())
+    facts = [str(name) for name in table.columns if name not in COLUMNS and name not in measured]
+    how = {name: "max" if is_error(name) else "first" for name in [*measured, *facts]}
+    key = ["model", "device", "pipeline"]
+    ranked = table.assign(rank=table["outcome"].map({str(o): rank for rank, o in enumerate(WORST_FIRST)}))
+    merged = ranked.groupby(key, sort=False).agg({"rank": "min", **how})
+    merged.insert(0, "verdict", _outcomes(merged.pop("rank")))
+    said = table[table["reason"] != ""].groupby(key)["reason"].agg(_distinct)
+    merged.insert(1, "reason", said.reindex(merged.index).fillna(""))
+    by_check = ranked.groupby([*key, "check"])["rank"].min().unstack("check").rename_axis(columns=None)
+    return _ordered(merged.join(by_check.apply(_outcomes)).reset_index())
+
+
+def _outcomes(ranks: pd.Series) -> pd.Series:
+    """Ranks in the order of badness as words; what is missing stays so."""
+    return ranks.map(dict(enumerate(map(str, WORST_FIRST))))
 
 
 def matrix(verdict: pd.DataFrame) -> pd.DataFrame:
@@ -184,7 +111,7 @@ def compatibility(table: pd.DataFrame, model: str) -> pd.DataFrame:
         if name in measured:
             view[heading(name)] = [shown(name, value) for value in rows[name]]
     for name in errors_of(rows):
-        view[f"{heading(name)} (limit)"] = [_with_limit(row, name) for _, row in rows.iterrows()]
+        view[f"{heading(name)} (limit)"] = [with_limit(row, name) for _, row in rows.iterrows()]
     for name in filter(is_share, measured):
         view[heading(name)] = [shown(name, value) for value in rows[name]]
     if "latency_ratio" in measured:
@@ -243,24 +170,6 @@ def refusals(table: pd.DataFrame) -> pd.DataFrame:
     return sites.sort_values(["pass", "sites"], ascending=[True, False], ignore_index=True)
 
 
-def ratio(row: pd.Series) -> str:
-    """A latency ratio with its interval: `0.912 [0.903, 0.921]`."""
-    value, low, high = (float(row.get(name, math.nan)) for name in RATIO)
-    if math.isnan(value):
-        return ABSENT
-    return f"{value:.3f}" if math.isnan(low) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def pipeline_label(pipeline: str) -> str:
-    """A pipeline as text.
-
-    Example:
-        >>> pipeline_label("MergeLinears+FuseBiasInLinear"), pipeline_label("")
-        ('MergeLinears → FuseBiasInLinear', '(no pass)')
-    """
-    return pipeline.replace("+", " → ") or NO_PASS
-
-
 def _crossed(rows: pd.DataFrame, values: str) -> pd.DataFrame:
     rows = _ordered(rows)
     several = rows["device"].nunique() > 1
@@ -269,12 +178,6 @@ def _crossed(rows: pd.DataFrame, values: str) -> pd.DataFrame:
     words = words.reindex(rows["pipeline"].unique()).fillna(ABSENT)
     words.index = words.index.map(pipeline_label)
     return words.rename_axis(index="passes", columns=None).reset_index()
-
-
-def _with_limit(row: pd.Series, name: str) -> str:
-    limit = float(row.get(limit_of(name), math.nan))
-    text = shown(name, row[name])
-    return text if math.isnan(limit) else f"{text} ({shown(limit_of(name), limit)})"
 
 
 def _some(ids: pd.Series[str], most: int = 3) -> str:

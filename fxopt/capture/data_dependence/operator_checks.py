@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.nodes.source_location import is_model_code
+from fxopt.capture.nodes.source_location import is_model_code, makes_calls
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class OperatorChecks:
             self._asked = question
             raise AskedInCallError
 
+    @makes_calls
     def result_of(self, call: functools.partial[T]) -> T:
         """What a call gives."""
         self._left_open = set()

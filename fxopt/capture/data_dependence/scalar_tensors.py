@@ -29,6 +29,8 @@ _TAKES_SIZES = {
 # What reads sizes that are tensors without a word, so that no node would make their numbers.
 _READS_SIZES = {"pad", "interpolate", "repeat"}
 _INTEGERS = (int, torch.SymInt)
+# The calls that may be `given_as_numbers`.
+TAKES_SIZES = {"arange", *_TAKES_SIZES, *_READS_SIZES}
 
 
 @dataclasses.dataclass

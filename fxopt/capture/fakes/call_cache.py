@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -153,18 +153,18 @@ class CachedCall:
         self._results[self._key] = _with_sizes(known, lambda size: self._shape_env.symbolic(size, int))
         return True
 
-    def remember(self, result: Any, questions: Mapping[Any, bool]) -> None:
+    def remember(self, result: Any) -> None:
         """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
 
         Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
-        if it asked no `questions` about sizes of 1, and from what was known of its sizes answered all others.
+        if what was known of its sizes answered all that it asked about them.
         """
         unchanged = self._versions == [tensor._version for tensor in self._inputs]
         unchanged = unchanged and self._drawn == self._fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(_UncertainError):
                 known = self._results[self._key] = self._known(result, {})
-                if not questions and self._state == self._shape_env.state:
+                if self._state == self._shape_env.state:
                     self._keep(known)
 
     def _keep(self, known: Any) -> None:

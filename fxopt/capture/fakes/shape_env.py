@@ -94,6 +94,7 @@ class CaptureShapeEnv(ShapeEnv):
             and isinstance(orig_expr, sympy.Rel)
             and len(orig_expr.free_symbols) == 1
             and not free_unbacked_symbols(orig_expr)  # no size of an input
+            and not self._suppress_guards_tls()
         ):
             with self.suppress_guards():
                 answer = super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -109,8 +110,9 @@ class CaptureShapeEnv(ShapeEnv):
 
     @property
     def state(self) -> tuple[int, ...]:
-        """What differs once more is known of sizes, or a question was asked that only data can answer."""
-        return self._version_counter, len(self.var_to_range), self._open_questions
+        """What differs once more is known of sizes, or a question was asked that only data or `settle_at_one` can answer."""
+        open_at_one = len(self._questions or ())
+        return self._version_counter, len(self.var_to_range), self._open_questions, open_at_one
 
     def facts(self, symbols: Collection[Any]) -> tuple[frozenset[Any], set[Any]]:
         """All that is known of some symbols and of those to which that relates them, and these symbols."""

@@ -148,7 +148,8 @@ class GraphWriter:
     def _construct(self, value: Any) -> torch.fx.Node:
         """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
         fields = [field for field in dataclasses.fields(value) if field.init]
-        extra = set(value if isinstance(value, dict) else value.__dict__) - {field.name for field in fields}
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})  # it may have slots
+        extra = set(held) - {field.name for field in fields}
         if extra:
             raise TraceError(
                 f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. "

@@ -8,16 +8,21 @@ import itertools
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
 _FXOPT = sys.modules["fxopt"].__path__[0] + os.sep
 # The function that runs the model's forward: below it on the stack, frames belong to the caller.
 RUN_FORWARD = "_run_forward"
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MAKES_CALLS: set[CodeType] = set()
 
 
 def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -> str:
@@ -48,6 +53,17 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_model_code(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def makes_calls(function: F) -> F:
+    """Mark a function of the capture that makes the model's calls: what a function of torch in C raises comes from there."""
+    _MAKES_CALLS.add(function.__code__)
+    return function
+
+
+def is_own_code(code: CodeType) -> bool:
+    """Tell whether what this code of the capture raises is a bug of the capture."""
+    return code.co_filename.startswith(_CAPTURE) and code not in _MAKES_CALLS
 
 
 class RunningCode:

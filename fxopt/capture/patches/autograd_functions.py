@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.recording.recorder import Recorder, contains
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.tensor_data import contains
 from fxopt.capture.runtime import modes
 
 _APPLY: Any = torch.autograd.function.Function.__dict__["apply"].__func__

@@ -8,7 +8,9 @@ import torch
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.squeeze import squeeze_with_guard, unbind_with_guard
 from fxopt.capture.runtime import modes
 from fxopt.effects import is_write
@@ -38,13 +40,14 @@ class DispatchRecorder(TorchDispatchMode):
             )
             self._switched = node
 
+    @makes_calls
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
         result: Any = None
         if operator.overloadpacket is aten.squeeze:
-            result = squeeze_with_guard(self._select, self._squeeze, *args, **kwargs)
+            result = squeeze_with_guard(self._call, is_backed, *args, **kwargs)
             if result is not None:
                 return result
         if operator.overloadpacket is aten.unbind:
@@ -60,8 +63,7 @@ class DispatchRecorder(TorchDispatchMode):
         self._writer.create("call_function", operator, node_args, node_kwargs, result)
         return result
 
-    def _select(self, *args: Any) -> Any:
-        return self.__torch_dispatch__(aten.select.int, (), args)
-
-    def _squeeze(self, *args: Any) -> Any:
-        return self.__torch_dispatch__(aten.squeeze.dims, (), args)
+    def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of `Tensor.select` or `Tensor.squeeze`, as the operator that it comes down to."""
+        operator = {torch.Tensor.select: aten.select.int, torch.Tensor.squeeze: aten.squeeze.dims}[method]
+        return self.__torch_dispatch__(operator, (), args, kwargs)

@@ -45,7 +45,7 @@ class ModeSwitches:
     def autocast(self, function: Any, args: tuple[Any, ...]) -> None:
         """Write the node for a call of `_enter_autocast` or `_exit_autocast`."""
         # torch has switched the mode already; the frame that reports it is autocast's own method.
-        block = _caller(3).f_locals["self"]
+        block = _caller().f_locals["self"]
         if function is _enter_autocast:
             device_type, dtype, enabled, cache_enabled = args
             self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
@@ -55,7 +55,7 @@ class ModeSwitches:
     def set_grad_enabled(self, mode: bool) -> None:
         """A block restores what it found: which block this call belongs to stands in the frames above it."""
         torch._C._set_grad_enabled(mode)
-        frame = _caller(3)
+        frame = _caller()
         while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
             frame = frame.f_back  # no_grad switches through set_grad_enabled
         block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
@@ -68,5 +68,10 @@ class ModeSwitches:
             self._blocks[id(block)] = (block, node)
 
 
-def _caller(depth: int) -> FrameType:
-    return sys._getframe(depth + 1)
+def _caller() -> FrameType:
+    """The frame that makes the call which is recorded."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    assert frame.f_back is not None
+    return frame.f_back

@@ -181,6 +181,11 @@ class Placeholders:
         )
         sizes: Any = fake.shape
         for dim, choice in choices.items():
+            if isinstance(sizes[dim], int):
+                layout_of = str(value.layout).removeprefix("torch.")
+                raise TraceError(
+                    f"{where} has the layout {layout_of}, whose sizes cannot be free: leave it out of dynamic_shapes."
+                )
             self._free.dimensions.append(
                 DynamicDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )

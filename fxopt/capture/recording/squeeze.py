@@ -18,14 +18,13 @@ from fxopt.capture.fakes.dynamic_shapes import is_backed
 
 
 def squeeze_with_guard(
-    select: Callable[..., torch.Tensor],
-    squeeze: Callable[..., torch.Tensor],
+    call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    is_known: Callable[[Any], bool],
     input: torch.Tensor,
     *dims: Any,
     dim: Any = None,
-    is_known: Callable[[Any], bool] = is_backed,
 ) -> torch.Tensor | None:
-    """What `squeeze` gives, by calls of these functions; None where torch gives the same, now that there is a guard.
+    """What `squeeze` gives, by other calls; None where torch gives the same, now that there is a guard.
 
     `is_known` says whether it can be told of a size if it is 1.
     """
@@ -34,9 +33,9 @@ def squeeze_with_guard(
     if not ones:
         return None
     for one in reversed(ones):
-        input = select(input, one, 0)
+        input = call(torch.Tensor.select, (input, one, 0), {})
     rest = tuple(d - sum(one < d for one in ones) for d in named if d not in ones)
-    return squeeze(input, rest) if rest else input
+    return call(torch.Tensor.squeeze, (input, rest), {}) if rest else input
 
 
 def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[Any]:

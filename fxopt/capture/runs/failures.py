@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 from typing import Any
 
@@ -12,11 +10,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code
+from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code, is_own_code
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.errors import TraceError
 
-_CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -46,13 +43,7 @@ def raise_caught(recorder: Recorder, shape_env: CaptureShapeEnv) -> None:
 def _is_own(error: Exception) -> bool:
     """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    code = frame.f_code
-    # A function of torch's in C has no frame of its own: what it raises comes from the line that makes the model's call.
-    makes_calls = code.co_name in (
-        *("_result", "result_of", "_layer_result"),
-        *("__torch_function__", "__torch_dispatch__"),
-    )
-    return code.co_filename.startswith(_CAPTURE) and not makes_calls
+    return is_own_code(frame.f_code)
 
 
 def _with_line(error: Any, writer: GraphWriter) -> TraceError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
+from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
 
 Digest = tuple[Any, ...]
@@ -43,8 +43,9 @@ def parting_place(
     """
     eager = _EagerValues(model, layers)
     run(eager)
-    values = _GraphValues(graph)
-    run(values)
+    values = _GraphValues()
+    assert isinstance(graph, torch.fx.GraphModule)
+    run(NodeValues(graph, values.keep))
     for node, digest in values.found:
         if digest not in eager.digests | values.given:
             trace = (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]
@@ -117,34 +118,19 @@ class _Mode(TorchFunctionMode):
         return result
 
 
-class _GraphValues(torch.fx.Interpreter):
-    """Runs a graph, and keeps what its nodes give."""
+class _GraphValues:
+    """What the nodes of a graph give, and what it is given."""
 
-    def __init__(self, graph: Any) -> None:
-        super().__init__(graph)
+    def __init__(self) -> None:
         self.found: list[tuple[torch.fx.Node, Digest]] = []
         self.given: set[Digest] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
-        values: list[Any] = []
-        for node in self.graph.find_nodes(op="placeholder"):
-            name = str(node.target)
-            values += bound[name[1:]] if name.startswith("*") else [bound[name]] if name in bound else []
-        return self.run(*values)
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().placeholder(target, args, kwargs)
-        return tuple(value) if target.startswith("*") else value
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        digests = _digests(result)
-        if n.op in ("placeholder", "get_attr", "output"):
+    def keep(self, node: torch.fx.Node, value: Any) -> None:
+        digests = _digests(value)
+        if node.op in ("placeholder", "get_attr", "output"):
             self.given.update(digests)
         else:
-            self.found += [(n, digest) for digest in digests]
-        return result
+            self.found += [(node, digest) for digest in digests]
 
 
 def _digests(value: Any) -> list[Digest]:

@@ -31,6 +31,7 @@ from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.request import Request
+from fxopt.capture.recording.rewrites import rewrites_of
 from fxopt.capture.runs.failures import classify_error, raise_caught
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
@@ -93,7 +94,7 @@ class ForwardRun:
         tensor_sizes = KnownScalars(writer, shell.real, request.moving)
         memo = CallCache(self.fake_mode, request.results)
         recorder = self.recorder = Recorder(
-            writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo
+            writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
         )
         shell.report_to(recorder)
         shell.take_hooks(request.hooks)

@@ -1,0 +1,36 @@
+"""How Sphinx builds this site: `make docs`."""
+
+import re
+
+from sphinx.application import Sphinx
+
+import fxopt
+
+project = "fxopt"
+author = copyright = "the fxopt authors"
+release = version = fxopt.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_use_ivar = True
+default_role = "code"  # docstrings write `name` as Markdown does
+
+html_theme = "furo"
+html_title = f"fxopt {release}"
+html_static_path = ["static"]
+html_css_files = ["fxopt.css"]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _link_to_figures)
+
+
+def _link_to_figures(app: Sphinx, page: str, source: list[str]) -> None:
+    """Reports are read in the repository and on this site: a link to one leads to its page here."""
+    source[0] = re.sub(r"\]\(\.\./reports/baseline/(\w+)\.md", r"](figures/\1.md", source[0])

@@ -1,0 +1,42 @@
+"""Calls for which no node can stand, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.node import _side_effectful_functions
+
+from fxopt.operators import is_write_name
+
+_REASONS = {
+    **dict.fromkeys(
+        ("register_hook", "register_post_accumulate_grad_hook"),
+        "calls {name!r}: a graph cannot hold what it does to gradients.",
+    ),
+    **dict.fromkeys(
+        ("_make_dual", "_unpack_dual"),
+        "uses forward-mode AD (torch.autograd.forward_ad), whose levels a graph cannot hold: torch.func.jvp can be "
+        "captured.",
+    ),
+    "__set__": "assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph cannot hold.",
+}
+_RESHAPES_IN_PLACE = {
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+    *("resize_", "resize_as_", "set_", "as_strided_"),
+}
+
+
+def refusal(function: Any, name: str, args: tuple[Any, ...], result: Any) -> str | None:
+    """Why no node can stand for a call that gave `result`; None where one can."""
+    if name in _REASONS:
+        return _REASONS[name].format(name=name, function=function)
+    has_effect = is_write_name(name) or name == "retain_grad"
+    if result is None and not has_effect and function not in _side_effectful_functions:
+        return f"calls {name!r}, which a graph cannot hold."
+    if name in _RESHAPES_IN_PLACE and any(isinstance(size, torch.SymInt) for size in args[0].shape):
+        return (
+            f"changes the shape of a tensor in place ({name!r}), while its sizes are free: sizes that were read before "
+            f"would be read from the changed tensor. Use {name.rstrip('_')!r}."
+        )
+    return None

@@ -1,0 +1,268 @@
+"""What is tried on a call of torch before it runs as it is: a table by name and by function.
+
+Each rewrite takes the recorder and a call, and gives the value of the call, an equal call to go on with, or
+NotImplemented. A rewrite makes other calls by `recorder.call`, which come through this table, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
+from fxopt.capture.data_dependence.indexing import select_by_scalar, with_tensors
+from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
+from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.nodes.call_targets import property_name
+from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.recording.higher_order import expansion
+from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
+from fxopt.capture.recording.recorder import Call, Recorder, Rewrite
+from fxopt.capture.recording.squeeze import assumed_kept, squeeze_with_guard, unbind_with_guard
+from fxopt.capture.recording.tensor_data import FROM_DATA, make_from_data, make_legacy, torch_keywords
+from fxopt.capture.recording.tensor_properties import assigned_data, assigned_requires_grad, data, gradient
+from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
+
+# Functions with a flag `inplace` whose backward needs nothing of the input.
+_KEEP_NO_INPUT = {
+    *("relu", "dropout", "alpha_dropout", "feature_alpha_dropout"),
+    *("dropout1d", "dropout2d", "dropout3d"),
+}
+
+
+def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
+    """What is tried on a call, in this order."""
+    name = call.name
+    if name in ("__get__", "__set__"):
+        name = f"{property_name(call.function)}.{name}"
+    if name.startswith("_record_function_"):
+        return (lambda recorder, call: call.function(*call.args, **call.kwargs),)  # a name for the profiler
+    before = (*_IDIOMS.get(name, ()), *_BY_FUNCTION.get(call.function, (_take_torch_values,)))
+    if isinstance(call.function, torch._ops.HigherOrderOperator):
+        before += (_expand,)
+    writes: tuple[Rewrite, ...] = (_write_out,) if call.kwargs.get("out") is not None else ()
+    if _has_inplace_flag(call.function):
+        writes += (_write_in_place,)
+    return (*before, *writes, *_BY_NAME.get(name, ()), _leave_out_generator)
+
+
+def _idiom(function: Callable[..., Any]) -> tuple[Rewrite]:
+    """The rewrite of a function that takes what makes calls, and the arguments."""
+    return (lambda recorder, call: function(recorder.call, *call.args, **call.kwargs),)
+
+
+def _take_torch_values(recorder: Recorder, call: Call) -> Call:
+    """Tensors in the place of numpy's arrays, torch's dtypes in that of Python's types."""
+    args = tuple(with_torch_values(arg, recorder.call) for arg in call.args)
+    return Call(call.function, args, torch_keywords(recorder, call))
+
+
+# --- writes
+
+
+def _write_out(recorder: Recorder, call: Call) -> Any:
+    return _written(
+        recorder, call.kwargs["out"], Call(call.function, call.args, _without(call.kwargs, "out"))
+    )
+
+
+def _write_in_place(recorder: Recorder, call: Call) -> Any:
+    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    if not bound.arguments.get("inplace"):
+        return NotImplemented
+    bound.arguments["inplace"] = False
+    written = bound.arguments["input"]
+    if torch.is_grad_enabled() and written.requires_grad and call.name not in _KEEP_NO_INPUT:
+        # What backward needs of the input would be overwritten; torch copies it, too.
+        bound.arguments["input"] = recorder.call(torch.Tensor.clone, (written,), {})
+    return _written(recorder, written, Call(call.function, bound.args, bound.kwargs))
+
+
+@makes_calls
+def _written(recorder: Recorder, out: Any, call: Call) -> Any:
+    """`f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, of which fx knows that it writes."""
+    name, where = call.name, recorder.writer.where
+    if not isinstance(out, torch.Tensor):
+        raise TraceError(f"`out` of {name!r} is a {type(out).__name__}; give one tensor. {where()}")
+    result = call.function(*call.args, **call.kwargs)
+    if result.shape != out.shape:
+        raise TraceError(f"`out` of {name!r} would be resized; give it the right shape. {where()}")
+    result = recorder.distinct(result, call.args, call.kwargs)
+    recorder.record(call.function, call.args, call.kwargs, result)
+    out.copy_(result)
+    recorder.record(torch.Tensor.copy_, (out, result), {}, out)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_inplace_flag(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    of_functional = getattr(function, "__module__", "") == "torch.nn.functional"
+    return of_functional and "inplace" in getattr(code, "co_varnames", ())
+
+
+# --- sizes and indices
+
+
+def _stack_indices(recorder: Recorder, call: Call) -> Call:
+    source, index, *rest = call.args
+    return Call(call.function, (source, with_tensors(index, recorder.call), *rest), call.kwargs)
+
+
+def _select(recorder: Recorder, call: Call) -> Any:
+    result = select_by_scalar(call.args[0], call.args[1], recorder.call)
+    return NotImplemented if result is None else result
+
+
+def _squeeze(recorder: Recorder, call: Call) -> Any:
+    """`squeeze`, where torch would keep a free size of 1; what it takes for granted otherwise is checked."""
+    is_known = (lambda size: True) if recorder.decisions.specialised else is_backed
+    result = squeeze_with_guard(recorder.call, is_known, *call.args, **call.kwargs)
+    if result is not None:
+        return result
+    for fact in assumed_kept(*call.args, **call.kwargs):
+        recorder.shape_env.assume(fact, f"`squeeze` at {recorder.writer.location()}")
+    return NotImplemented
+
+
+def _unbind(recorder: Recorder, call: Call) -> Any:
+    parts = unbind_with_guard(*call.args, **call.kwargs)
+    if parts is None:
+        return NotImplemented
+    recorder.record(call.function, call.args, call.kwargs, parts)
+    return parts
+
+
+def _take_numbers(recorder: Recorder, call: Call) -> Call:
+    """Numbers in the place of tensors without dimensions, where they are known and say sizes."""
+    known = recorder.tensor_sizes.given_as_numbers(call.name, call.args, call.kwargs, recorder.item)
+    return Call(call.function, *known)
+
+
+def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
+    """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""
+    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+    size = bound.get("size")
+    if not is_contiguous_or_false(bound["input"]):  # else so is what it gives
+        for number in (*bound["input"].shape, *(size if isinstance(size, (tuple, list)) else (size,))):
+            if isinstance(number, torch.SymInt) and free_unbacked_symbols(number):
+                origin = f"`interpolate` at {recorder.writer.location()}"
+                recorder.shape_env.assume(sympy.Ge(number.node.expr, 1), origin)
+    return NotImplemented
+
+
+# --- values
+
+
+def _read_value(recorder: Recorder, call: Call) -> Any:
+    """A call that makes a Python value of what is in a tensor."""
+    name = call.name
+    if name == "item":
+        if not call.args[0].is_complex():
+            return NotImplemented
+        name = "__complex__"
+    if _is_known((call.args, call.kwargs)):
+        return NotImplemented
+    if (truth := recorder.tensor_sizes.truth(name, call.args)) is not None:
+        return truth
+    if name in READS:
+        return recorder.decisions.read(name, call.function, call.args, call.kwargs)
+    array = recorder.decisions.array(call.args[0])
+    return array.astype(call.args[1]) if len(call.args) > 1 else array
+
+
+def _address(recorder: Recorder, call: Call) -> int:
+    """A number that tells the memory of one fake from that of another."""
+    fake = call.args[0]
+    recorder.queries.note(call.name, call.args, None)
+    storage: int = fake.untyped_storage()._cdata
+    offset = fake.storage_offset()
+    return storage * 64 + (offset * fake.element_size() if isinstance(offset, int) else 0)
+
+
+def _text(recorder: Recorder, call: Call) -> Any:
+    if not _is_known(call.args[:1]):
+        return recorder.decisions.text(call.name, *call.args)
+    with unset_fake_temporarily():
+        return call.function(call.args[0].constant, *call.args[1:])
+
+
+def _is_known(value: Any) -> bool:
+    """Tell whether the tensors in `value` are made from Python data, so that their numbers are known."""
+    return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
+
+
+# --- others
+
+
+def _assert(recorder: Recorder, call: Call) -> Any:
+    if not isinstance(call.args[0], torch.Tensor):
+        return NotImplemented
+    recorder.record(call.function, call.args, call.kwargs, None)
+    return None
+
+
+def _expand(recorder: Recorder, call: Call) -> Any:
+    """Record the calls that a higher-order operator stands for."""
+    expanded = expansion(call.function)
+    if expanded is None:
+        raise TraceError(
+            f"the forward calls the higher-order operator {call.function.name()!r}, which a graph cannot hold. "
+            f"{recorder.writer.where()}"
+        )
+    with recorder.recorded_inside():
+        return expanded(*call.args, **call.kwargs)
+
+
+def _leave_out_generator(recorder: Recorder, call: Call) -> Any:
+    """With `generator=None` torch takes an overload that knows no free sizes."""
+    if call.kwargs.get("generator", recorder) is not None:
+        return NotImplemented
+    return Call(call.function, call.args, _without(call.kwargs, "generator"))
+
+
+def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+_IDIOMS: dict[str, tuple[Rewrite, ...]] = {
+    "__deepcopy__": _idiom(deep_copy),
+    "__reduce_ex__": _idiom(reduced),
+    "one_hot": _idiom(one_hot),
+    "new_tensor": _idiom(new_tensor),
+}
+_BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
+    **dict.fromkeys(FROM_DATA, (make_from_data,)),
+    **dict.fromkeys(
+        (_enter_autocast, _exit_autocast),
+        (lambda recorder, call: recorder.switches.autocast(call.function, call.args),),
+    ),
+    torch.ops.aten.lift_fresh.default: (make_legacy,),
+    torch._C._set_grad_enabled: (lambda recorder, call: recorder.switches.set_grad_enabled(call.args[0]),),
+    torch._assert: (_assert,),
+}
+_BY_NAME: dict[str, tuple[Rewrite, ...]] = {
+    **dict.fromkeys(TAKES_SIZES, (_take_numbers,)),
+    "__getitem__": (_stack_indices, _select, _take_numbers),
+    "__setitem__": (_stack_indices,),
+    **dict.fromkeys(("squeeze", "squeeze.default", "squeeze.dim", "squeeze.dims"), (_squeeze,)),
+    **dict.fromkeys(("unbind", "unbind.int"), (_unbind,)),
+    "interpolate": (_take_numbers, _assume_not_empty),
+    **dict.fromkeys((*READS, *ARRAYS, "item"), (_read_value,)),
+    **dict.fromkeys(("__format__", "__repr__"), (_text,)),
+    "data_ptr": (_address,),
+    "data.__get__": (data,),
+    "data.__set__": (assigned_data,),
+    "requires_grad.__set__": (assigned_requires_grad,),
+    "grad.__get__": (gradient,),
+}

@@ -1,0 +1,73 @@
+"""Tensors that the forward makes of Python data: `torch.tensor([1, 2])` and its like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fxopt.capture.data_dependence.indexing import are_numbers
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.recording.idioms import with_torch_values
+from fxopt.capture.recording.recorder import Call, Recorder
+
+FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
+
+
+@makes_calls
+def make_from_data(recorder: Recorder, call: Call) -> Any:
+    """`torch.tensor` and its like: a constant of the graph, or of tensors that hold one number each a stack."""
+    args, kwargs = call.args, torch_keywords(recorder, call)
+    if not contains(args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)):
+        with unset_fake_temporarily():
+            real = call.function(*args, **kwargs)
+        return _fresh(recorder, real, call.function(*args, **kwargs))
+    if call.function is not torch.tensor or not args or not are_numbers(args[0]):
+        return Call(call.function, args, kwargs)
+    return (
+        Call(call.function, args, kwargs)
+        if kwargs.get("requires_grad")
+        else _stack(recorder, args[0], kwargs)
+    )
+
+
+def _stack(recorder: Recorder, numbers: Any, options: dict[str, Any]) -> Any:
+    """`torch.tensor` of tensors with one number each: it copies the numbers, and gives no gradient to them."""
+    stacked = recorder.call(torch.stack, (list(numbers),), {})
+    if stacked.requires_grad:
+        stacked = recorder.call(torch.Tensor.detach, (stacked,), {})
+    options = {name: value for name, value in options.items() if value is not None}
+    return recorder.call(torch.Tensor.to, (stacked,), options) if options else stacked
+
+
+def make_legacy(recorder: Recorder, call: Call) -> Any:
+    """`torch.IntTensor([1])` and its like, of which no more is seen than that torch makes a fake of a tensor."""
+    real, mode = call.args[0], recorder.fake_mode
+    if type(real) is not torch.Tensor:
+        return Call(call.function, recorder.writer.faked(call.args), call.kwargs)
+    with unset_fake_temporarily():
+        before = real.clone()  # torch carries out what is done to a number that it knows
+    known = mode.may_turn_const(real)
+    fake = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=known)
+    return _fresh(recorder, before, fake)
+
+
+def _fresh(recorder: Recorder, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """A tensor whose numbers are known, and which is made anew at each call of the graph if it is written."""
+    writer = recorder.writer
+    node = writer.create("get_attr", writer.constant(real), (), {}, fake)
+    writer.fresh.append((fake, fake._version, node))
+    return fake
+
+
+def torch_keywords(recorder: Recorder, call: Call) -> dict[str, Any]:
+    return {key: with_torch_values(arg, recorder.call) for key, arg in call.kwargs.items()}
+
+
+def contains(value: Any, types: Any) -> bool:
+    """Tell whether there is an instance of these types in nested sequences."""
+    if isinstance(value, (list, tuple)):
+        return any(contains(item, types) for item in value)
+    return isinstance(value, types)

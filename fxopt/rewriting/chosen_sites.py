@@ -1,0 +1,68 @@
+"""A pass at some of its sites alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from fxopt.rewriting.explanation import Refusal, node_of
+from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.submodules import sharing_copy
+
+
+@dataclasses.dataclass(frozen=True)
+class AtSites(ReversibleRewrite[Any]):
+    """Another pass, at those of its sites alone that certain nodes stand for.
+
+    Attributes:
+        rewrite: the pass.
+        nodes: the names of the nodes, as `explain` lists them.
+
+    Example:
+        >>> import torch
+        >>> from fxopt import FuseBiasInLinear
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+        >>> AtSites(FuseBiasInLinear(), ("_1",)).explain(torch.fx.symbolic_trace(layers))
+        AtSites: 1 sites, 0 refused
+          _1  1  rewritten
+    """
+
+    rewrite: Rewrite[Any]
+    nodes: tuple[str, ...]
+
+    @property
+    def preserves_computation(self) -> bool:  # type: ignore[override]
+        """As the pass says."""
+        return self.rewrite.preserves_computation
+
+    @property
+    def reversible(self) -> bool:  # type: ignore[override]
+        """As the pass says."""
+        return self.rewrite.reversible
+
+    def match(self, graph_module: GraphModule) -> Iterator[Any]:
+        """Yield the sites of the pass that are among the chosen ones, and all its refusals."""
+        for found in self.rewrite.match(graph_module):
+            if isinstance(found, Refusal) or node_of(found).name in self.nodes:
+                yield found
+
+    def apply(self, rewriter: Rewriter, site: Any) -> Any:
+        """Rewrite a site as the pass does."""
+        return self.rewrite.apply(rewriter, site)
+
+    def opens_sites(self, graph_module: GraphModule, sites: Sequence[Node]) -> bool:
+        """As the pass says."""
+        return self.rewrite.opens_sites(graph_module, sites)
+
+
+def site_names(rewrite: Rewrite[Any], graph_module: GraphModule) -> list[str]:
+    """The nodes that stand for the sites of a pass, also for those that it opens; the graph module stays as it is."""
+    try:
+        rows, _ = rewrite._rewrite_sites(Rewriter(sharing_copy(graph_module), rewrite.signature), False)
+    except Exception:  # it raises at one of them, which is perhaps why they are asked for
+        rows = list(rewrite.explain(graph_module).rows)
+    return [row.node for row in rows if row.reason is None]

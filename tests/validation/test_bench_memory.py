@@ -1,0 +1,19 @@
+"""`python -m validation.bench memory` prints a row for each model and mode, measured in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from validation.bench.__main__ import app
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_each_mode_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["memory", "--small", "--models", "bert"], catch_exceptions=False)
+    lines = result.output.splitlines()
+    assert sum("high" in line for line in lines) == sum("low" in line for line in lines) == 1
+    assert CliRunner().invoke(app, ["memory", "--models", "nothing"]).exit_code == 2

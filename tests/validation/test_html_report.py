@@ -1,0 +1,279 @@
+"""The HTML report: what it holds, that it stays small, and clicks in a browser."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import gzip
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from validation import report, store
+from validation.records import Case, Check, Outcome, Record
+from validation.report import data
+from validation.report import html as html_view
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+CASE = Case("bert-base", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
+
+
+@pytest.fixture
+def table(records, run, tmp_path):
+    return table_of(records, run, tmp_path)
+
+
+def table_of(records, run, tmp_path):
+    store.write_table(store.table_of(records, run), tmp_path)
+    return store.read_run(tmp_path)
+
+
+def places(steps):
+    return np.cumsum(steps).tolist()
+
+
+def test_the_data_has_every_case_that_ran_and_every_number(table):
+    found = data.data(table, [], None)
+    words, cases = found["words"], found["cases"]
+    ran = table[table["outcome"] != "skip"].reset_index(drop=True)
+    assert [words[number] for number in cases["model"]] == ran["model"].tolist()
+    assert [words[number] for number in cases["reason"]] == ran["reason"].tolist()
+    errors = found["numbers"]["relative_error_float64"]
+    has = ran["relative_error_float64"].notna()
+    assert places(errors["at"]) == ran.index[has].tolist()
+    assert errors["values"] == pytest.approx(ran.loc[has, "relative_error_float64"], rel=1e-3)
+    assert errors["heading"] == "relative error float64"
+
+
+def test_the_history_is_of_the_runs_before(records, run, tmp_path):
+    directory = tmp_path / "reports"
+    for day in range(3):
+        ends = [
+            dataclasses.replace(records[0], outcome=Outcome.FAIL if day == 1 else Outcome.PASS),
+            *records[1:],
+        ]
+        at = dataclasses.replace(run, started=run.started + datetime.timedelta(days=day))
+        report.write_run(store.table_of(ends, at), directory)
+    page = (directory / "latest/report.html").read_text()
+    packed = re.search(r'<script id="data" type="text/plain">([^<]+)</script>', page)[1]
+    found = json.loads(gzip.decompress(base64.b64decode(packed)))
+    rows = store.read_run(directory / "latest")
+    index = rows[rows["outcome"] != "skip"].reset_index(drop=True)["id"].tolist().index(records[0].case.id)
+    letters = [found["history"]["outcomes"][ord(run[index]) - ord("a")] for run in found["history"]["ends"]]
+    assert letters == ["pass", "fail"]
+    assert len(found["history"]["runs"]) == 2
+    assert found["since"]["worse"] is False
+
+
+def test_numbers_that_json_lacks_are_words(run, tmp_path):
+    measured = {"relative_error": math.inf, "tolerance": 1e-9, "cosine": 0.123456}
+    table = table_of([Record(CASE, Outcome.FAIL, measurements=measured)], run, tmp_path)
+    numbers = data.data(table, [], None)["numbers"]
+    assert numbers["relative_error"]["values"] == ["inf"]
+    assert numbers["cosine"]["values"] == [0.1235]
+    json.dumps(numbers, allow_nan=False)
+
+
+class Requests(html.parser.HTMLParser):
+    """Collects what a browser would fetch for a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in {"src", "href", "srcset", "data", "action"} and not (value or "").startswith("#"):
+                self.found.append((tag, name, value))
+
+
+def test_html_asks_nothing_of_the_network_and_holds_no_markup_of_records(table):
+    page = html_view.document(table)
+    assert Requests(page).found == []
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in page
+    assert "alert(1)" not in page
+
+
+def test_600_models_fit_into_five_megabytes(run):
+    """With 40 pipelines each, and 12 nights before."""
+    rng = np.random.default_rng(0)
+    models, pipelines, checks = 600, 40, ["effect", "equivalence", "round-trip", "latency"]
+    keys = [
+        (f"model-{m}", f"Pass{p}", check) for m in range(models) for p in range(pipelines) for check in checks
+    ]
+    frame = pd.DataFrame(keys, columns=["model", "pipeline", "check"])
+    count = len(frame)
+    for name in store.COLUMNS:
+        if name not in frame:
+            frame[name] = ""
+    frame["id"] = frame["model"] + "-" + frame["pipeline"] + "-cpu-" + frame["check"]
+    frame = frame.assign(
+        device="cpu", outcome="pass", run=run.id, started=pd.Timestamp(run.started), threads=1
+    )
+    frame["seconds"], frame["refusals"] = rng.random(count), [[]] * count
+    numbers = {
+        "effect": [
+            "sites",
+            "refused",
+            "nodes_before",
+            "nodes_after",
+            "parameters_before",
+            "parameters_after",
+        ],
+        "equivalence": [
+            "max_abs_error",
+            "relative_error",
+            "relative_error_original",
+            "tolerance",
+            "ulps",
+            "relative_error_float64",
+        ],
+        "latency": [
+            "latency_ratio",
+            "latency_ratio_low",
+            "latency_ratio_high",
+            "latency_baseline_ms",
+            "latency_transformed_ms",
+            "latency_transformed_p90_ms",
+            "memory_peak_mb",
+        ],
+    }
+    for check, names in numbers.items():
+        has = frame["check"] == check
+        for name in names:
+            values = rng.integers(0, 500, count) if check == "effect" else rng.lognormal(0, 0.1, count)
+            frame[name] = np.where(has, values, np.nan)
+    nights = [frame.assign(run=f"night-{night}") for night in range(12)]
+    for night in nights:
+        night["latency_ratio"] *= rng.lognormal(0, 0.02, count)
+    size = len(html_view.document(frame, nights))
+    assert 1e6 < size < 5e6
+
+
+CLICKS = """
+const told = [];
+const wait = (ready) => new Promise((done) => { const ask = () => (ready() ? done() : setTimeout(ask, 20)); ask(); });
+const tell = (name, value) => told.push([name, value]);
+const text = (selector) => [...document.querySelectorAll(selector)].map((element) => element.textContent);
+const press = (selector) => document.querySelector(selector).click();
+(async () => {
+  await wait(() => document.querySelector(".mark"));
+  tell("verdict", text("#verdict")[0]);
+  tell("not run", text("#not-run li"));
+  tell("since", text("#since .changes b"));
+  tell("passes", text(".matrix th.pass"));
+  tell("models", text(".matrix th.model"));
+  tell("fastest", text("#fastest tbody td:first-child"));
+  press(".mark.failing");
+  tell("cell", text("#cell h2")[0]);
+  tell("open", document.getElementById("cell").open);
+  tell("checks", text("#cell .check > p:first-child"));
+  tell("reason", text("#cell .check").join(" "));
+  tell("commands", text("#cell pre code"));
+  tell("trends", document.querySelectorAll("#cell svg.trend").length);
+  press("#cell .close");
+  tell("closed", !document.getElementById("cell").open);
+  press('[data-view="latency"]');
+  tell("rows", document.querySelectorAll("#view .row").length);
+  tell("axes", document.querySelectorAll("#view .axis").length);
+  press("#view .row");
+  tell("trends of a latency", document.querySelectorAll("#cell svg.trend").length);
+  press("#cell .close");
+  press('[data-view="cases"]');
+  tell("first", text("#view tbody td:first-child").slice(0, 2));
+  press("#outcomes .failing");
+  tell("hidden", text("#view .badge.failing"));
+  const search = document.getElementById("search");
+  search.value = "groupvit MergeLinears";
+  search.dispatchEvent(new Event("input"));
+  tell("found", text("#view .link"));
+  press('[data-view="matrix"]');
+  press(".matrix th.model .link");
+  tell("page of a model", [search.value, document.querySelectorAll("#view thead th").length, text("#view .link").length]);
+  tell("address", location.hash);
+  tell("wide", document.documentElement.scrollWidth <= window.innerWidth);
+})().catch((error) => tell("error", String(error))).finally(() => {
+  const found = document.createElement("pre");
+  found.id = "told";
+  found.textContent = JSON.stringify(Object.fromEntries(told));
+  document.body.append(found);
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_clicks_in_a_browser(width, records, run, tmp_path):
+    earlier = [
+        dataclasses.replace(r, outcome=Outcome.PASS) if r.outcome is Outcome.FAIL else r for r in records
+    ]
+    report.write_run(store.table_of(earlier, run), tmp_path)
+    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+    report.write_run(store.table_of(records, later), tmp_path)
+    page = tmp_path / "latest/clicked.html"
+    page.write_text(
+        (tmp_path / "latest/report.html").read_text().replace("</body>", f"<script>{CLICKS}</script></body>")
+    )
+    command = [
+        str(CHROMIUM),
+        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+        *(
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--window-size={width},1000",
+        ),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"),
+        page.as_uri(),
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    told = json.loads(html.unescape(re.search(r'<pre id="told">(.*?)</pre>', shown, re.DOTALL)[1]))
+    assert "error" not in told
+    table = store.read_run(tmp_path / "latest")
+    ran = table[table["outcome"] != Outcome.SKIP]
+    failed = ran["outcome"].isin(["fail", "crash", "timeout", "out-of-memory", "error"])
+    assert told["verdict"] == f"{failed.sum()} of {len(ran)} cases failed"
+    assert len(told["not run"]) == 1
+    (regression,) = table.loc[table["outcome"] == "fail", "id"]
+    assert told["since"] == [regression]
+    assert told["models"] == [
+        "bert-base · cpu",
+        "bert-base · cuda",
+        "groupvit · cpu",
+        "resnet-50 · cpu",
+        "resnet-50 · cuda",
+    ]
+    assert told["passes"][0] == "(no pass)"
+    assert (
+        len(told["passes"]) == ran.loc[~ran["pipeline"].str.contains("+", regex=False), "pipeline"].nunique()
+    )
+    assert told["open"]
+    assert told["closed"]
+    model, pipeline, device = told["cell"].split(" · ")
+    command = f"pytest validation --fx-model {model} -k {model}-{pipeline}-{device}-"
+    assert all(text.startswith(command) for text in told["commands"])
+    assert len(told["commands"]) == len(told["checks"]) >= 3
+    single = ran[~ran["pipeline"].str.contains("+", regex=False)]
+    assert told["rows"] == single["latency_ratio"].notna().sum()
+    assert told["axes"] == 1
+    assert told["trends"] == told["trends of a latency"] == 1
+    assert all(outcome in ("crash", "fail", "error", "timeout", "out-of-memory") for outcome in told["first"])
+    assert told["first"][0] not in told["hidden"]
+    assert told["hidden"]
+    assert told["found"]
+    assert all(name.startswith("groupvit-MergeLinears-cpu") for name in told["found"])
+    assert told["page of a model"][0] == "model:groupvit"
+    assert told["page of a model"][1] < 12
+    assert told["address"].startswith("#view=pipelines")
+    assert told["wide"] or width == 1400

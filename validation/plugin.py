@@ -1,0 +1,181 @@
+"""The pytest layer: the plan as parameters. `pytest_fxopt` has the options, and loads this where it is asked for."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxopt.passes
+from fxopt.errors import PassError
+from fxopt.rewriting.transformation import Transformation
+
+from .controller import Controller, is_timed
+from .fleet import Fleet, FleetError
+from .gather import received
+from .plan import content, members, plan, unmet
+from .pool import Pool
+from .records import Case, Outcome
+from .run import Runner, in_worker
+from .store import seconds_by_group
+from .sweep import SOURCES, architectures, marked
+from .zoo import Entry, ZooError, judged, load_zoo, own_passes
+
+CASES = pytest.StashKey[Mapping[str, Case]]()
+RUNNER = pytest.StashKey[Runner]()
+WORKERS = pytest.StashKey[int]()
+
+
+def prepare(config: pytest.Config) -> None:
+    """What must be so before other plugins read the options.
+
+    `-n` is the number of processes in the pool: pytest-xdist is left with nothing to do. And models and passes of
+    the repository that pytest runs in can be imported from its root, as with `python -m`.
+    """
+    count = getattr(config.option, "numprocesses", None)
+    if count in ("auto", "logical"):
+        count = config.hook.pytest_xdist_auto_num_workers(config=config)
+    config.stash[WORKERS] = count or 1
+    if count is not None:
+        config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
+    if (folder := str(root(config))) not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def root(config: pytest.Config) -> Path:
+    """The folder of the repository that is validated: where pytest's configuration is, else where it was started.
+
+    It is not `rootpath`: without a configuration, this may be what an option names, such as `--fx-report-dir /tmp/out`.
+    """
+    return config.inipath.parent if config.inipath else config.invocation_params.dir
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if "cuda" in (config.getoption("--fx-device") or []) and "cuda" not in present:
+        raise pytest.UsageError("--fx-device cuda: no CUDA device here")
+    devices = _chosen("--fx-device", config.getoption("--fx-device"), present) or present
+    passes, wanted = _passes(config)
+    whole = _zoo(config, passes)
+    zoo = _part_of(config, whole)
+    if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
+        raise pytest.UsageError("\n".join(mistakes))
+    entries = {entry.name: entry for entry in zoo}
+    cases = {
+        case.id: case
+        for case in plan(zoo, passes, devices)
+        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
+    }
+    directory = config.getoption("--fx-report-dir") or root(config) / "reports"
+    seconds = seconds_by_group(directory / "baseline")
+    limit: float | None = config.getoption("--fx-timeout")
+    config.stash[CASES] = cases
+    config.stash[RUNNER] = Runner(zoo, passes)
+    arguments: Any = {
+        "make": functools.partial(in_worker, zoo, passes),
+        "limit": lambda case: limit or entries[case.model].timeout,
+        "expected": lambda group: seconds.get("-".join(group), 0.0),
+        "judged": lambda record: marked(
+            entries[record.case.model], judged(entries[record.case.model].known_failures, record)
+        ),
+    }
+    controller = Controller(
+        cases=cases,
+        planned=[case.id for case in plan(whole, passes, present)],
+        devices=devices,
+        directory=directory,
+        root=root(config),
+        pool=_engine(config, arguments),
+        workers=config.stash[WORKERS],
+        content=lambda case: content(case, entries[case.model], passes),
+        budget=config.getoption("--fx-budget"),
+        resume=bool(config.getoption("--fx-resume")),
+    )
+    config.pluginmanager.register(controller, "fxopt-controller")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = sorted(metafunc.config.stash[CASES].values(), key=is_timed)
+        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
+
+
+@pytest.fixture(scope="session")
+def runner(pytestconfig: pytest.Config) -> Iterator[Runner]:
+    torch.set_num_threads(1)
+    yield pytestconfig.stash[RUNNER]
+    gc.unfreeze()
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    record = received(report.user_properties) if report.when == "call" else None
+    return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
+
+
+def _engine(config: pytest.Config, arguments: dict[str, Any]) -> Pool | Fleet:
+    """The processes of this machine, or the nodes of a cluster, that run the cases."""
+    address = config.getoption("--fx-address")
+    if config.getoption("--fx-engine") is None:
+        if address is not None:
+            raise pytest.UsageError("--fx-address: only with --fx-engine ray")
+        return Pool(**arguments)
+    try:
+        return Fleet(**arguments, address=address or "")
+    except FleetError as error:
+        raise pytest.UsageError(f"--fx-engine ray: {error}") from error
+
+
+def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:
+    """All passes, with those that the zoo and `--fx-pass` name by their paths; and the names of those in `--fx-pass`."""
+    wanted: list[str] = config.getoption("--fx-pass") or []
+    try:
+        own = [] if _source(config) in SOURCES else own_passes(Path(_source(config)))
+        passes = fxopt.passes.ready([*own, *(name for name in wanted if "." in name)])
+    except (PassError, ZooError) as error:
+        raise pytest.UsageError(str(error)) from error
+    return passes, _chosen("--fx-pass", [name.rpartition(".")[2] for name in wanted], passes)
+
+
+def _source(config: pytest.Config) -> str:
+    """The zoo that is asked for: a file, or the name of one that is built in."""
+    return str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
+
+
+def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry]:
+    """All entries of the zoo that is asked for."""
+    name = _source(config)
+    peer = config.getoption("--fx-peer") is not None
+    if peer and name not in SOURCES:
+        raise pytest.UsageError(f"--fx-peer: only for the zoos that are built in: {', '.join(SOURCES)}")
+    try:
+        return [*architectures(name, peer)] if name in SOURCES else [*load_zoo(Path(name), passes)]
+    except ZooError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
+    """The entries that the options leave."""
+    known_tags, names = {tag for entry in zoo for tag in entry.tags}, {entry.name for entry in zoo}
+    tags = _chosen("--fx-tag", config.getoption("--fx-tag"), known_tags)
+    models = _chosen("--fx-model", config.getoption("--fx-model"), names)
+    number, count = config.getoption("--fx-part") or (1, 1)
+    return [
+        entry
+        for entry in sorted(zoo, key=lambda entry: entry.name)[number - 1 :: count]
+        if (not tags or set(tags) & set(entry.tags)) and (not models or entry.name in models)
+    ]
+
+
+def _chosen(option: str, chosen: Sequence[str] | None, known: Collection[str]) -> list[str]:
+    """The values of a repeatable option, of which all have to be known."""
+    if unknown := [value for value in chosen or () if value not in known]:
+        raise pytest.UsageError(
+            f"{option} {unknown[0]}: not known; there are {', '.join(sorted(known)) or 'none'}"
+        )
+    return [*(chosen or ())]

@@ -1,0 +1,54 @@
+"""What a run comes to in a sentence or two: what failed, and what was not run and why."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from ..records import FAILING, Outcome
+from ..store import missing
+
+MOST = 10
+"""Reasons for not running cases that are told one by one."""
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """How many of the cases that ran have failed; what was skipped did not run.
+
+    Example:
+        >>> verdict(pd.DataFrame({"outcome": ["pass", "no-op", "skip"]}))
+        'No case of 2 failed'
+    """
+    count, failed = len(ran(table)), int(table["outcome"].isin(FAILING).sum())
+    return f"{failed:,} of {count:,} cases failed" if failed else f"No case of {count:,} failed"
+
+
+def not_run(table: pd.DataFrame) -> list[str]:
+    """A sentence for each reason why cases were not run, and one for the cases that the plan has besides."""
+    skipped = table[table["outcome"] == Outcome.SKIP]
+    reasons = skipped.groupby("reason").agg(cases=("id", "size"), models=("model", "nunique"))
+    reasons = reasons.sort_values("cases", ascending=False)
+    told = [
+        f"{_counted(row.cases, 'case')} of {_counted(row.models, 'model')} not run: {reason}"
+        for reason, row in reasons.head(MOST).iterrows()
+    ]
+    if len(reasons) > MOST:
+        rest = reasons.iloc[MOST:]
+        told.append(f"{_counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
+    if lacking := missing(table):
+        told.append(f"Partial: {lacking:,} planned cases were not run")
+    return told
+
+
+def ends(table: pd.DataFrame) -> dict[str, int]:
+    """How many cases ended how, without those that were not run."""
+    counted = table["outcome"].value_counts()
+    return {str(o): int(counted[o]) for o in Outcome if o in counted and o is not Outcome.SKIP}
+
+
+def ran(table: pd.DataFrame) -> pd.DataFrame:
+    """The cases that were run; views leave out the others, but for the headline."""
+    return table[table["outcome"] != Outcome.SKIP].reset_index(drop=True)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,83 @@
+"use strict";
+// The rows of the run, unpacked from the page itself: cases, and cells of all cases of one model, pipeline and device.
+
+async function unpacked() {
+  const text = document.getElementById("data").textContent.trim();
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+function places(steps) {
+  let at = 0;
+  return steps.map((step) => (at += step));
+}
+
+function casesOf(data) {
+  const names = Object.keys(data.cases).filter((name) => name !== "seconds");
+  const cases = data.cases.seconds.map((seconds, index) => {
+    const found = { index, seconds, numbers: {}, facts: {} };
+    for (const name of names) found[name] = data.words[data.cases[name][index]];
+    found.id = [found.model, found.pipeline || "eager", found.device, found.check].join("-");
+    return found;
+  });
+  for (const [name, column] of Object.entries(data.numbers))
+    places(column.at).forEach((at, number) => (cases[at].numbers[name] = column.values[number]));
+  for (const [name, column] of Object.entries(data.facts))
+    places(column.at).forEach((at, number) => (cases[at].facts[name] = data.words[column.words[number]]));
+  return cases;
+}
+
+function cellsOf(cases, worst) {
+  const cells = new Map();
+  for (const found of cases) {
+    const key = JSON.stringify([found.model, found.pipeline, found.device]);
+    const { model, pipeline, device } = found;
+    if (!cells.has(key)) cells.set(key, { model, pipeline, device, cases: [] });
+    cells.get(key).cases.push(found);
+  }
+  for (const cell of cells.values()) {
+    const outcomes = new Set(cell.cases.map((found) => found.outcome));
+    cell.verdict = worst.find((outcome) => outcomes.has(outcome));
+    const said = cell.cases.map((found) => [found.check, found.reason, found.facts.grade, found.facts.latency_effect]);
+    cell.text = [cell.model, cell.pipeline, cell.device, cell.verdict, ...said.flat()].join(" ").toLowerCase();
+  }
+  return [...cells.values()];
+}
+
+// A number or a word that any case of a cell has.
+function number(cell, name) {
+  return cell.cases.map((found) => found.numbers[name]).find((value) => value !== undefined);
+}
+
+function fact(cell, name) {
+  return cell.cases.map((found) => found.facts[name]).find((word) => word);
+}
+
+function label(pipeline) {
+  return pipeline.replaceAll("+", " → ") || "(no pass)";
+}
+
+function shown(value) {
+  if (typeof value !== "number") return String(value ?? "-");
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size < 1e-3 || size >= 1e6 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
+}
+
+// How a cell compares with the graph: beyond the A/A floor, or, where a run has none, by its interval.
+function effect(cell) {
+  const stated = fact(cell, "latency_effect");
+  if (stated) return stated === "faster" || stated === "slower" ? stated : "same";
+  if (number(cell, "latency_ratio_high") < 1) return "faster";
+  return number(cell, "latency_ratio_low") > 1 ? "slower" : "same";
+}
+
+// Single passes by name after no pass, the full pipelines, and then pairs.
+function rank(pipeline) {
+  return pipeline === "" ? 0 : pipeline.includes("+") ? 3 : pipeline === "all" || pipeline === "exact" ? 2 : 1;
+}
+
+function inOrder(left, right) {
+  return rank(left) - rank(right) || (left < right ? -1 : left > right ? 1 : 0);
+}

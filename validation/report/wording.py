@@ -1,0 +1,123 @@
+"""How numbers, measurements and pipelines are written in every view."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from ..metric import UNITS, metric_of, unit_of
+
+ABSENT = "-"
+NO_PASS = "(no pass)"
+RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
+
+# How measurements are called in headings; other names are spelled out, with their unit.
+HEADINGS = {
+    "latency_ratio": "latency, transformed / original",
+    "sites": "sites rewritten",
+    "refused": "sites refused",
+}
+
+
+def heading(name: str) -> str:
+    """The heading of a measurement, with its unit.
+
+    Example:
+        >>> heading("latency_baseline_ms")
+        'latency baseline (ms)'
+    """
+    if name in HEADINGS:
+        return HEADINGS[name]
+    first, *words = name.split("_")
+    unit = unit_of(name)
+    text = " ".join([first, *(word for word in words if UNITS.get(word) != unit)])
+    return f"{text} ({unit})" if unit else text
+
+
+def shown(name: str, value: float) -> str:
+    """A measurement as text: counts in full, errors with their magnitude, the rest to a few digits.
+
+    Example:
+        >>> shown("parameters_after", 109482240.0), shown("relative_error", 3.16e-7), shown("latency_ms", 98.765)
+        ('109,482,240', '3.2e-07', '98.77')
+    """
+    if math.isnan(value):
+        return ABSENT
+    if value == 0 or (float(value).is_integer() and not is_error(name)):
+        return f"{value:,.0f}"
+    if is_error(name) or is_limit(name):
+        return f"{value:.1e}"
+    return f"{value:.6g}" if is_share(name) else f"{value:.4g}"
+
+
+def is_error(name: str) -> bool:
+    """Tell whether a measurement is an error: smaller is better, and magnitudes matter."""
+    return metric_of(name).kind == "error"
+
+
+def is_share(name: str) -> bool:
+    """Tell whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
+    return metric_of(name).kind == "accuracy"
+
+
+def is_limit(name: str) -> bool:
+    """Tell whether a measurement is what an error is held against."""
+    return metric_of(name).kind == "limit"
+
+
+def limit_of(name: str) -> str:
+    """The name of what an error is held against, or empty.
+
+    Example:
+        >>> limit_of("relative_error_float64"), limit_of("max_abs_error")
+        ('tolerance_float64', '')
+    """
+    return name.replace("relative_error", "tolerance") if "relative_error" in name else ""
+
+
+def ratio(row: pd.Series | Mapping[Hashable, Any]) -> str:
+    """A latency ratio with its interval: `0.912 [0.903, 0.921]`."""
+    value, low, high = (float(row.get(name, math.nan)) for name in RATIO)
+    if math.isnan(value):
+        return ABSENT
+    return f"{value:.3f}" if math.isnan(low) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def number(value: object) -> str:
+    """A ratio to three places; a dash where there is none."""
+    return f"{value:.3f}" if isinstance(value, float) and not math.isnan(value) else ABSENT
+
+
+def effect(row: Mapping[Hashable, Any]) -> str:
+    """`faster`, `slower`, or empty where the row shows neither.
+
+    Runs from before there was an A/A arm have the interval alone.
+
+    Example:
+        >>> effect({"latency_ratio_low": 0.8, "latency_ratio_high": 0.9}), effect({"latency_effect": "slower"})
+        ('faster', 'slower')
+    """
+    stated = row.get("latency_effect")
+    if isinstance(stated, str) and stated:
+        return stated if stated in ("faster", "slower") else ""
+    low, high = (float(row.get(f"latency_ratio_{end}", math.nan)) for end in ("low", "high"))
+    return "faster" if high < 1 else "slower" if low > 1 else ""
+
+
+def pipeline_label(pipeline: str) -> str:
+    """A pipeline as text.
+
+    Example:
+        >>> pipeline_label("MergeLinears+FuseBiasInLinear"), pipeline_label("")
+        ('MergeLinears → FuseBiasInLinear', '(no pass)')
+    """
+    return pipeline.replace("+", " → ") or NO_PASS
+
+
+def with_limit(row: pd.Series, name: str) -> str:
+    limit = float(row.get(limit_of(name), math.nan))
+    text = shown(name, row[name])
+    return text if math.isnan(limit) else f"{text} ({shown(limit_of(name), limit)})"

@@ -1,0 +1,96 @@
+"""The journal of a run: its records as they arrive, so that none is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+
+import filelock
+import pyarrow as pa
+
+from ..records import Case, Record
+from .files import SCHEMA, ReportError, check_schema, first_line, replace
+from .provenance import Run
+from .table import table_of
+
+
+class Journal:
+    """The records of a run as they arrive, one line each, in a folder that no other run writes to meanwhile.
+
+    Args:
+        directory: where reports are kept.
+        run: the one that begins.
+        resume: go on with the newest run that was cut, if one is left here of the same commit, versions, devices and
+            plan. Its records are `earlier`, and `run` is that one. A commit is needed to tell: with changed files, or
+            outside a checkout, nothing is resumed.
+
+    Raises:
+        ReportError: when the folder cannot be written, or another run has it.
+    """
+
+    def __init__(self, directory: Path, run: Run, resume: bool = False) -> None:
+        self._lock = filelock.FileLock(directory / ".lock")
+        self.run = run
+        self.earlier: dict[Case, Record] = {}
+        try:
+            running = directory / "running"
+            running.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            if resume and run.commit and not run.commit.endswith("-dirty"):
+                self.run, self.earlier = _newest_cut(running, run)
+            self.file = running / f"{self.run.id}.jsonl"
+            facts = {**dataclasses.asdict(self.run), "started": self.run.started.isoformat()}
+            lines = [
+                {"schema": SCHEMA, "run": facts},
+                *(record.to_json() for record in self.earlier.values()),
+            ]
+            replace(self.file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        except filelock.Timeout as error:
+            text = "another run writes here: wait for it, or choose another folder with --fx-report-dir"
+            raise ReportError(f"{directory}: {text}") from error
+        except OSError as error:
+            self._lock.release()
+            raise ReportError(f"{directory}: cannot be written ({error}); choose another folder") from error
+
+    def append(self, record: Record) -> None:
+        """Adds a record. Raises `OSError`, such as for a full disk: what was added before is safe."""
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record.to_json()) + "\n")
+
+    def close(self, written: bool) -> None:
+        """Leaves the folder to others; the file goes when all of it is `written` elsewhere."""
+        if written:
+            self.file.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def read_journal(file: Path) -> pa.Table:
+    """The table of a journal, without what was cut off when its process died."""
+    run, records = _read(file)
+    return table_of(list(records.values()), run)
+
+
+def _newest_cut(running: Path, run: Run) -> tuple[Run, dict[Case, Record]]:
+    """The newest run like this one that was cut, and its records; this one without records where there is none."""
+    for file in sorted(running.glob("*.jsonl"), reverse=True):
+        with contextlib.suppress(ReportError):  # not resumed; `merge` says what is wrong with it
+            cut, records = _read(file)
+            if dataclasses.replace(cut, started=run.started) == run:
+                return cut, records
+    return run, {}
+
+
+def _read(file: Path) -> tuple[Run, dict[Case, Record]]:
+    try:
+        first, *lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        header = json.loads(first)
+        check_schema(file, header["schema"])
+        started = datetime.datetime.fromisoformat(header["run"]["started"])
+        run = Run(**{**header["run"], "started": started})
+        records = [Record.from_json(json.loads(line)) for line in lines[:-1]]  # the last is empty, or cut off
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{file}: not the journal of a run ({first_line(error)})") from error
+    return run, {record.case: record for record in records}

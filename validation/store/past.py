@@ -1,0 +1,101 @@
+"""The runs that are kept: the last one, those before it, and the baseline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..records import FAILING
+from .files import ReportError, file_of, parquet, replace, stamped
+from .reading import read_run, read_table
+from .table import missing
+
+
+def write_table(table: pa.Table, directory: Path) -> list[Path]:
+    """Writes `records.parquet`, and `records.csv` for those who have no Parquet reader."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / "records.parquet", directory / "records.csv"]
+    replace(files[0], parquet(table))
+    frame = table.to_pandas()
+    frame["refusals"] = [json.dumps(list(refusals)) for refusals in frame["refusals"]]
+    replace(files[1], frame.to_csv(index=False).encode())
+    return files
+
+
+def append_history(table: pa.Table, directory: Path) -> Path:
+    """Adds the table of a run to the history, one file a run; returns the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{table['run'][0].as_py()}.parquet"
+    replace(file, parquet(table))
+    return file
+
+
+def history(directory: Path) -> pd.DataFrame:
+    """The records of every run in the history, oldest run first; measurements a run lacks are missing.
+
+    A file that cannot be read is passed over, with a warning. Raises `ReportError` when no run is left.
+    """
+    runs = []
+    for file in sorted(directory.glob("*.parquet")):
+        if not file.name.startswith("."):
+            try:
+                runs.append(read_table(file).replace_schema_metadata())
+            except ReportError as error:
+                warnings.warn(f"passed over: {error}", stacklevel=2)
+    if not runs:
+        raise ReportError(f"{directory}: no runs here; every whole `fxopt validate` adds one")
+    joined: pd.DataFrame = pa.concat_tables(runs, promote_options="default").to_pandas()
+    return joined.sort_values(["started", "run", "id"], ignore_index=True)
+
+
+def seconds_by_group(directory: Path) -> dict[str, float]:
+    """How long the cases of each model on each device took in the runs of a directory, by `<model>-<device>`."""
+    seconds: Counter[str] = Counter()
+    for file in sorted(directory.glob("*.parquet")):
+        with contextlib.suppress(ReportError, pa.ArrowException):  # without it, only the order is another
+            if "engine" in pq.read_schema(file).names:
+                continue  # a benchmark's table beside the runs
+            table = read_run(file)
+            for model, device, took in zip(table["model"], table["device"], table["seconds"], strict=True):
+                seconds[f"{model}-{device}"] += took
+    return dict(seconds)
+
+
+def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
+    """Puts the row of one case into a baseline, with the reason, or takes it out where `current` lacks it.
+
+    Raises `ReportError` without a reason, and for a case that neither has, that fails, or that a partial run may just
+    not have run.
+    """
+    if not reason.strip():
+        raise ReportError(f"{case}: --reason is empty: say why its change is right")
+    new, old = read_table(current), read_table(baseline)
+    rest, row = (
+        old.filter(pc.not_equal(old["id"], case)),
+        new.filter(pc.equal(new["id"], case)),
+    )
+    if row.num_rows:
+        found = row.to_pylist()[0]
+        if found["outcome"] in FAILING:
+            known = {"check": found["check"], "pipeline": found["pipeline"], "stage": found["stage"]}
+            entry = ", ".join(
+                f"{key}: {json.dumps(value)}" for key, value in {**known, "reason": reason}.items()
+            )
+            raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{{{entry}}}]")
+        row = row.set_column(row.column_names.index("accepted"), "accepted", pa.array([reason]))
+    elif rest.num_rows == old.num_rows:
+        raise ReportError(f"{case}: neither {current} nor {baseline} has this case")
+    elif missing(new.to_pandas()):
+        raise ReportError(f"{case}: {current} is a part of a run, and may just not have run it")
+    joined = pa.concat_tables(
+        [part.replace_schema_metadata() for part in (rest, row)], promote_options="default"
+    )
+    replace(file_of(baseline), parquet(stamped(joined.sort_by("id"))))

@@ -1,0 +1,126 @@
+"""The table of a run, one row a case: made of records, merged, and held against its plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+import pandas as pd
+import pyarrow as pa
+
+from ..records import Record
+from .files import ReportError, stamped
+from .provenance import Run
+
+REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
+
+# The columns that every run has, and those that the first version of the files lacked get empty. All others are
+# measurements, a float64 column a name, and facts, a string column a name.
+COLUMNS: dict[str, pa.DataType] = {
+    "id": pa.string(),
+    "model": pa.string(),
+    "pipeline": pa.string(),  # names of passes joined by "+"; empty for what is checked before any pass
+    "device": pa.string(),
+    "check": pa.string(),
+    "dtype": pa.string(),
+    "outcome": pa.string(),
+    "stage": pa.string(),
+    "reason": pa.string(),
+    "seconds": pa.float64(),
+    "refusals": pa.list_(REFUSAL),
+    "run": pa.string(),
+    "started": pa.timestamp("us", tz="UTC"),
+    "commit": pa.string(),
+    "python": pa.string(),
+    "torch": pa.string(),
+    "transformers": pa.string(),
+    "device_name": pa.string(),
+    "threads": pa.int64(),
+    "content": pa.string(),  # digest of what the case is made of: rows of one id with two of them are not alike
+    "plan": pa.string(),  # number and digest of all cases of the plan that the run belongs to
+    "accepted": pa.string(),  # why a baseline takes this row in the place of a better one
+}
+
+REQUIRED = ("id", "model", "pipeline", "device", "check", "outcome")
+
+
+def plan_of(ids: Collection[str]) -> str:
+    """The number and the digest of the cases of a plan."""
+    return f"{len(ids)}-{hashlib.sha256(' '.join(sorted(ids)).encode()).hexdigest()[:8]}"
+
+
+def missing(table: pd.DataFrame) -> int:
+    """How many cases of its plan a table lacks: 0 for a whole run, and where its plan is not known.
+
+    At least 1 where it has others in their place: a merge of runs of two plans.
+    """
+    if "plan" not in table or not (plan := str(table.sort_values("started", kind="stable")["plan"].iloc[-1])):
+        return 0
+    ids = set(table["id"])
+    return 0 if plan == plan_of(ids) else max(1, int(plan.partition("-")[0]) - len(ids))
+
+
+def table_of(records: Sequence[Record], run: Run) -> pa.Table:
+    """The records as one table, sorted by case; a measurement that a case lacks is null, not NaN.
+
+    Raises `ReportError` when there are no records, when two records have the same case, or when a measurement
+    has the name of a column that every run has.
+    """
+    if not records:
+        raise ReportError("there are no records to write: no case was run, so the previous report stays")
+    rows = [_row(record, run) for record in sorted(records, key=lambda record: record.case)]
+    repeated = pd.Series([row["id"] for row in rows]).value_counts().loc[lambda count: count > 1].index
+    if len(repeated):
+        raise ReportError(f"more than one record of the same case: {', '.join(map(str, repeated))}")
+    measured = sorted({name for record in records for name in record.measurements})
+    stated = sorted({name for record in records for name in record.facts})
+    if clash := [name for name in (*measured, *stated) if name in COLUMNS]:
+        raise ReportError(f"measurements may not be called like a column of every run: {', '.join(clash)}")
+    schema = pa.schema(COLUMNS | dict.fromkeys(measured, pa.float64()) | dict.fromkeys(stated, pa.string()))
+    return stamped(pa.Table.from_pylist(rows, schema=schema))
+
+
+def merge(tables: Sequence[pa.Table]) -> pa.Table:
+    """One table of several: of each case the row that started last, so that merging it again changes nothing."""
+    joined = pa.concat_tables(
+        [table.replace_schema_metadata() for table in tables], promote_options="default"
+    )
+    rows = joined.select(["id", "started"]).to_pandas().sort_values("started", kind="stable")
+    chosen = rows.drop_duplicates("id", keep="last").sort_values("id", kind="stable")
+    return stamped(joined.take(pa.array(chosen.index)))
+
+
+def measurements_of(table: pd.DataFrame) -> list[str]:
+    """The names of the measurements of a run: every column of numbers that not all runs have."""
+    others = [name for name in table.columns if name not in COLUMNS]
+    return [str(name) for name in others if pd.api.types.is_numeric_dtype(table[name])]
+
+
+def _row(record: Record, run: Run) -> dict[str, object]:
+    case = record.case
+    return {
+        "id": case.id,
+        "model": case.model,
+        "pipeline": "+".join(case.pipeline),
+        "device": case.device,
+        "check": str(case.check),
+        "dtype": record.dtype,
+        "outcome": str(record.outcome),
+        "stage": record.stage,
+        "reason": record.reason,
+        "seconds": record.seconds,
+        "refusals": [dict(zip(("pass", "node", "reason"), row, strict=True)) for row in record.refusals],
+        "run": run.id,
+        "started": run.started,
+        "commit": run.commit,
+        "python": run.python,
+        "torch": run.torch,
+        "transformers": run.transformers,
+        "device_name": run.devices.get(case.device, ""),
+        "threads": run.threads,
+        "content": record.content,
+        "plan": run.plan,
+        "accepted": "",
+        **{name: float(value) for name, value in record.measurements.items()},
+        **record.facts,
+    }

@@ -1,0 +1,130 @@
+"""Times of several things that do the same work: taken turn by turn in a random order, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 2000
+
+Times = dict[str, list[float]]
+"""The seconds of each thing by its name, one a round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios with its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Of the interval, relative to the median."""
+        return (self.high - self.low) / self.median
+
+    def effect(self, floor: float) -> int:
+        """1 for a ratio above 1, -1 for one below, 0 where the interval holds 1 or the median is within the floor.
+
+        Example:
+            >>> Ratio(0.9, 0.88, 0.92).effect(0.02), Ratio(0.99, 0.985, 0.995).effect(0.02), Ratio(1.2, 0.9, 1.4).effect(0.02)
+            (-1, 0, 0)
+        """
+        if abs(self.median - 1) > floor and (self.low > 1 or self.high < 1):
+            return 1 if self.median > 1 else -1
+        return 0
+
+
+def in_random_order(
+    turns: Mapping[str, Callable[[], float]],
+    fewest: int,
+    seconds: float,
+    rng: np.random.Generator,
+    clock: Callable[[], float] = time.perf_counter,
+    enough: Callable[[Times], bool] = lambda times: False,
+) -> Times:
+    """Takes every turn once a round, until the seconds are used up or it is enough, and there are so many rounds.
+
+    A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough`
+    is asked again when there are half as many rounds more than when it was asked last.
+    """
+    times: Times = {name: [] for name in turns}
+    end, rounds, ask = clock() + seconds, 0, fewest
+    gc.collect()
+    gc.disable()
+    try:
+        while rounds < fewest or clock() < end:
+            if rounds >= ask:
+                if enough(times):
+                    break
+                ask = rounds + rounds // 2 + 1
+            for name in rng.permutation(list(turns)):
+                times[name].append(turns[name]())
+            rounds += 1
+            gc.collect(1)
+    finally:
+        gc.enable()
+    return times
+
+
+def of_runs(
+    runs: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Seconds of each run in so many rounds, after one that imports and warms up; garbage goes before each run."""
+
+    def turn(run: Callable[[], Any]) -> Callable[[], float]:
+        def seconds() -> float:
+            gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
+            return seconds_of(run, clock=clock)
+
+        return seconds
+
+    for run in runs:
+        run()
+    turns = {str(number): turn(run) for number, run in enumerate(runs)}
+    return list(in_random_order(turns, rounds, 0.0, np.random.default_rng(0)).values())
+
+
+def seconds_of(
+    run: Callable[[], Any],
+    wait: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """How long a run takes; `wait` returns when the device has done all its work."""
+    wait()
+    start = clock()
+    run()
+    wait()
+    return clock() - start
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:
+    """The time of one thing by that of another one in the same round; a single round has no interval (NaN)."""
+    import scipy.stats  # only here: it takes a second, and each worker would wait for it
+
+    ratios = np.asarray(times) / np.asarray(others)
+    median = float(np.median(ratios))
+    if len(ratios) < 2:
+        return Ratio(median, math.nan, math.nan)
+    interval = scipy.stats.bootstrap(
+        (ratios,), np.median, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Ratio(median, float(interval.low), float(interval.high))
+
+
+def floor_of(same: Ratio) -> float:
+    """The least effect that a measurement can tell, of two arms that are the same thing: how far they seem apart."""
+    return max(abs(same.low - 1), abs(same.high - 1))
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (minimum to maximum)`."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -1,0 +1,30 @@
+"""Lets torchvision, and transformers, which imports it, be used beside a build of torch for which it is not compiled.
+
+The package index has torchvision for CUDA. Its compiled part does not load beside torch for the CPU, and without the
+operators in it not even its models can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_OPERATORS = ("nms", "qnms")
+_defined = []
+
+
+def define_missing_operators() -> None:
+    """Declare the operators that torchvision registers fakes for, unless its compiled part defines them."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _defined:
+        return
+    import torch
+
+    compiled = next(Path(spec.origin).parent.glob("_C*.so"), None)
+    try:
+        torch.ops.load_library(compiled)
+    except (OSError, TypeError):  # for another build of torch; there is none
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in _OPERATORS:
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _defined.append(library)  # with the library its operators would go
