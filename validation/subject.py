@@ -132,7 +132,8 @@ class Subject:
         if dtype not in self._oracles:
             model, wide, captured = self.model(dtype), self.model(self.wide), self.traced(dtype)
             captured_wide = None if self.entry.given else self.traced(self.wide)
-            with self.entering("run the model"):
+            # One of a sweep has run by now: what is wrong from here on is no property of the model.
+            with self.entering("run the model" if self.entry.given else "run the graph"):
                 self._oracles[dtype] = Oracle(
                     model,
                     kwargs=self.inputs(dtype),

@@ -14,7 +14,7 @@ import fxopt.passes
 from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
-from validation import report, store, sweep
+from validation import report, store, subject, sweep
 from validation.capturing import DEFAULT, SPECIALIZE
 from validation.compare import compare
 from validation.plan import plan
@@ -177,6 +177,14 @@ def test_an_error_that_is_not_a_refusal_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert record.reason.startswith("KeyError: 'tensor 3', at test_sweep.py:")
     assert records["", Check.PEER].facts["peer"] == "right"
     assert records["", Check.USABLE].outcome is Outcome.SKIP
+
+
+def test_an_error_of_the_oracle_is_no_property_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oracle(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("not callable")
+
+    monkeypatch.setattr(subject, "Oracle", oracle)
+    assert parity("good").outcome is Outcome.ERROR
 
 
 def test_a_branch_on_values_is_captured_with_specialize_alone() -> None:
