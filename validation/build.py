@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from fxopt.testing import randomise
 
 from . import digits
+from .sweep import Architecture
 from .zoo import Entry, Input, PretrainedWeights, TrainedWeights, factory
 
 
@@ -19,6 +21,8 @@ def build_model(entry: Entry) -> nn.Module:
     Unless its weights were learned, every bias, scale and running statistic gets a random value: fresh ones
     are 0 and 1, which makes wrong folds look right.
     """
+    if isinstance(entry, Architecture):
+        return entry.make().build(entry.model)
     weights = entry.weights
     if isinstance(weights, PretrainedWeights):
         place = weights.folder or weights.hub
@@ -37,10 +41,20 @@ def build_model(entry: Entry) -> nn.Module:
     return model.float().eval()
 
 
-def make_inputs(entry: Entry) -> dict[str, Tensor]:
-    """The inputs of an entry: integers as int64, noise as float32, on the CPU."""
+def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> dict[str, Tensor]:
+    """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
+    if isinstance(entry, Architecture):
+        assert model is not None
+        return entry.make().example_inputs(model, **sizes)
     generator = torch.Generator().manual_seed(0)
     return {name: _tensor(spec, generator) for name, spec in entry.inputs.items()}
+
+
+def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | None:
+    """The sizes of the inputs that may be free, if there are any, of a model of a sweep."""
+    assert isinstance(entry, Architecture)
+    free = entry.make().free_dimensions(model)
+    return free if any(free.values()) else None
 
 
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -65,3 +79,10 @@ def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
         lengths = length - max(length // 4, 1) * torch.arange(batch).clamp(max=3)
         return (torch.arange(length) < lengths[:, None].clamp(min=1)).long()
     return torch.randn(spec.shape, generator=generator)
+
+
+def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    """Run `module`, without gradients and always under the same seed."""
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return module(**inputs)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .capturing import DEFAULT
 from .metric import UNKNOWN, metric_of, scale_of, unit_of
-from .records import FAILING, Check, Outcome
+from .records import FAILING, STAGES, Outcome
 from .store import measurements_of, missing
-from .sweep import DEFAULT, FREE, STAGES
+from .sweep import FREE, SOURCE
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 
@@ -20,8 +21,8 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    model, device or case that has vanished, unless the later run was of a part; an architecture that fails in an
-    earlier stage, or whose capture asks for more or leaves less free; a grade that fell; a metric that got worse by more
+    model, device or case that has vanished, unless the later run was of a part; one that fails in an
+    earlier stage, or a capture that asks for more or leaves less free; a grade that fell; a metric that got worse by more
     than its noise (`validation.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone,
     and no metric between cases of another definition.
@@ -101,9 +102,7 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]
 
 
 def _captures(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
-    """What only an architecture has: how far it came, how it was captured, and which sizes are free."""
-    swept = (new["check"] == Check.ARCHITECTURE).to_numpy()
-    old, new = old[swept], new[swept]
+    """How far a case came, and, of a sweep, how a model was captured, and which sizes are free."""
     stages = zip(new.index, old["stage"], new["stage"], new["reason"], strict=True)
     for case, was, now, reason in stages:
         if was in STAGES and now in STAGES and was != now:
@@ -117,9 +116,9 @@ def _captures(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]
 def _measurements(
     old: pd.DataFrame, new: pd.DataFrame, had: list[str], has: list[str]
 ) -> Iterator[tuple[Any, ...]]:
-    """Each metric by itself. An architecture is right or not: its error in units of float32 is the machine's."""
+    """Each metric by itself. A model of a sweep is right or not: its error in units of float32 is the machine's."""
     ended_alike = (old["outcome"] == new["outcome"]).to_numpy()
-    swept = (new["check"] == Check.ARCHITECTURE).to_numpy()
+    swept = (_text(new, SOURCE) != "").to_numpy()
     cases = new.index.tolist()
     same_machine = _same_machine(old, new)
     for name in had:

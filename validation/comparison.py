@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fxopt.testing import RTOL_FLOAT64, Verdict
+from fxopt.testing import Verdict
 
 from .records import Finding, Outcome
 from .subject import Subject
@@ -24,12 +24,13 @@ def judge_graph(
     The grade of each dtype becomes a fact of the record.
     """
     measurements: dict[str, float | int] = {}
-    for dtype in subject.dtypes:
-        wide, module, oracle = graph(torch.float64), graph(dtype), subject.oracle(dtype)
+    dtypes = subject.dtypes_of(pipeline)
+    for dtype in dtypes:
+        wide, module, oracle = graph(subject.wide), graph(dtype), subject.oracle(dtype)
         with subject.entering("run the graph"):
             verdict = oracle.judge(module, wide, tolerance=subject.entry.tolerance(pipeline))
-        measurements |= per_dtype(dtype, subject.dtypes[0], _measured(verdict))
-        subject.facts |= per_dtype(dtype, subject.dtypes[0], {"grade": str(verdict.grade)})
+        measurements |= per_dtype(dtype, dtypes[0], _measured(verdict, subject.rtol))
+        subject.facts |= per_dtype(dtype, dtypes[0], {"grade": str(verdict.grade)})
         reason = verdict.reason
         if oracle.unproved:
             reason = (
@@ -47,7 +48,7 @@ def per_dtype(dtype: torch.dtype, first: torch.dtype, values: dict[str, V]) -> d
     return {f"{name}{suffix}": value for name, value in values.items()}
 
 
-def _measured(verdict: Verdict) -> dict[str, float | int]:
+def _measured(verdict: Verdict, rtol: float) -> dict[str, float | int]:
     """The errors of a verdict and their limits; errors are relative to the largest value of a tensor."""
     return {
         "max_abs_error": verdict.own.max_abs,
@@ -57,7 +58,7 @@ def _measured(verdict: Verdict) -> dict[str, float | int]:
         "ulps": verdict.ulps,
         "max_abs_error_float64": verdict.float64.max_abs,
         "relative_error_float64": verdict.float64.max_rel,
-        "tolerance_float64": RTOL_FLOAT64,
+        "tolerance_float64": rtol,
         "tensors_compared": verdict.float64.tensors,
         "values_compared": verdict.float64.values,
     }

@@ -108,6 +108,7 @@ METRICS: dict[str, Metric] = {
     "sites*": Metric("sites", "higher"),
     "refused*": Metric("refused"),
     "*_compared": Metric("compared", "higher"),
+    "ways_used": Metric("compared", "higher"),
     "nodes*": _SIZE,
     "modules*": _SIZE,
     "parameters*": _SIZE,

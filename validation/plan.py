@@ -20,28 +20,25 @@ EXACT = "exact"
 """The part of it that preserves the computation."""
 
 
-def plan(
-    zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
-) -> list[Case]:
-    """Every case: an architecture of a sweep as a whole; of a zoo file, each model alone, beside its graph, × each pass, × each ordered
-    pair of passes that have sites in it, × the full pipelines `all` and `exact`; on each device.
+def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
+    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it, × the full
+    pipelines `all` and `exact`; on each device. Those of a sweep, of which there are hundreds, go through each
+    pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
     which nothing is recorded is planned in full, but not in pairs.
     """
     cases: list[Case] = []
-    known: dict[tuple[tuple[str, bool | None], ...], list[tuple[tuple[str, ...], list[Check]]]] = {}
+    known: dict[object, list[tuple[tuple[str, ...], list[Check]]]] = {}
     for entry in sorted(zoo, key=lambda entry: entry.name):
-        if isinstance(entry, Architecture):
-            cases += [Case(entry.name, (), device, Check.ARCHITECTURE) for device in sorted(devices)]
-            continue
         # Many models have sites of the same passes, and so the same pipelines and checks, hundreds of them.
-        kind = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
+        sites = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
+        kind = (entry.given, getattr(entry, "peer", False), sites)
         if kind not in known:
-            wanted = {
-                pipeline: sorted(checks(entry, pipeline, passes)) for pipeline in pipelines(entry, passes)
-            }
-            known[kind] = sorted({(): [Check.LATENCY, Check.PARITY], **wanted}.items())
+            known[kind] = sorted(
+                (pipeline, sorted(checks(entry, pipeline, passes)))
+                for pipeline in [(), *pipelines(entry, passes)]
+            )
         cases += [
             Case(entry.name, pipeline, device, check)
             for pipeline, kinds in known[kind]
@@ -51,33 +48,24 @@ def plan(
     return cases
 
 
-def unmet(
-    zoo: Sequence[Entry | Architecture], passes: Mapping[str, Transformation], devices: Sequence[str]
-) -> list[str]:
+def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[str]:
     """The known failures that no planned case can have, one line each: they would excuse nothing, and hide a mistake."""
     return [
         f"{entry.name}: known_failures: no planned case is {failure.check} of {failure.pipeline or 'no pass'!r}"
         + (f" on {failure.device}" if failure.device else "")
         for entry in zoo
-        if isinstance(entry, Entry) and entry.known_failures
+        if entry.known_failures
         for failure in entry.known_failures
         if not any(map(failure.covers, plan([entry], passes, devices)))
     ]
 
 
-def content(case: Case, entry: Entry | Architecture, passes: Mapping[str, Transformation]) -> str:
+def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
     """A digest of what a case is made of: the definition of its model, and its passes with their options."""
-    made = _definition(entry)
-    if isinstance(entry, Entry):
-        made += "".join(_options(passes[name]) for name in members(entry, case.pipeline, passes))
-    return hashlib.sha256(made.encode()).hexdigest()[:12]
-
-
-def _definition(entry: Entry | Architecture) -> str:
-    if isinstance(entry, Architecture):
-        return entry.name
     fields = {"model", "config", "weights", "inputs", "sizes", "dtypes"}
-    return entry.model_dump_json(include=fields)
+    made = entry.model_dump_json(include=fields)
+    made += "".join(_options(passes[name]) for name in members(entry, case.pipeline, passes))
+    return hashlib.sha256(made.encode()).hexdigest()[:12]
 
 
 def _options(pass_: Transformation) -> str:
@@ -86,6 +74,8 @@ def _options(pass_: Transformation) -> str:
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
     """The pipelines that are applied to a model; `all` and `exact` by name."""
+    if not entry.given:
+        return [(name,) for name in passes]
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
     return [*((name,) for name in passes), *itertools.permutations(with_sites, 2), *named]
@@ -102,6 +92,10 @@ def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transf
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:
     """Choose the checks that fit a pipeline. Pairs are not timed: the single passes and the full pipelines are."""
+    if not pipeline:
+        peer = isinstance(entry, Architecture) and entry.peer
+        alone = [Check.PARITY, Check.USABLE, *([Check.PEER] if peer else [])]
+        return [*alone, Check.LATENCY] if entry.given else alone
     parts = [passes[name] for name in members(entry, pipeline, passes)]
     if len(pipeline) == 1 and entry.sites.get(pipeline[0]) == 0:
         return [Check.EFFECT]
@@ -109,6 +103,6 @@ def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transfo
     wanted = [Check.EFFECT, Check.EQUIVALENCE if exact else Check.ACCURACY]
     if all(part.reversible for part in parts):
         wanted.append(Check.ROUND_TRIP)
-    if len(pipeline) == 1:
-        wanted.append(Check.LATENCY)
+    if len(pipeline) == 1 and entry.given:
+        wanted += [Check.USABLE, Check.LATENCY]
     return wanted

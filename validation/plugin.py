@@ -24,7 +24,7 @@ from .pool import Pool
 from .records import Case, Outcome
 from .run import Runner, in_worker
 from .store import seconds_by_group
-from .sweep import SOURCES, Architecture, architectures
+from .sweep import SOURCES, architectures, marked
 from .zoo import Entry, ZooError, judged, load_zoo, own_passes
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
@@ -73,15 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     passes, wanted = _passes(config)
     whole = _zoo(config, passes)
     zoo = _part_of(config, whole)
-    if wanted and any(isinstance(entry, Architecture) for entry in zoo):
-        raise pytest.UsageError("--fx-pass: an architecture is one case, with every pass in it")
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))
     entries = {entry.name: entry for entry in zoo}
     cases = {
         case.id: case
         for case in plan(zoo, passes, devices)
-        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))  # type: ignore[arg-type]
+        if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
     directory = config.getoption("--fx-report-dir") or root(config) / "reports"
     seconds = seconds_by_group(directory / "baseline")
@@ -92,7 +90,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "make": functools.partial(in_worker, zoo, passes),
         "limit": lambda case: limit or entries[case.model].timeout,
         "expected": lambda group: seconds.get("-".join(group), 0.0),
-        "judged": lambda record: judged(getattr(entries[record.case.model], "known_failures", ()), record),
+        "judged": lambda record: marked(
+            entries[record.case.model], judged(entries[record.case.model].known_failures, record)
+        ),
     }
     controller = Controller(
         cases=cases,
@@ -156,7 +156,7 @@ def _source(config: pytest.Config) -> str:
     return str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
 
 
-def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry | Architecture]:
+def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry]:
     """All entries of the zoo that is asked for."""
     name = _source(config)
     peer = config.getoption("--fx-peer") is not None
@@ -168,7 +168,7 @@ def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[En
         raise pytest.UsageError(str(error)) from error
 
 
-def _part_of(config: pytest.Config, zoo: Sequence[Entry | Architecture]) -> list[Entry | Architecture]:
+def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
     """The entries that the options leave."""
     known_tags, names = {tag for entry in zoo for tag in entry.tags}, {entry.name for entry in zoo}
     tags = _chosen("--fx-tag", config.getoption("--fx-tag"), known_tags)

@@ -16,7 +16,15 @@ class Check(enum.StrEnum):
     EFFECT = "effect"
     ACCURACY = "accuracy"
     LATENCY = "latency"
-    ARCHITECTURE = "architecture"
+    USABLE = "usable"
+    PEER = "peer"
+
+
+STAGES = (
+    *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
+    *("reverse", "usable", "task", "time"),
+)
+"""What a case goes through, in order; a record says where it ended."""
 
 
 class Outcome(enum.StrEnum):

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
+from fxopt.errors import TraceError
 from fxopt.rewriting.transformation import Transformation
 
 from . import checks
 from .diagnosis import Diagnoses
-from .records import FAILING, Case, Finding, Outcome, Record
-from .subject import Staged, Subject
-from .sweep import Architecture
+from .records import FAILING, Case, Check, Finding, Outcome, Record
+from .subject import Subject
+from .sweep import marked
 from .zoo import Entry, judged, why_missing
 
 
@@ -33,7 +34,7 @@ class Runner:
 
     def __init__(
         self,
-        zoo: Sequence[Entry | Architecture],
+        zoo: Sequence[Entry],
         passes: Mapping[str, Transformation],
         entered: Callable[[Case, str], None] = lambda case, stage: None,
     ) -> None:
@@ -41,9 +42,10 @@ class Runner:
         self._passes = passes
         self._checks = checks.available()
         self._entered = entered
-        self._subject: Subject | Staged[Architecture] | None = None
+        self._subject: Subject | None = None
         self._case: Case | None = None
         self._started = 0.0
+        self._lost: tuple[str, str] | None = None
         self._diagnoses = Diagnoses(_portable)
 
     def run(self, case: Case) -> Record:
@@ -51,9 +53,13 @@ class Runner:
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
         subject.measurements, subject.facts = {}, {}
-        if missing := _missing_package(subject.entry):
+        if missing := why_missing(subject.entry.requires) if subject.entry.requires else "":
             subject.enter("load")
             return self._record(Finding(Outcome.SKIP, missing), subject)
+        if self._lost and not (case.check is Check.PEER and self._lost[0] == "capture"):
+            stage, reason = self._lost
+            subject.enter(stage)
+            return self._record(Finding(Outcome.SKIP, reason), subject)
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
@@ -62,46 +68,45 @@ class Runner:
             SystemExit,
         ) as error:  # the boundary: models and passes under test may raise anything
             finding, repro = self._diagnosed(_finding_of(error, subject.stage), subject)
-            self.forget()
+            if not subject.entry.given and subject.stage in BEFORE:
+                self._lost = subject.stage, _text(error)
+                finding = _lost(error, finding, subject.stage, case.check)
+            subject.forget()
+            self._collect()
         else:
             if subject.stage == "start":  # else the check has named the stage that it ended in
                 subject.enter("compare" if finding.outcome in FAILING else "")
             finding, repro = self._diagnosed(finding, subject)
         return dataclasses.replace(self._record(finding, subject), repro=repro)
 
-    def _diagnosed(self, finding: Finding, subject: Subject | Staged[Architecture]) -> tuple[Finding, str]:
-        """A failure with the place where it is wrong, and a script that shows it."""
-        if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not isinstance(subject, Subject):
+    def _diagnosed(self, finding: Finding, subject: Subject) -> tuple[Finding, str]:
+        """A failure with the place where it is wrong, and a script that shows it; a sweep has hundreds."""
+        if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
             return finding, ""
         assert self._case is not None
         return self._diagnoses.of(subject, self._case, finding, time.perf_counter() - self._started)
 
-    def forget(self) -> None:
-        """Lets go of the model: after a failure it may be half made, and its memory is needed."""
-        self._subject = None
+    def _collect(self) -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _subject_of(self, case: Case) -> Subject | Staged[Architecture]:
+    def _subject_of(self, case: Case) -> Subject:
         if self._subject is None or (self._subject.entry.name, self._subject.device) != (
             case.model,
             case.device,
         ):
-            self.forget()
+            self._subject = self._lost = None
+            self._collect()
             gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
-            entry = self._zoo[case.model]
-            if isinstance(entry, Architecture):
-                self._subject = Staged(entry, case.device, self._passes, self._enter)
-            else:
-                self._subject = Subject(entry, case.device, self._passes, self._enter)
+            self._subject = Subject(self._zoo[case.model], case.device, self._passes, self._enter)
         return self._subject
 
     def _enter(self, stage: str) -> None:
         assert self._case is not None
         self._entered(self._case, stage)
 
-    def _record(self, finding: Finding, subject: Subject | Staged[Architecture]) -> Record:
+    def _record(self, finding: Finding, subject: Subject) -> Record:
         assert self._case is not None
         record = Record(
             case=self._case,
@@ -114,11 +119,11 @@ class Runner:
             refusals=finding.refusals,
             facts={name: _portable(text) for name, text in subject.facts.items()},
         )
-        return judged(subject.entry.known_failures, record) if isinstance(subject.entry, Entry) else record
+        return marked(subject.entry, judged(subject.entry.known_failures, record))
 
 
 def in_worker(
-    zoo: Sequence[Entry | Architecture],
+    zoo: Sequence[Entry],
     passes: Mapping[str, Transformation],
     entered: Callable[[Case, str], None],
 ) -> Callable[[Case], Record]:
@@ -129,13 +134,26 @@ def in_worker(
     return Runner(zoo, passes, entered).run
 
 
-def _missing_package(entry: Entry | Architecture) -> str:
-    return why_missing(entry.requires) if isinstance(entry, Entry) and entry.requires else ""
-
-
 def _portable(text: str) -> str:
     """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
     return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
+
+
+BEFORE = ("load", "run the model", "capture")
+"""The stages before there is anything to check: what one of a sweep ends in, all its cases end in."""
+
+
+def _lost(error: BaseException, finding: Finding, stage: str, check: Check) -> Finding:
+    """What is said of a model of a sweep that has no graph: a model that does not run says nothing about fxopt."""
+    if stage != "capture" or check is not Check.PARITY:  # which says so, once
+        return Finding(Outcome.SKIP, _text(error))
+    return Finding(Outcome.REFUSED, _text(error)) if isinstance(error, TraceError) else finding
+
+
+def _text(error: BaseException) -> str:
+    """A refusal as it is, another error with its type, on one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"
 
 
 def _finding_of(error: BaseException, stage: str) -> Finding:

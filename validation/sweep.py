@@ -1,14 +1,17 @@
-"""The sweep: every model type of a source, such as transformers, each as one entry of a zoo."""
+"""The sweep: every model type of a source, such as transformers, as an entry of a zoo."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
+from pydantic import Field
 from torch import Tensor, nn
 
-from .zoo import ZooError
+from .records import Record
+from .zoo import Entry, Input, ZooError
 
 SOURCES = {
     "transformers": f"{__package__}.architectures",
@@ -16,11 +19,8 @@ SOURCES = {
 }
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
-STAGES = ("build", "eager", "capture", "parity", "other sizes", "passes", "usable")
-"""What an architecture goes through, in order."""
-
-DEFAULT, SPECIALIZE = "default arguments", "specialize=True"
-"""How an architecture was captured."""
+SOURCE = "source"
+"""The fact that each record of a sweep has: where its model comes from."""
 
 FREE, NONE, FIXED = "free", "none", "fixed at capture"
 """What became of a size, besides what forbids it: it is free, the inputs do not have it, or no capture left it free."""
@@ -42,30 +42,25 @@ class Source(Protocol):
         """Its free dimensions, in the form that `fxopt.trace` takes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One model of a sweep.
+class Architecture(Entry):
+    """One model of a sweep: an entry whose model, inputs and free sizes a source makes.
+
+    Nobody has said of it that it runs, or how it is captured. Where it does not run it is skipped; it is captured in
+    the first of several ways, and what no way takes is refused; where it mixes dtypes it is judged in its own.
 
     Attributes:
-        name: the model type.
-        source: makes the model.
+        source: the module that makes it, by its name, so that workers get it.
         peer: whether `torch.export` is run beside fxopt.
-        timeout: seconds that its case may take.
     """
 
-    name: str
-    source: Source
+    given: ClassVar[bool] = False
+    inputs: dict[str, Input] = Field(default={})
+    source: str
     peer: bool = False
-    timeout: float = 300.0
-    tags: tuple[str, ...] = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Workers get the module that makes the models by its name."""
-        return _restored, ({**vars(self), "source": self.source.__name__},)  # type: ignore[attr-defined]
-
-
-def _restored(fields: dict[str, Any]) -> Architecture:
-    return Architecture(**{**fields, "source": importlib.import_module(fields["source"])})
+    def make(self) -> Source:
+        """The module that makes the model."""
+        return cast(Source, importlib.import_module(self.source))
 
 
 def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
@@ -74,4 +69,12 @@ def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
         source: Any = importlib.import_module(SOURCES[zoo])
     except ImportError as error:
         raise ZooError(f"{zoo} cannot be swept: {error}") from error
-    return [Architecture(name, source, peer) for name in source.model_types()]
+    made = functools.partial(Architecture, source=source.__name__, peer=peer, tags=())
+    return [made(name=name, model=name) for name in source.model_types()]
+
+
+def marked(entry: Entry, record: Record) -> Record:
+    """A record with the source of its model, if a sweep has one: it tells the runs of sweeps from others."""
+    if not isinstance(entry, Architecture):
+        return record
+    return dataclasses.replace(record, facts={**record.facts, SOURCE: entry.source.rpartition(".")[2]})

@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
@@ -166,9 +166,10 @@ class Entry(_Strict):
     seconds, and to compile it by torch.compile up to a minute.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
     skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
-    full pipelines, with its number, or `None`.
+    full pipelines, with its number, or `None`. `given` tells those that a person wrote from those of a sweep.
     """
 
+    given: ClassVar[bool] = True
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
     model: str
     requires: Annotated[str, Field(min_length=1)] | None = None

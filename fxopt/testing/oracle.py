@@ -26,6 +26,7 @@ from fxopt.testing.probes import (
     observe,
     other_sizes,
     other_values,
+    refused,
 )
 from fxopt.testing.verdicts import Grade, Verdict
 
@@ -41,8 +42,11 @@ class Oracle:
         args: positional inputs, in the module's own dtype.
         kwargs: keyword inputs.
         float64: the reference in float64; by default, a converted deep copy.
+        wide: the dtype of what is given as `float64`, for a reference that does not run in float64 (with an `rtol` that is
+            as large as that dtype rounds).
         captured: a graph of the reference: which sizes are free is read from its guards, and what it refuses
             to take is not asked of candidates.
+        captured_wide: a graph of `float64`; what it refuses to take is not asked of candidates either.
         rtol: tolerance in float64, relative to the largest value of each tensor.
         factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
         floor: and this many units in the last place farther: the reference may be exact by chance.
@@ -71,29 +75,30 @@ class Oracle:
         kwargs: Mapping[str, Any] | None = None,
         *,
         float64: nn.Module | None = None,
+        wide: torch.dtype = torch.float64,
         captured: nn.Module | None = None,
+        captured_wide: nn.Module | None = None,
         rtol: float = RTOL_FLOAT64,
         factor: float = 2.0,
         floor: float = 4.0,
         strides: bool = False,
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
-        self._strides = strides
+        self._strides, self._wide = strides, wide
         self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
-        wide = in_float64(reference) if float64 is None else float64
+        exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
-        again = observe(reference, [given]), observe(wide, [given.cast(torch.float64)])
-        large = first_taken(
-            large_values(given), lambda call: observe(wide, [call.cast(torch.float64)]), captured
-        )
+        again = observe(reference, [given]), observe(exact, [given.cast(wide)])
+        refuses = functools.partial(refused, {None: captured, wide: captured_wide})
+        large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
         others = itertools.chain(other_sizes(given, captured), other_values(given))
-        other = first_taken(others, lambda call: observe(reference, [call]), captured)
+        other = first_taken(others, lambda call: observe(reference, [call]), refuses)
         self._calls = [call for call in (given, other) if call is not None]
-        self._wide_calls = [call.cast(torch.float64) for call in (given, large, other) if call is not None]
+        self._wide_calls = [call.cast(wide) for call in (given, large, other) if call is not None]
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
         self.expected = observe(reference, self._calls)
-        self._truth = observe(wide, self._wide_calls)
+        self._truth = observe(exact, self._wide_calls)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
         self._unstable = _unlike(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or _unlike(again[1], self._truth, rtol)
@@ -122,6 +127,10 @@ class Oracle:
             return self._verdict(wide, seen, computed, tolerance)
         except AssertionError as error:
             return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
+
+    @property
+    def _name(self) -> str:
+        return str(self._wide).removeprefix("torch.")
 
     def first_divergence(
         self,
@@ -179,7 +188,7 @@ class Oracle:
         exact = [
             (call, difference)
             for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True)
-            for difference in self._differences(call, truth, actual, "in float64, ")
+            for difference in self._differences(call, truth, actual, f"in {self._name}, ")
         ]
         if fault := self.fault(seen):
             raise AssertionError(fault)
@@ -207,7 +216,7 @@ class Oracle:
             return change(grade=Grade.TOLERANCE, error=max(too_large), limit=tolerance)
         if off and (far or not computed or not worst.max_rel <= limit):
             text = (
-                f"in float64{_with(call)}, {worst.where} differs by {worst.max_rel:.3g} of its largest value "
+                f"in {self._name}{_with(call)}, {worst.where} differs by {worst.max_rel:.3g} of its largest value "
                 f"({worst.max_abs:.3g}); a correct rewrite agrees to {self._rtol:.0e}"
             )
             wrong = {"error": worst.max_rel, "limit": self._rtol, "where": worst.where, "reason": text}
@@ -242,7 +251,7 @@ class Oracle:
                 call,
                 baseline,
                 error,
-                max(limit, self._rtol) if step == torch.finfo(torch.float64).eps else limit,
+                max(limit, self._rtol) if step == torch.finfo(self._wide).eps else limit,
             )
 
     def _differences(

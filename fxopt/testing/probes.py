@@ -101,25 +101,30 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
 
 
 def first_taken(
-    calls: Iterable[Call], run: Callable[[Call], list[Observation]], captured: nn.Module | None
+    calls: Iterable[Call], run: Callable[[Call], list[Observation]], refused: Callable[[Call], bool]
 ) -> Call | None:
-    """The first call that the reference takes, with a finite result, and that its graph does not refuse."""
+    """The first call that the reference takes, with a finite result, and that its graphs do not refuse."""
     for call in calls:
         try:
             (seen,) = run(call)
         except Exception:  # whatever it raises: the model does not take such inputs
             continue
-        if not_finite(seen.output):
-            continue
-        if captured is not None:
-            try:
-                observe(captured, [call])
-            except GuardError:
-                continue
-            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
-                return call
-        return call
+        if not not_finite(seen.output) and not refused(call):
+            return call
     return None
+
+
+def refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
+    """Tell whether a graph refuses a call, in the dtype that it is given with."""
+    for dtype, graph in graphs.items():
+        if graph is not None:
+            try:
+                observe(graph, [call if dtype is None else call.cast(dtype)])
+            except GuardError:
+                return True
+            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
+                continue
+    return False
 
 
 def large_values(given: Call) -> Iterator[Call]:

@@ -13,6 +13,7 @@ from fxopt import ReversibleTransformation, Transformation
 from fxopt.passes.change_precision import ChangePrecision
 from validation.plan import checks, content, members, pipelines, plan, unmet
 from validation.records import Case, Check
+from validation.sweep import Architecture
 from validation.zoo import Entry
 
 
@@ -104,17 +105,31 @@ def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
-        (("Exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.ROUND_TRIP, Check.LATENCY}),
-        (("OneWay",), {Check.EFFECT, Check.EQUIVALENCE, Check.LATENCY}),
-        (("Rough",), {Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP, Check.LATENCY}),
+        (("Exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.ROUND_TRIP, Check.USABLE, Check.LATENCY}),
+        (("OneWay",), {Check.EFFECT, Check.EQUIVALENCE, Check.USABLE, Check.LATENCY}),
+        (("Rough",), {Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP, Check.USABLE, Check.LATENCY}),
         (("Exact", "OneWay"), {Check.EFFECT, Check.EQUIVALENCE}),
         (("Exact", "Rough"), {Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP}),
-        (("all",), {Check.EFFECT, Check.ACCURACY, Check.LATENCY}),
-        (("exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.LATENCY}),
+        (("all",), {Check.EFFECT, Check.ACCURACY, Check.USABLE, Check.LATENCY}),
+        (("exact",), {Check.EFFECT, Check.EQUIVALENCE, Check.USABLE, Check.LATENCY}),
     ],
 )
 def test_checks_fit_the_pipeline(pipeline: tuple[str, ...], expected: set[Check]) -> None:
     assert set(checks(entry(Exact=1, OneWay=1, Rough=1), pipeline, PASSES)) == expected
+
+
+def test_a_model_alone_is_compared_and_used() -> None:
+    assert checks(entry(), (), PASSES) == [Check.PARITY, Check.USABLE, Check.LATENCY]
+
+
+def test_a_model_of_a_sweep_goes_through_each_pass_alone_and_is_not_timed() -> None:
+    swept = Architecture(name="bert", model="bert", source="some.where", peer=True)
+    cases = plan([swept], PASSES, ["cpu"])
+    assert {case.pipeline for case in cases} == {(), ("Exact",), ("OneWay",), ("Rough",)}
+    assert {case.check for case in cases if not case.pipeline} == {Check.PARITY, Check.USABLE, Check.PEER}
+    assert {case.check for case in cases if case.pipeline == ("Exact",)} == {
+        *(Check.EFFECT, Check.EQUIVALENCE, Check.ROUND_TRIP)
+    }
 
 
 def test_a_known_failure_that_no_planned_case_has_is_a_mistake() -> None:

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.fx import GraphModule
 
 import fxopt.passes
 from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
-from validation import report, store, sweep
+from validation import report, store, subject, sweep
+from validation.capturing import DEFAULT, SPECIALIZE
 from validation.compare import compare
-from validation.records import Case, Check, Outcome, Record
+from validation.plan import plan
+from validation.records import WORST_FIRST, Case, Check, Outcome, Record
 from validation.report import architectures as page
+from validation.report.architecture_rows import by_architecture
 from validation.run import Runner
-from validation.sweep import DEFAULT, FREE, SPECIALIZE, Architecture, architectures
+from validation.sweep import FREE, Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {
@@ -28,9 +30,22 @@ PASSES: dict[str, Transformation] = {
 }
 
 
-def run(name: str, passes: dict[str, Transformation] = PASSES, peer: bool = False) -> Record:
-    entry = Architecture(name, sweep_models, peer)
-    return Runner([entry], passes).run(Case(name, (), "cpu", Check.ARCHITECTURE))
+def run(
+    name: str, passes: dict[str, Transformation] = PASSES, peer: bool = False
+) -> dict[tuple[str, Check], Record]:
+    """The record of each case of a model, by its pass and its check."""
+    entry = Architecture(name=name, model=name, source=sweep_models.__name__, peer=peer)
+    runner = Runner([entry], passes)
+    cases = plan([entry], passes, ["cpu"])
+    return {("+".join(case.pipeline), case.check): runner.run(case) for case in cases}
+
+
+def parity(name: str, **options: Any) -> Record:
+    return run(name, **options)["", Check.PARITY]
+
+
+def worst(records: dict[tuple[str, Check], Record]) -> Record:
+    return min(records.values(), key=lambda record: WORST_FIRST.index(record.outcome))
 
 
 class Unchanged(ReversibleTransformation):
@@ -77,88 +92,77 @@ class NoWayBack(Wrong):
         return Unchanged.transform(self, graph_module)
 
 
-def test_what_is_right_passes_every_stage_and_is_measured() -> None:
-    record = run("good", peer=True)
-    assert (record.outcome, record.stage, record.reason, record.dtype) == (Outcome.PASS, "", "", "float64")
-    facts = {"captured": DEFAULT, "refused": "", "batch": FREE, "sequence": FREE}
-    assert record.facts == {**facts, "peer": "right", "peer_reason": "", "peer_sizes": FREE}
-    measured = record.measurements
-    assert (measured["nodes"], measured["modules"]) == (5, 2)
-    assert (measured["sites_ChangeTrueDivToMulByInverse"], measured["sites_ReplaceActivation"]) == (1, 0)
-    assert 0 < measured["trace_seconds"] < record.seconds
-    assert 0 < measured["peer_seconds"] < record.seconds
-    assert 0 < measured["peer_work_seconds"] < record.seconds
+def test_what_is_right_passes_every_check_and_is_measured() -> None:
+    records = run("good", peer=True)
+    assert {record.outcome for record in records.values()} == {Outcome.PASS, Outcome.NO_OP}
+    found, peer = records["", Check.PARITY], records["", Check.PEER]
+    assert (found.outcome, found.stage, found.reason, found.dtype) == (Outcome.PASS, "", "", "float64")
+    facts = {"captured": DEFAULT, "refusal": "", "batch": FREE, "sequence": FREE, "grade": "bit-exact"}
+    assert found.facts == {**facts, "source": "sweep_models"}
+    assert peer.facts == {"peer": "right", "peer_reason": "", "peer_sizes": FREE, "source": "sweep_models"}
+    assert (found.measurements["nodes"], found.measurements["modules"]) == (5, 2)
+    sites = {name: records[name, Check.EFFECT].measurements["sites"] for name in PASSES}
+    assert sites == {"ChangeTrueDivToMulByInverse": 1, "ReplaceActivation": 0}
+    assert 0 < found.measurements["trace_seconds"] < found.seconds
+    assert 0 < peer.measurements["peer_seconds"] <= peer.measurements["peer_work_seconds"] < peer.seconds
+
+
+def test_a_sweep_goes_through_the_checks_of_every_model() -> None:
+    records = run("good")
+    assert {check for _, check in records} == set(Check) - {Check.PEER, Check.LATENCY}
 
 
 @pytest.mark.parametrize(
     ("name", "outcome", "stage", "reason"),
     [
-        ("unbuilt", Outcome.SKIP, "build", "ValueError: not without a config"),
-        ("unrunnable", Outcome.SKIP, "eager", "RuntimeError: .*"),
-        ("infinite", Outcome.SKIP, "eager", "output is not finite everywhere, .*"),
+        ("unbuilt", Outcome.SKIP, "load", "ValueError: not without a config"),
+        ("unrunnable", Outcome.SKIP, "run the model", "RuntimeError: .*"),
+        ("infinite", Outcome.SKIP, "run the model", "ValueError: output is not finite everywhere, .*"),
         ("unseeded", Outcome.REFUSED, "capture", ".*manual_seed.*"),
-        ("different", Outcome.FAIL, "parity", "output is 1e-07 of its largest value off in float64.*"),
-        (
-            "differentatothersizes",
-            Outcome.FAIL,
-            "other sizes",
-            "with batch 1 and sequence 16, output is .* off .*",
-        ),
+        ("different", Outcome.FAIL, "compare", "in float64, output differs by 1e-07 of its largest value.*"),
+        ("differentatothersizes", Outcome.FAIL, "compare", "with batch 1, output is .* off"),
     ],
 )
 def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, reason: str) -> None:
-    record = run(name)
+    records = run(name)
+    record = records["", Check.PARITY]
     assert (record.outcome, record.stage) == (outcome, stage), record.reason
     assert re.fullmatch(reason, record.reason), record.reason
+    if stage != "compare":  # no graph, which is said once
+        others = {other.outcome for key, other in records.items() if key != ("", Check.PARITY)}
+        assert others == {Outcome.SKIP}
 
 
 @pytest.mark.parametrize(
-    ("pass_", "outcome", "reason"),
+    ("pass_", "check", "reason"),
     [
-        (Unchanged(), Outcome.PASS, ""),
-        (Wrong(), Outcome.FAIL, "after Wrong, output is .* off in float64.*"),
-        (Silent(), Outcome.FAIL, "after Silent, output is .* off in float64.*"),
-        (WrongAndRough(), Outcome.FAIL, "WrongAndRough: the round trip is not exact.*"),
-        (NoWayBack(), Outcome.FAIL, "NoWayBack: the round trip is not exact.*"),
+        (Wrong(), Check.EQUIVALENCE, "in float64, output differs by .*"),
+        (Silent(), Check.EQUIVALENCE, "in float64, output differs by .*"),
+        (WrongAndRough(), Check.ROUND_TRIP, "the round trip is not exact.*"),
+        (NoWayBack(), Check.ROUND_TRIP, "the round trip is not exact.*"),
+        (Unchanged(), Check.EFFECT, "marked 1 nodes as transformed, but the graph module is the same"),
     ],
 )
-def test_a_wrong_pass_is_seen(pass_: Transformation, outcome: Outcome, reason: str) -> None:
-    record = run("good", {"Planted": pass_})
-    assert record.outcome == outcome, record.reason
+def test_a_wrong_pass_is_seen(pass_: Transformation, check: Check, reason: str) -> None:
+    record = run("good", {"Planted": pass_})["Planted", check]
+    assert record.outcome == Outcome.FAIL, record.reason
     assert re.fullmatch(reason, record.reason), record.reason
-    assert record.stage == ("passes" if reason else "")
 
 
-def test_the_model_is_run_once_for_each_size_in_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[tuple[str, int, int]] = []
-
-    def forward(self: sweep_models.Good, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_exporting():
-            runs.append((str(x.dtype), *x.shape[:2]))
-        return self.linear(x) / 7.0
-
-    monkeypatch.setattr(sweep_models.Good, "forward", forward)
-    passes: dict[str, Transformation] = {"One": Unchanged(), "Other": Unchanged()}
-    assert run("good", passes).outcome is Outcome.PASS
-    roundings = ("torch.float64", 2, 16)
-    others = [("torch.float64", *sizes) for sizes in ((3, 16), (1, 16), (2, 21), (2, 5))]
-    assert runs == [("torch.float32", 2, 16), ("torch.float64", 2, 16), roundings, *others]
-
-
-def test_a_graph_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_pickled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def reduce(module: Any, protocol: Any) -> Any:
         raise pickle.PicklingError("node 'linear' cannot be pickled")
 
     monkeypatch.setattr(TracedModule, "__reduce_ex__", reduce)
-    record = run("good")
-    assert (record.outcome, record.stage) == (Outcome.ERROR, "usable")
-    assert record.reason.startswith("PicklingError: node 'linear' cannot be pickled")
+    record = run("good")["", Check.USABLE]
+    assert record.outcome is Outcome.FAIL
+    assert "pickle: PicklingError: node 'linear' cannot be pickled" in record.reason
 
 
-def test_weights_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TracedModule, "state_dict", lambda module: {})
-    record = run("good")
-    assert (record.outcome, record.stage) == (Outcome.ERROR, "usable")
+    record = run("good")["", Check.USABLE]
+    assert record.outcome is Outcome.FAIL
     assert "Missing key(s) in state_dict" in record.reason
 
 
@@ -167,29 +171,33 @@ def test_an_error_that_is_not_a_refusal_is_one(monkeypatch: pytest.MonkeyPatch) 
         raise KeyError("tensor 3")
 
     monkeypatch.setattr(fxopt, "trace", trace)
-    record = run("good", peer=True)
+    records = run("good", peer=True)
+    record = records["", Check.PARITY]
     assert (record.outcome, record.stage) == (Outcome.ERROR, "capture")
     assert record.reason.startswith("KeyError: 'tensor 3', at test_sweep.py:")
-    assert record.facts["peer"] == "right"
+    assert records["", Check.PEER].facts["peer"] == "right"
+    assert records["", Check.USABLE].outcome is Outcome.SKIP
 
 
-def test_what_was_found_before_a_failure_is_kept() -> None:
-    record = run("good", {"Unchanged": Unchanged(), "Wrong": Wrong()}, peer=True)
-    assert record.measurements["sites_Unchanged"] == 1
-    assert record.measurements["nodes"] == 5
-    assert record.facts["peer"] == "right"
+def test_an_error_of_the_oracle_is_no_property_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oracle(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("not callable")
+
+    monkeypatch.setattr(subject, "Oracle", oracle)
+    assert parity("good").outcome is Outcome.ERROR
 
 
 def test_a_branch_on_values_is_captured_with_specialize_alone() -> None:
-    record = run("decides", peer=True)
+    records = run("decides", peer=True)
+    record, peer = records["", Check.PARITY], records["", Check.PEER]
     assert (record.outcome, record.facts["captured"]) == (Outcome.PASS, SPECIALIZE), record.reason
-    assert "sweep_models.py" in record.facts["refused"]
-    assert record.facts["peer"] == "failed"
-    assert record.facts["peer_reason"]
+    assert "sweep_models.py" in record.facts["refusal"]
+    assert peer.facts["peer"] == "failed"
+    assert peer.facts["peer_reason"]
 
 
 def test_a_size_that_the_model_or_a_guard_forbids_is_no_failure() -> None:
-    batch, sequence = run("onebatch"), run("onesequence")
+    batch, sequence = parity("onebatch"), parity("onesequence")
     assert batch.outcome == sequence.outcome == Outcome.PASS
     assert (batch.facts["batch"], batch.facts["sequence"]) == ("fixed by the model", FREE)
     assert sequence.facts["batch"] == FREE
@@ -197,17 +205,18 @@ def test_a_size_that_the_model_or_a_guard_forbids_is_no_failure() -> None:
 
 
 def test_a_model_that_mixes_dtypes_is_judged_in_its_own() -> None:
-    record = run("single")
+    record = parity("single")
     assert (record.outcome, record.dtype) == (Outcome.PASS, "float32"), record.reason
 
 
 def test_a_model_is_captured_in_the_mode_in_which_it_is_run() -> None:
-    record = run("reads")
-    assert record.outcome is Outcome.PASS, record.reason
+    assert parity("reads").outcome is Outcome.PASS
 
 
 def test_what_the_model_cannot_is_not_asked_of_the_graph() -> None:
-    assert run("parametrized").outcome is Outcome.PASS
+    record = run("parametrized")["", Check.USABLE]
+    assert record.outcome is Outcome.PASS, record.reason
+    assert {"no_pickle", "no_save"} <= set(record.facts)
 
 
 # --- options and reports -------------------------------------------------------------------------------
@@ -225,19 +234,22 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_a_sweep_is_one_row_an_architecture_and_a_page_that_agrees(harness: Any, tmp_path: Path) -> None:
+def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: Path) -> None:
     assert harness("--fx-peer", "torch.export") == pytest.ExitCode.TESTS_FAILED
     table = store.read_run(tmp_path / "architectures")
-    assert sorted(table["model"]) == sweep_models.model_types()
-    rows = table.set_index("model")
-    assert "decides on a value" in rows.loc["counts", "guarded_ChangePrecision"]
-    assert 1e-9 < rows.loc["rounds", "relative_error"] < 1e-6
+    assert sorted(set(table["model"])) == sweep_models.model_types()
+    of = table.set_index("id")
+    assert "decides on a value" in of.loc["counts-ChangePrecision-cpu-accuracy", "guarded"]
+    rows = by_architecture(table)
+    assert 1e-9 < rows.set_index("architecture").loc["rounds", "relative_error"] < 1e-6
     text = (tmp_path / "architectures/architectures.md").read_text()
-    for row in table.itertuples():
-        lines = [line for line in text.splitlines() if line.startswith(f"| {row.model} |")]
-        assert lines, row.model
+    for row in rows.itertuples():
+        lines = [line for line in text.splitlines() if line.startswith(f"| {row.architecture} |")]
+        assert lines, row.architecture
         said = [outcome for outcome in Outcome for line in lines if f" {outcome} |" in line]
-        assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), row.model
+        assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), (
+            row.architecture
+        )
     assert str(ROOT) not in text
     numbers = dict(page.summary(table).itertuples(index=False, name=None))
     assert numbers["architectures"] == "15"
@@ -263,7 +275,7 @@ def test_a_sweep_that_captures_nothing_has_a_page(harness: Any, tmp_path: Path) 
 
 def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:
     assert harness("--fx-model", "good") == pytest.ExitCode.OK
-    assert store.read_run(tmp_path / "architectures")["model"].tolist() == ["good"]
+    assert set(store.read_run(tmp_path / "architectures")["model"]) == {"good"}
 
 
 @pytest.mark.parametrize(
@@ -271,7 +283,6 @@ def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:
     [
         (["--fx-model", "goof"], "--fx-model goof: not known"),
         (["--fx-part", "11/10"], "'11/10' is not a part such as 1/10"),
-        (["--fx-pass", "MergeLinears"], "an architecture is one case"),
     ],
 )
 def test_an_option_that_makes_no_sense_says_so(
@@ -287,7 +298,7 @@ def test_parts_are_fixed_disjoint_and_together_everything(
     parts = []
     for number in (1, 3):
         harness("--collect-only", "-q", "--fx-part", f"{number}/3")
-        parts.append(re.findall(r"\[(\w+)-eager", capsys.readouterr().out))
+        parts.append(re.findall(r"\[(\w+)-eager-cpu-parity", capsys.readouterr().out))
     names = sweep_models.model_types()
     assert parts == [names[0::3], names[2::3]]
 
@@ -300,8 +311,8 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 # --- comparing -----------------------------------------------------------------------------------------
 
-BERT = Case("bert", (), "cpu", Check.ARCHITECTURE)
-LLAMA = Case("llama", (), "cpu", Check.ARCHITECTURE)
+BERT = Case("bert", (), "cpu", Check.PARITY)
+LLAMA = Case("llama", (), "cpu", Check.PARITY)
 RIGHT = {"captured": DEFAULT, "batch": FREE, "sequence": FREE}
 
 
@@ -314,9 +325,9 @@ def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **fac
     [
         (bert(), bert(), set()),
         (bert(), bert(Outcome.REFUSED, "capture"), {"outcome"}),
-        (bert(), bert(Outcome.SKIP, "eager"), {"outcome"}),
-        (bert(Outcome.REFUSED, "capture"), bert(Outcome.SKIP, "eager"), {"stage"}),
-        (bert(Outcome.ERROR, "usable"), bert(Outcome.ERROR, "passes"), {"stage"}),
+        (bert(), bert(Outcome.SKIP, "load"), {"outcome"}),
+        (bert(Outcome.REFUSED, "capture"), bert(Outcome.SKIP, "load"), {"stage"}),
+        (bert(Outcome.ERROR, "run the graph"), bert(Outcome.ERROR, "capture"), {"stage"}),
         (bert(Outcome.REFUSED, "capture"), bert(Outcome.ERROR, "capture"), {"outcome"}),
         (bert(), bert(captured=SPECIALIZE), {"captured"}),
         (bert(), bert(batch="guarded: at 3"), {"batch"}),
@@ -324,7 +335,7 @@ def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **fac
         (bert(), bert(sites=1), {"sites"}),
         (bert(sites=1), bert(), set()),
         (bert(Outcome.REFUSED, "capture"), bert(), set()),
-        (bert(Outcome.SKIP, "eager"), bert(Outcome.REFUSED, "capture"), set()),
+        (bert(Outcome.SKIP, "load"), bert(Outcome.REFUSED, "capture"), set()),
         (bert(captured=SPECIALIZE, batch="fixed by the model"), bert(), set()),
     ],
 )
@@ -339,7 +350,7 @@ def test_what_a_part_lacks_has_not_vanished(run: store.Run, tmp_path: Path) -> N
     before, after = [bert(), Record(LLAMA, Outcome.PASS)], [bert()]
     assert changed(before, after, run, tmp_path, part=True).empty
     assert changed(before, after, run, tmp_path)["regression"].all()
-    worse = changed(before, [bert(Outcome.FAIL, "parity")], run, tmp_path, part=True)
+    worse = changed(before, [bert(Outcome.FAIL, "compare")], run, tmp_path, part=True)
     assert worse["id"].tolist() == [BERT.id]
 
 

@@ -12,7 +12,9 @@ from tests.validation.wrong_passes import (
     ACCURACY,
     EFFECT,
     EQUIVALENCE,
+    EXPORTED,
     ROUND_TRIP,
+    USABLE,
     Wrong,
     WrongAndInexact,
     WrongReverse,
@@ -25,6 +27,7 @@ CASES = [
     *((Check.EQUIVALENCE, Wrong(name)) for name in EQUIVALENCE),
     *((Check.ACCURACY, WrongAndInexact(name)) for name in ACCURACY),
     *((Check.EFFECT, Wrong(name)) for name in EFFECT),
+    *((Check.USABLE, Wrong(name)) for name in USABLE),
     *((Check.ROUND_TRIP, WrongReverse(name)) for name in ROUND_TRIP),
 ]
 
@@ -44,10 +47,22 @@ def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> No
     assert record.reason
 
 
-@pytest.mark.parametrize("check", [Check.EQUIVALENCE, Check.ACCURACY, Check.EFFECT, Check.ROUND_TRIP])
+@pytest.mark.parametrize(
+    "check", [Check.EQUIVALENCE, Check.ACCURACY, Check.EFFECT, Check.ROUND_TRIP, Check.USABLE]
+)
 def test_a_right_pass_is_not(check: Check) -> None:
     record = found(check, WrongReverse(""))
     assert record.outcome is Outcome.PASS, record.reason
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_a_pipeline_makes_must_be_compiled_and_exported(name: str) -> None:
+    entry = Entry.model_validate({"name": "wrong-parts", **PARTS})
+    for wrong, outcome in ((Wrong(name), Outcome.FAIL), (WrongReverse(""), Outcome.PASS)):
+        runner = Runner([entry], {"Planted": wrong, "Right": WrongReverse("")})
+        record = runner.run(Case(entry.name, ("all",), "cpu", Check.USABLE))
+        assert record.outcome is outcome, record.reason
+        assert (outcome is Outcome.PASS) == (record.measurements["ways_used"] == 7)
 
 
 BERT = {

@@ -1,6 +1,6 @@
 """Wrong passes, each a function of a graph module: what a fold, a kernel or an undo can get wrong, one thing each.
 
-`EQUIVALENCE`, `ACCURACY`, `EFFECT` and `ROUND_TRIP` say which check has to catch them.
+`EQUIVALENCE`, `ACCURACY`, `EFFECT`, `USABLE` and `ROUND_TRIP` say which check has to catch them.
 """
 
 from __future__ import annotations
@@ -74,6 +74,49 @@ class SecondCall(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x if self.calls == 1 else x + 1
+
+
+class Offset(nn.Module):
+    """Adds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
+class ForgetsAtDeepcopy(Offset):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        new = type(self)()
+        new.offset.zero_()
+        return new
+
+
+class ForgetsAtPickling(Offset):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_buffers": {"offset": torch.zeros(())}}
+
+
+class SharesWithCopies(Offset):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return self
+
+
+class LoadsNothing(Offset):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pass
+
+
+class StaysWhereItIs(Offset):
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        return self
+
+
+class OtherWhenExported(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_exporting() else x
 
 
 class Function(nn.Module):
@@ -227,6 +270,23 @@ EFFECT = {
 }
 
 
+USABLE: dict[str, Callable[[GraphModule], object]] = {
+    "it cannot be pickled": after("norm", lambda: Function(lambda x: x + 1)),
+    "a buffer is lost in a copy": after("norm", ForgetsAtDeepcopy),
+    "a buffer is lost in a pickle": after("norm", ForgetsAtPickling),
+    "a copy shares a buffer": after("norm", SharesWithCopies),
+    "its weights cannot be loaded": after("norm", LoadsNothing),
+    "a buffer does not move": after("norm", StaysWhereItIs),
+    "it cannot be saved": after("norm", Offset),
+}
+
+
+EXPORTED: dict[str, Callable[[GraphModule], object]] = {
+    "it is exported as something else": after("norm", OtherWhenExported),
+}
+"""What only a full pipeline is asked for."""
+
+
 def _transposed(gm: GraphModule) -> None:
     weight = gm.first.weight
     gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
@@ -271,7 +331,7 @@ class Wrong(Transformation):
     preserves_computation = True
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        tables: tuple[dict[str, Any], ...] = (EQUIVALENCE, EFFECT)
+        tables: tuple[dict[str, Any], ...] = (EQUIVALENCE, EFFECT, USABLE, EXPORTED)
         next(table[self.name] for table in tables if self.name in table)(graph_module)
         return graph_module
 

@@ -18,7 +18,7 @@ import fxopt
 from fxopt.testing import compare
 
 from .. import libraries as source
-from ..subject import run_seeded
+from ..build import run_seeded
 
 TOLERANCE = 1e-9, 1e-6
 """How well a right graph agrees in float64, and where the model computes in float32 on the way."""

@@ -7,12 +7,13 @@ from collections import Counter
 from torch.fx import GraphModule
 
 from ..records import Finding, Outcome
-from ..subject import Rewritten, Subject, differ
+from ..rewritten import Rewritten, differ
+from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded."""
-    dtype = subject.dtypes[0]
+    dtype = subject.dtypes_of(pipeline)[0]
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),

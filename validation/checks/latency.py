@@ -20,7 +20,8 @@ from ..bench.engines import Unavailable, reason
 from ..bench.quiet import quiet
 from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
-from ..subject import Subject, differ
+from ..rewritten import differ
+from ..subject import Subject
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
 FEWEST, MOST = 7, 200

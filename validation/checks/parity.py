@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
+from fxopt.errors import GuardError
+from fxopt.testing import compare
 from fxopt.testing.probes import SIZES
 
+from ..build import free_sizes
 from ..comparison import judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
+from ..sweep import FIXED, FREE, NONE
+
+OTHER_SIZES = {
+    "batch": ({"batch": 3}, {"batch": 1}),
+    "sequence": ({"sequence": 21}, {"sequence": 5}),
+}
+"""Where a graph of a sweep is run besides the sizes it was captured at: its entry does not say which sizes are free."""
+
+GUARDED = "guarded: "
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare the model, run eagerly, with its captured graph, in float64 and in each dtype of the entry; of all sizes if it says so."""
+    captured = subject.captured(subject.wide)
+    graph = captured.graph.graph
+    subject.measurements |= {
+        "nodes": len(graph.nodes),
+        "modules": len({node.target for node in graph.find_nodes(op="call_module")}),
+        "trace_seconds": captured.seconds,
+        "forward_runs": captured.graph.meta["forward_runs"],
+    }
+    if not subject.entry.given:
+        subject.facts |= {"captured": captured.way.name, "refusal": next(iter(captured.refusals), "")}
     finding = judge_graph(subject, subject.traced)
     if finding.outcome is not Outcome.PASS:
         return finding
-    measurements = {**finding.measurements, "nodes": len(subject.traced(subject.dtypes[0]).graph.nodes)}
+    if not subject.entry.given:
+        subject.measurements |= finding.measurements
+        subject.facts |= _became(subject)
+        return finding
     if subject.entry.sizes == "dynamic" and SIZES not in subject.oracle(subject.dtypes[0]).probes:
         reason = "the graph was captured for all sizes, but takes none other than those of the inputs"
-        return Finding(Outcome.FAIL, reason, measurements)
-    return Finding(measurements=measurements)
+        return Finding(Outcome.FAIL, reason, finding.measurements)
+    return finding
+
+
+def _became(subject: Subject) -> dict[str, str]:
+    """What became of each size that the inputs of a sweep can have: whether it is free, or what forbids it."""
+    way = subject.captured(subject.wide).way
+    if not way.shapes and free_sizes(subject.entry, subject.model(subject.wide)):
+        return dict.fromkeys(OTHER_SIZES, FIXED)
+    became = {}
+    for name, sizes in OTHER_SIZES.items():
+        found = [_at(subject, each) for each in sizes]
+        # What is free at one size the model itself may forbid at the other; what the graph forbids is not free.
+        guarded = [text for text in found if text.startswith(GUARDED)]
+        became[name] = guarded[0] if guarded else FREE if FREE in found else found[0]
+    return became
+
+
+def _at(subject: Subject, sizes: dict[str, int]) -> str:
+    """What became of one size; raises `AssertionError` where the graph takes it, and gives something else."""
+    dtype = subject.wide
+    given = {name: value.shape for name, value in subject.inputs(dtype).items()}
+    with subject.entering("other sizes"):
+        try:
+            inputs = subject.inputs(dtype, **sizes)
+            if {name: value.shape for name, value in inputs.items()} == given:
+                return NONE
+            expected = subject.run(subject.model(dtype), dtype, inputs)
+        except Exception:  # whatever it raises, the model itself does not take this size
+            subject.enter("other sizes")
+            return "fixed by the model"
+        try:
+            actual = subject.run(subject.traced(dtype), dtype, subject.inputs(dtype, **sizes))
+        except GuardError as error:
+            return f"{GUARDED}{' '.join(str(error).split())}"
+    where = f"with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+    with subject.entering("compare"):
+        try:
+            difference = compare(expected, actual)
+        except AssertionError as error:
+            raise AssertionError(f"{where}, {error}") from error
+        if not difference.max_rel <= subject.rtol:
+            text = f"{where}, {difference.where} is {difference.max_rel:.3g} of its largest value off"
+            raise AssertionError(text)
+    return FREE

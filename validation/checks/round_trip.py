@@ -14,7 +14,7 @@ from ..subject import Subject
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare all of the graph before and after, in each dtype: undone by the pipeline's reverse, and by `undo`."""
     values = 0
-    for dtype in subject.dtypes:
+    for dtype in subject.dtypes_of(pipeline):
         if not sum(subject.rewritten(pipeline, dtype).sites):
             return Finding(Outcome.NO_OP, "nothing to rewrite")
         try:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 
-from ..records import Check, Outcome
-from ..sweep import DEFAULT, FIXED, FREE, NONE, SPECIALIZE, STAGES
+from ..capturing import DEFAULT, SPECIALIZE
+from ..records import Outcome
+from ..sweep import FIXED, FREE, NONE
 from . import tables, wording
+from .architecture_rows import NUMBERS, by_architecture, is_sweep
 from .markdown import page, pipes
 
-INTRODUCTION = f"""\
-Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \
-and taken through the stages {", ".join(STAGES)}. It is held against the model itself in float64: to 1e-9 of the largest \
-value of each output, and to 1e-6 where the model converts to float32 on the way (rotary embeddings, norms).
+__all__ = ["document", "is_sweep", "summary"]
 
-"Captured and right" is what gets past *other sizes*: the graph gives what the model gives, at the sizes of the \
+INTRODUCTION = """\
+Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \
+and taken through the checks of every model: its graph, each pass alone, its undo, and what people do with a graph. It is \
+held against the model itself in float64: to 1e-9 of the largest value of each output, and to 1e-6 where the model converts \
+to float32 on the way (rotary embeddings, norms); where it mixes the two and does not run, to 1e-5 in float32.
+
+"Captured and right" is what passes *parity*: the graph gives what the model gives, at the sizes of the \
 capture and at others, or refuses these with a reason. `torch.export(strict=False)` had the same models and inputs, \
 also with free sizes first and with fixed ones where that failed; it is "right" if it gives what the model gives at \
 the sizes of the capture. Times are of the processor."""
@@ -26,14 +29,9 @@ Under the name of a pass are the sites that it rewrote; each was compared, and u
 where the architecture failed; a dash says that it did not."""
 
 
-def is_sweep(table: pd.DataFrame) -> bool:
-    """Tell whether the run was a sweep."""
-    return bool((table["check"] == Check.ARCHITECTURE).all())
-
-
 def document(table: pd.DataFrame) -> str:
     """The page: the numbers, then what is not captured and why, then what is limited, then all lines."""
-    rows = _lines(table)
+    rows = by_architecture(table)
     missed = rows[rows["runs"] & ~rows["right"]]
     later = rows[rows["right"] & (rows["outcome"] != Outcome.PASS)]
     decided = rows[rows["right"] & (rows["captured"] == SPECIALIZE)]
@@ -48,7 +46,7 @@ def document(table: pd.DataFrame) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         *_section("Not captured, or not right", missed[[*verdict, "peer"]]),
         *_section("Captured and right, but a pass or a use of the graph fails", later[verdict]),
-        *_section("Captured with `specialize=True` alone", decided[["architecture", "refused"]]),
+        *_section("Captured with `specialize=True` alone", decided[["architecture", "refusal"]]),
         *_section("With sizes that are not free", limited[["architecture", "batch", "sequence"]]),
         *_section("Where torch.export fails", ahead[["architecture", "peer", "peer_reason"]]),
         *_section("Captured and right", _details(rows[rows["right"]]), LINE),
@@ -58,7 +56,7 @@ def document(table: pd.DataFrame) -> str:
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """The numbers of a sweep: how many architectures run, are captured, and what torch.export makes of them."""
-    rows = _lines(table)
+    rows = by_architecture(table)
     ran = rows[rows["runs"]]
     right = ran[ran["right"]]
     numbers = {
@@ -89,28 +87,6 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(numbers.items(), columns=["of this sweep", ""])
 
 
-def _lines(table: pd.DataFrame) -> pd.DataFrame:
-    """The table of the run with every fact, and what follows from the outcome."""
-    stage = table["stage"]
-    facts = {name: table.get(name, pd.Series("", table.index)).fillna("") for name in FACTS}
-    numbers = {name: table.get(name, pd.Series(math.nan, table.index)) for name in NUMBERS}
-    past = [name for name in STAGES if STAGES.index(name) > STAGES.index("other sizes")]
-    return table.assign(
-        **facts,
-        **numbers,
-        architecture=table["model"],
-        runs=table["outcome"] != Outcome.SKIP,
-        right=(table["outcome"] == Outcome.PASS) | ((table["outcome"] != Outcome.SKIP) & stage.isin(past)),
-    )
-
-
-NUMBERS = (
-    *("nodes", "modules", "relative_error"),
-    *("forward_runs", "trace_seconds", "peer_seconds", "peer_work_seconds"),
-)
-FACTS = ("captured", "refused", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
-
-
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
     view = rows[["architecture", "stage"]].replace("", wording.ABSENT)
@@ -123,7 +99,7 @@ def _details(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _section(title: str, rows: pd.DataFrame, text: str = "") -> list[str]:
     headings = {
-        "refused": "reason",
+        "refusal": "reason",
         "peer": "torch.export",
         "peer_reason": "reason",
         "peer (s)": "torch.export (s)",

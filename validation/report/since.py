@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from ..compare import compare
-from ..records import Check
 from ..store import ReportError, read_run
+from .architecture_rows import is_sweep
 
 MOST = 12
 """The runs of the history that a report shows."""
@@ -26,13 +26,13 @@ class Since:
 
 def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
     """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none."""
-    newest, swept = str(table["run"].max()), _is_sweep(table)
+    newest, swept = str(table["run"].max()), is_sweep(table)
     found: list[pd.DataFrame] = []
     for file in sorted(history.glob("[!.]*.parquet"), reverse=True):
         if file.stem < newest and len(found) < MOST:
             with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
                 run = read_run(file)
-                found += [run] if _is_sweep(run) == swept else []
+                found += [run] if is_sweep(run) == swept else []
     return found[::-1]
 
 
@@ -45,7 +45,3 @@ def headline(changes: pd.DataFrame) -> str:
     """The number of regressions and of other changes, of a table of `compare.compare`."""
     worse = int(changes["regression"].sum())
     return f"{worse} regressions, {len(changes) - worse} other changes"
-
-
-def _is_sweep(table: pd.DataFrame) -> bool:
-    return bool((table["check"] == Check.ARCHITECTURE).all())

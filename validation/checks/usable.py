@@ -1,0 +1,154 @@
+"""Usable: what people do with a module works with a graph, and gives what the graph gives, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import GuardError, SaveError
+from fxopt.testing import compare, leaves
+from fxopt.testing.differences import unchanged
+
+from ..records import Finding, Outcome
+from ..rewritten import tensors
+from ..subject import Subject
+
+Inputs = Mapping[str, Tensor]
+Way = Callable[[nn.Module, Inputs], nn.Module]
+"""Makes another module of one, which computes the same. Raises what it raises; `AssertionError` for what is wrong."""
+
+
+@torch.no_grad()
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Copy, pickle, save, move and reload the graph; without passes and of full pipelines, compile and export it too.
+
+    What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
+    """
+    dtype = subject.dtypes_of(pipeline)[0]
+    if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
+        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    traced = subject.traced(dtype)
+    module = subject.rewritten(pipeline, dtype).module if pipeline else traced
+    origin = traced if pipeline else subject.model(dtype)
+    expected, problems, used = subject.run(module, dtype), list[str](), 0
+    with subject.entering("usable"):
+        for name, way in _ways(subject, pipeline).items():
+            try:
+                made = way(module, subject.inputs(dtype))
+                actual = subject.run(made, dtype)
+                # What torch makes of a graph may return other containers of the same.
+                kinds = name not in TORCH
+                _compare(*((expected, actual) if kinds else (dict(leaves(expected)), dict(leaves(actual)))))
+            except MemoryError:
+                raise
+            except Exception as error:  # copying and compiling run the code of every object in a module
+                excused = not pipeline and isinstance(error, SaveError)  # a model is never saved
+                if excused or _fails(way, origin, subject.inputs(dtype)):
+                    subject.facts[f"no_{name}"] = _text(error)
+                else:
+                    problems.append(f"{name}: {_text(error)}")
+            else:
+                used += 1
+        try:
+            _compare(expected, subject.run(module, dtype))
+        except Exception as error:  # such as of a layer whose weights have gone to another device
+            problems.append(f"what is done with a copy changes the graph itself: {_text(error)}")
+        if not pipeline:
+            problems += _strangers(traced, subject.model(dtype))
+    return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), {"ways_used": used})
+
+
+def _ways(subject: Subject, pipeline: tuple[str, ...]) -> dict[str, Way]:
+    ways: dict[str, Way] = {
+        "deepcopy": lambda module, inputs: copy.deepcopy(module),
+        "pickle": lambda module, inputs: pickle.loads(pickle.dumps(module)),
+        "save": _saved,
+        "state_dict": _reloaded,
+        "to": _moved,
+    }
+    # A single pass is in a full pipeline, too; and of a sweep there are hundreds, and torch.export is a case of its own.
+    whole = not pipeline or len(subject.members(pipeline)) > 1
+    if whole and subject.entry.given and len(pipeline) <= 1:
+        ways |= TORCH
+    return ways
+
+
+def _saved(module: nn.Module, inputs: Inputs) -> nn.Module:
+    with tempfile.TemporaryDirectory() as folder:
+        fxopt.save(module, folder)
+        loaded: nn.Module = fxopt.load(folder)
+    return loaded
+
+
+def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
+    """A copy that has lost all that is in its `state_dict`, and got it back."""
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    copied = copy.deepcopy(module)
+    for value in copied.state_dict().values():
+        value.zero_()
+    copied.load_state_dict(state)
+    return copied
+
+
+def _moved(module: nn.Module, inputs: Inputs) -> nn.Module:
+    """The module itself, when copies of it have been to another dtype and device with all their tensors."""
+    with contextlib.suppress(GuardError):  # it holds to its dtype, and says so
+        wide = copy.deepcopy(module).to(torch.float64)
+        for name, tensor in tensors(wide).items():
+            if tensor.is_floating_point() and tensor.dtype != torch.float64:
+                raise AssertionError(f"after .to(torch.float64), {name} is {tensor.dtype}")
+    copied = copy.deepcopy(module).to("meta")
+    for name, tensor in tensors(copied).items():
+        if tensor.device.type != "meta":
+            raise AssertionError(f"after .to('meta'), {name} is not on that device")
+    return module
+
+
+def _compiled(module: nn.Module, inputs: Inputs) -> nn.Module:
+    torch.compiler.reset()
+    compiled: nn.Module = torch.compile(copy.deepcopy(module), backend="eager")  # type: ignore[assignment]
+    return compiled
+
+
+def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
+    return torch.export.export(module, (), dict(inputs), strict=False).module()
+
+
+TORCH: dict[str, Way] = {"compile": _compiled, "export": _exported}
+
+
+def _fails(way: Way, origin: nn.Module, inputs: Inputs) -> bool:
+    try:
+        made = way(origin, inputs)
+        made(**{name: value.clone() for name, value in inputs.items()})
+    except Exception:  # as above
+        return True
+    return False
+
+
+def _compare(expected: object, actual: object) -> None:
+    difference = compare(expected, actual)
+    if not unchanged(expected, actual):
+        raise AssertionError(f"{difference.where} is {difference.max_rel:.3g} of its largest value off")
+
+
+def _strangers(traced: nn.Module, model: nn.Module) -> list[str]:
+    """What is wrong with exchanging weights between the model and its graph."""
+    try:
+        traced.load_state_dict(model.state_dict(), strict=True)
+        model.load_state_dict(traced.state_dict(), strict=True)
+    except RuntimeError as error:
+        return [f"the state_dict of the graph is not that of the model: {_text(error)}"]
+    return []
+
+
+def _text(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,107 @@
+"""A copy of a graph after a pipeline, and what shows that the pipeline changed something, or what it must not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxopt.rewriting.composition import compose
+from fxopt.rewriting.explanation import Explanation
+from fxopt.rewriting.history import history
+from fxopt.rewriting.rewrite import Rewrite
+from fxopt.rewriting.transformation import Transformation
+
+Refusals = tuple[tuple[str, str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A copy of the graph after a pipeline.
+
+    Attributes:
+        module: the rewritten graph module.
+        sites: for a pass alone, how many sites it rewrote (`sites_of`); for each of several that did something, in
+            order, how many nodes it marked, or 1.
+        refusals: what the passes left alone, as (pass, node, reason).
+        tampered: the tensors and modules of the graph it was made from that a pass changed in place.
+    """
+
+    module: GraphModule
+    sites: tuple[int, ...]
+    refusals: Refusals
+    tampered: tuple[str, ...]
+
+
+def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Rewritten:
+    """Apply passes to a copy of a graph, several as users do: composed."""
+    module = copy.deepcopy(traced)
+    # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
+    kept, kept_tensors = dict(module.named_modules()), tensors(module)
+    # A pass that only has `transform` explains nothing.
+    explained: list[tuple[str, Explanation]] = []
+    if len(passes) == 1:
+        ((name, whole),) = passes
+        if explain := getattr(whole, "explain", None):
+            explained = [(name, explain(module))]
+        module = whole(module)
+        sites = [sites_of(whole, traced, module)]
+    else:
+        whole = compose(*(pass_ for _, pass_ in passes))
+        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
+        explained = [*zip(rewrites, whole.explain(module), strict=True)]
+        module = whole(module)
+        sites = [step.nodes or 1 for step in history(module)]
+    refusals = [(name, node, reason) for name, found in explained for node, _, reason in found.refusals]
+    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept, kept_tensors)))
+
+
+def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
+    """How many nodes a pass marked as transformed; 1 if it marked none, but changed the graph module."""
+    return len(pass_.get_transformed_nodes(after)) or int(differ(before, after))
+
+
+def differ(before: GraphModule, after: GraphModule) -> bool:
+    """True if two graph modules differ in code, called modules, or parameters and buffers, be it in one value."""
+    if before.code != after.code or _called(before) != _called(after):
+        return True
+    mine, its = tensors(before), tensors(after)
+    return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
+
+
+def _called(module: GraphModule) -> list[tuple[str, bool]]:
+    calls = [module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
+    return [(repr(call), call.training) for call in calls]
+
+
+def tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, tied ones under each of their names."""
+    found = (module.named_parameters, module.named_buffers)
+    return {name: tensor for named in found for name, tensor in named("", recurse, remove_duplicate=False)}
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    facts, other = ((type(t), t.dtype, t.device, t.shape, t.requires_grad) for t in (left, right))
+    raw = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (left, right))  # so that NaN is itself
+    return facts == other and torch.equal(*raw)
+
+
+def _tampered(
+    traced: GraphModule, kept: Mapping[str, nn.Module], kept_tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
+    yield from (name for name, tensor in tensors(traced).items() if not _same(tensor, kept_tensors[name]))
+    for name, module in traced.named_modules():
+        if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
+            continue  # the containers are the graph module's own
+        other = kept[name]
+        mine, its = (tensors(m, recurse=False) for m in (module, other))
+        if (repr(module), module.training, [*mine]) != (repr(other), other.training, [*its]):
+            yield name
+        yield from (
+            f"{name}.{key}" for key in mine if key in its and its[key] is not kept_tensors[f"{name}.{key}"]
+        )
