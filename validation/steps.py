@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 from fxopt.submodules import sharing_copy
 
 from .plan import ALL, EXACT
-from .subject import Subject, sites_of
+from .rewritten import sites_of
+from .subject import Subject
 from .timing import in_random_order, ratio, seconds_of
 
 FACT, LATENCY = "steps", "latency_steps"
