@@ -132,7 +132,7 @@ PACKING = (
         "    layer, (packed, *_) = next(iter(now.values())), now.values()",
     ),
     Fault("pack: any kernel is faster", _PACKING, "    if name not in kernels:", "    if False:"),
-    Fault("pack: int8 is exact", _KERNELS, "if rounding or not kernel.rounds]", "]"),
+    Fault("pack: int8 is exact", _KERNELS, "(rounding or not kernel.rounds) and ", ""),
     Fault(
         "pack: scales of int8 are those of the tensor",
         _OPERATORS,
@@ -202,8 +202,8 @@ PACKING = (
     Fault(
         "tuning: a little faster is enough",
         _TUNING,
-        "seconds[name] <= MARGIN * seconds[PLAIN]",
-        "seconds[name] <= seconds[PLAIN]",
+        "row[name] <= MARGIN * row[PLAIN]",
+        "row[name] <= row[PLAIN]",
     ),
     Fault("tuning: threads do not matter", _TUNING, ", {torch.get_num_threads()} threads", ""),
     Fault("tuning: dtypes do not matter", _TUNING, "{layer!r} {weight.dtype} ", "{layer!r} "),
