@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: validate test fuzz mutation lint docs clean
+.PHONY: validate test fuzz mutation lint docs links clean
 
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
@@ -40,10 +40,14 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The site, in docs/_build; what Sphinx warns of is an error.
+# The site, in docs/_build; what Sphinx warns of is an error. `make links` asks for each link to other sites.
+SPHINX := $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env docs docs/_build
+	$(SPHINX) docs docs/_build
+
+links: docs
+	$(SPHINX) --builder linkcheck docs docs/_build/links
 
 clean:
 	rm -rf $(VENV)

@@ -19,6 +19,7 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Returns"]  # sentences, in which a colon ends no type
 default_role = "code"  # docstrings write `name` as Markdown does
 
 html_theme = "furo"

@@ -40,7 +40,7 @@ class EqualizeLayers(ReversibleRewrite[Pair]):
         index, taken = GraphIndex(graph_module), set[Node]()
         layers = index.calls_like(nn.Linear)
         for relu in index.calls_like(nn.ReLU):
-            first, second = relu.all_input_nodes[0], next(iter(relu.users))
+            first, second = relu.all_input_nodes[0], next(iter(relu.users), None)
             if first not in layers or second not in layers or taken & {first, second}:
                 continue
             reason = (

@@ -19,8 +19,8 @@ from fxopt.packed_operators import Kernel, Packed, available, finished, padding_
 from fxopt.submodules import without_tensors
 
 
-class PackedLinear(nn.Linear):
-    """A `torch.nn.Linear` with a packed weight; it may add a tensor, and apply an activation, in the same step.
+class PackedLayer(nn.Module):
+    """A layer with a packed weight; it may add a tensor, and apply an activation, in the same step.
 
     Its parameters are those of the layer that it was made of. After a change of the weight it packs again. Unnoticed is
     what does not raise the version of the weight: writes through `weight.data` or numpy, into weights that were made
@@ -29,6 +29,21 @@ class PackedLinear(nn.Linear):
     Attributes:
         kernel: `onednn`, `mkl`, or `int8`, which rounds.
         packed_for: the shape of the inputs that it is packed for; it takes others as well.
+    """
+
+    kernel: str
+    packed_for: tuple[int, ...]
+
+    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """Compute `activation(layer(input) + other)`."""
+        return _forward(self, super().forward, input, other, activation)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_packed"}
+
+
+class PackedLinear(PackedLayer, nn.Linear):
+    """A `torch.nn.Linear` with a packed weight.
 
     Example:
         >>> import torch
@@ -38,19 +53,9 @@ class PackedLinear(nn.Linear):
         True
     """
 
-    kernel: str
-    packed_for: tuple[int, ...]
 
-    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
-        """Compute `activation(linear(input) + other)`."""
-        return _forward(self, super().forward, input, other, activation)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_packed(self)
-
-
-class PackedConv2d(nn.Conv2d):
-    """A `torch.nn.Conv2d` with a packed weight, whose outputs are in channels_last; for the rest as `PackedLinear`.
+class PackedConv2d(PackedLayer, nn.Conv2d):
+    """A `torch.nn.Conv2d` with a packed weight, whose outputs are in channels_last.
 
     Example:
         >>> import torch
@@ -59,16 +64,6 @@ class PackedConv2d(nn.Conv2d):
         >>> torch.allclose(packed(x), layer(x), atol=1e-5)
         True
     """
-
-    kernel: str
-    packed_for: tuple[int, ...]
-
-    def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
-        """Compute `activation(conv2d(input) + other)`."""
-        return _forward(self, super().forward, input, other, activation)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_packed(self)
 
 
 PACKED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: PackedLinear, nn.Conv2d: PackedConv2d}
@@ -89,6 +84,14 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     packed.__class__ = PACKED[type(layer)]
     packed.__dict__ |= {"_parameters": dict(layer._parameters), "kernel": kernel, "packed_for": tuple(shape)}
     return packed
+
+
+def plain_layer(packed: Any) -> nn.Module:
+    """The layer that a packed one is made of, with the parameters that it has now."""
+    plain: nn.Module = without_tensors(packed)
+    plain.__class__ = _PLAIN[type(packed)]
+    plain._parameters = packed._parameters
+    return plain
 
 
 def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False) -> list[str]:
@@ -222,10 +225,6 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
         layer.__dict__["_packed"] = held
     packed: Packed = held[2]
     return packed
-
-
-def _without_packed(layer: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name != "_packed"}
 
 
 def _has_padding(layer: nn.Module) -> bool:

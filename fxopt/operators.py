@@ -195,7 +195,7 @@ def _facts_of_module(module: nn.Module) -> Fact:
 @functools.lru_cache(maxsize=4096)
 def _facts_of_kind(kind: Any) -> Fact:
     if kind.__module__ == "fxopt.kernels":
-        kind = kind.__base__  # a packed layer does what the layer does that it was made of
+        kind = kind.__bases__[-1]  # a packed layer does what the layer does that it was made of
     name = kind.__name__
     if getattr(nn, name, None) is not kind:
         return Fact(0)

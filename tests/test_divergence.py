@@ -24,7 +24,7 @@ from fxopt import (
     compose,
 )
 from fxopt.rewriting.chosen_sites import AtSites
-from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, randomise
+from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, minified, randomise
 from tests.validation.wrong_passes import Deep, ForgetsBias, Parts, Wrong
 
 AT = {
@@ -215,3 +215,14 @@ def test_what_took_too_long_is_not_made_smaller(deep: tuple[Oracle, GraphModule]
     found = find_culprit(*deep, [MergeLinears(), ForgetsBias(of=("8",))], seconds=0)
     assert found is not None
     assert len(found.passes) == 2
+
+
+def test_the_smallest_wrong_part_is_the_wrong_site(deep: tuple[Oracle, GraphModule]) -> None:
+    _, graph = deep
+    found = minified(graph, [MergeLinears(), ForgetsBias(of=("8",))], [x(5, 6).double()])
+    assert found is not None
+    small, (value,) = found
+    assert [str(node) for node in small.graph.nodes] == ["_7", "_8", "output"]
+    assert value.shape == (5, 6)
+    assert len(graph.graph.nodes) == 29
+    assert minified(graph, [MergeLinears(), FuseBiasInLinear()], [x(5, 6).double()]) is None

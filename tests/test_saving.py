@@ -288,6 +288,31 @@ def test_a_pass_of_a_user_is_undone_by_itself(tmp_path):
     assert torch.equal(fxopt.undo(fxopt.load(tmp_path / "trusted", trusted=[Doubled]))(X), X * 3.0)
 
 
+class WithoutIdentity(fxopt.ReversibleRewrite):
+    """The pass of the guide: a class without fields, and no dataclass."""
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_module", target="1")
+
+    def apply(self, rewriter, node):
+        rewriter.replace_uses(node, node.all_input_nodes[0])
+        rewriter.erase(node)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"strength": 2}], ids=["plain", "with attributes"])
+def test_a_pass_that_is_no_dataclass(tmp_path, attributes):
+    """Where it has attributes, nothing says how it is made: its changes are known, and are undone all the same."""
+    pass_ = WithoutIdentity()
+    vars(pass_).update(attributes)
+    traced = fxopt.trace(nn.Sequential(nn.Linear(4, 4), nn.Identity()).eval(), (X,))
+    code = traced.code
+    gm = pass_(traced)
+    for number, trusted in enumerate([[], [WithoutIdentity]]):
+        made = reloaded(gm, tmp_path / str(number), trusted=trusted)
+        assert len(fxopt.history(made)) == 1
+        assert fxopt.undo(made).code == code
+
+
 class Scaled(nn.Module):
     """A layer of a user."""
 

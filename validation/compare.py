@@ -138,6 +138,9 @@ def _measurements(
                 run[f"{name}_{end}"].to_numpy(float) for run in (old, new) for end in ("low", "high")
             )
             comparable = comparable & ~((now_low <= was_high) & (was_low <= now_high))
+        if metric.interval and f"{name}_floor" in {*had, *has}:
+            floors = [run[f"{name}_floor"].to_numpy(float) for run in (old, new) if f"{name}_floor" in run]
+            comparable = comparable & ~(np.abs(now / was - 1) <= np.fmax.reduce(floors))
         with np.errstate(invalid="ignore"):
             differ = comparable & (was != now) & ~(np.isnan(was) & np.isnan(now))
         for row in np.flatnonzero(differ).tolist():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from .records import FAILING, Outcome, Record
+from .records import AGAIN, FAILING, Case, Outcome, Record
 
 PROPERTY = "fx-record"
 
@@ -47,15 +47,15 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
 def failure(record: Record, item: pytest.Item) -> str:
     """Why a case failed, and the command that runs it again."""
     where = f" in {record.stage}" if record.stage else ""
-    return f"{record.outcome}{where}: {record.reason}\nagain: {command(item)}"
+    return f"{record.outcome}{where}: {record.reason}\nagain: {command(record.case, item)}"
 
 
-def command(item: pytest.Item) -> str:
-    """The command that runs one case alone, from the folder that pytest calls `rootdir`."""
-    words = ["pytest", item.nodeid]
-    if any(str(each).startswith("--fx-zoo") for each in item.config.invocation_params.args):
-        words += ["--fx-zoo", item.config.getoption("--fx-zoo")]
-    return shlex.join(words)
+def command(case: Case, item: pytest.Item) -> str:
+    """The command that runs one case alone, with the zoo and the passes of this run."""
+    option = item.config.getoption
+    named = [f"--pass {shlex.quote(name)}" for name in option("--fx-pass") or () if "." in name]
+    zoo = [f"--zoo {shlex.quote(option('--fx-zoo'))}"] if option("--fx-zoo") else []
+    return " ".join([AGAIN.format(model=case.model, case=case.id), *zoo, *named])
 
 
 def _report(

@@ -22,7 +22,8 @@ class Metric:
         difference: so is one by more than this, which stands in place of the factor where it is given.
         floor: all below it is equal to it.
         machine: whether it depends on the machine: it is compared on the same hardware with the same threads alone.
-        interval: whether `<name>_low` and `<name>_high` are its confidence interval; overlapping ones are noise.
+        interval: whether `<name>_low` and `<name>_high` are its confidence interval; overlapping ones are noise,
+            and so is a change below `<name>_floor`, by which two arms seem apart that are the same.
 
     Example:
         >>> metric_of("relative_error_float64").changed(1e-9, 5e-8), metric_of("cosine").changed(0.9999, 0.995)
@@ -100,7 +101,6 @@ METRICS: dict[str, Metric] = {
     # intervals; `trend.drift` finds smaller changes, from many runs.
     "latency_ratio": Metric("latency", "lower", factor=1.25, machine=True, interval=True),
     "latency_ratio_*": Metric("context", factor=math.inf),
-    "latency_floor": Metric("context", factor=math.inf),
     "latency_pairs": Metric("context", factor=math.inf),
     "*_ms": Metric("latency", "lower", factor=2, machine=True),  # a machine's clock is no constant
     "*seconds": Metric("time", "lower", factor=3, floor=0.5, machine=True),

@@ -44,8 +44,17 @@ def prepare(config: pytest.Config) -> None:
     config.stash[WORKERS] = count or 1
     if count is not None:
         config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
-    if (folder := str(root(config))) not in sys.path:
-        sys.path.insert(0, folder)
+    _root_first(config)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Once more: where the harness is installed, pytest has put site-packages before it, for workers to inherit."""
+    _root_first(session.config)
+
+
+def _root_first(config: pytest.Config) -> None:
+    folder = str(root(config))
+    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
 
 
 def root(config: pytest.Config) -> Path:

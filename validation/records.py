@@ -58,6 +58,10 @@ WORST_FIRST = (
 FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
 
 
+AGAIN = "fxopt validate --model {model} -k {case}"
+"""The command that runs one case alone: no id is a part of another one of the same model."""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Case:
     """One model, one pipeline of passes, one device, one check.

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from .records import Record
 from .zoo import Entry, Input, ZooError
 
-SOURCES = {"transformers": f"{__package__}.architectures"}
+SOURCES = {
+    "transformers": f"{__package__}.architectures",
+    "libraries": f"{__package__}.libraries",
+}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 SOURCE = "source"
@@ -51,6 +54,7 @@ class Architecture(Entry):
     """
 
     given: ClassVar[bool] = False
+    name: str
     inputs: dict[str, Input] = Field(default={})
     source: str
     peer: bool = False

@@ -50,10 +50,11 @@ def in_random_order(
     rng: np.random.Generator,
     clock: Callable[[], float] = time.perf_counter,
     enough: Callable[[Times], bool] = lambda times: False,
+    most: float = math.inf,
 ) -> Times:
-    """Takes every turn once a round, until the seconds are used up or it is enough, and there are so many rounds.
+    """Takes every turn once a round, until the seconds are used up or it is enough, in at least `fewest` rounds.
 
-    A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough`
+    There are at most `most`. A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough`
     is asked again when there are half as many rounds more than when it was asked last.
     """
     times: Times = {name: [] for name in turns}
@@ -61,7 +62,7 @@ def in_random_order(
     gc.collect()
     gc.disable()
     try:
-        while rounds < fewest or clock() < end:
+        while rounds < fewest or (rounds < most and clock() < end):
             if rounds >= ask:
                 if enough(times):
                     break

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 _OPERATORS = ("nms", "qnms")
-_defined = []
+_defined: list[Any] = []
 
 
 def define_missing_operators() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -24,9 +24,11 @@ from fxopt.optimizing.structures import (
     Shapes,
     differing,
     dynamic_shapes,
+    has_own_kernels,
     requires_grad,
     shapes_of,
     structure_of,
+    tensors_of_inputs,
     text_of,
 )
 from fxopt.optimizing.watching import Watched, swapped
@@ -148,6 +150,8 @@ class Graphs:
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
             return None
+        if any(map(has_own_kernels, tensors_of_inputs(named))):
+            return None
         with self._lock:
             calls = self._calls.get(structure)
             if calls is None:
@@ -190,7 +194,9 @@ class Graphs:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(self._twin(), inputs, dynamic, self.options, title, self._evict)
+                    lowered, report = prepare(
+                        self._twin(), inputs, dynamic, self.options, title, self._evict, self._has_changed
+                    )
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)
@@ -210,7 +216,7 @@ class Graphs:
             or _get_current_dispatch_mode() is not None
             or forward_ad._current_level >= 0
             or torch.nn.modules.module._has_any_global_hook()
-            or any(map(_has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
+            or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
             return ""
         if training:
@@ -246,10 +252,3 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"the model itself runs: {reason}", stacklevel=5)
-
-
-def _has_own_kernels(value: Any) -> bool:
-    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
-    return isinstance(value, Tensor) and (
-        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -13,9 +14,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph
 from fxopt.capture import TracedModule
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import TensorSpec, describe
+from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
+from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
 
@@ -129,6 +134,8 @@ def _call(
             return run, (*node.args, other, activation, _may_overwrite(index, node, other)), {}
     if hooks_of(module):
         return module, node.args, dict(node.kwargs)
+    if isinstance(module, InputGuard):
+        return functools.partial(_checked, module), node.args, dict(node.kwargs)
     if type(module) is nn.LayerNorm and len(node.args) == 1:
         options: dict[str, Any] = {
             "weight": module.weight,
@@ -142,6 +149,22 @@ def _call(
             {},
         )
     return module.forward, node.args, dict(node.kwargs)
+
+
+def _checked(guard: InputGuard, **named: Any) -> None:
+    """Check the inputs, wherever a tensor is in them: packed kernels know neither sparse nor other tensors."""
+    with contextlib.suppress(
+        KeyError, IndexError, TypeError, AttributeError
+    ):  # the guard says what is missing
+        for expected in guard.inputs:
+            value = named[expected.name]
+            for kind, key in expected.path if isinstance(expected, TensorSpec) else ():
+                value = value[key] if kind == "item" else getattr(value, key)
+            if has_own_kernels(value):
+                raise GuardError(
+                    f"input {describe(expected)!r} is a {type(value).__name__} with kernels of its own"
+                )
+    guard.forward(**named)
 
 
 def _may_overwrite(index: GraphIndex, call: Node, other: Any) -> bool:

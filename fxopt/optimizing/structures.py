@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.export import Dim
 
 from fxopt.objects import entries, is_open
@@ -32,7 +33,7 @@ def structure_of(value: Any, *, inside: bool = False) -> Any:
 
 def shapes_of(value: Any) -> Shapes:
     """The shapes of the tensors in `value`, in order."""
-    return tuple(tuple(int(size) for size in tensor.shape) for tensor in _tensors(value))
+    return tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors_of_inputs(value))
 
 
 def differing(shapes: Shapes, others: Shapes) -> set[tuple[int, int]]:
@@ -47,7 +48,7 @@ def differing(shapes: Shapes, others: Shapes) -> set[tuple[int, int]]:
 
 def dynamic_shapes(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> dict[str, Any]:
     """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
-    numbers = iter(range(len(list(_tensors(dict(inputs))))))
+    numbers = iter(range(len(list(tensors_of_inputs(dict(inputs))))))
 
     def spec(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -64,7 +65,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> dic
 
 def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
     """The inputs with their shapes, `?` where a size is free, for a report."""
-    numbers = iter(range(len(list(_tensors(dict(inputs))))))
+    numbers = iter(range(len(list(tensors_of_inputs(dict(inputs))))))
 
     def text(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -72,7 +73,7 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
             sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
             return " x ".join(sizes) or "a number"
         if _has_entries(value):
-            parts = list(_tensors(value))
+            parts = list(tensors_of_inputs(value))
             first = text(parts[0]) if parts else "empty"
             for _ in parts[1:]:
                 next(numbers)
@@ -86,17 +87,25 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
 
 def requires_grad(value: Any) -> bool:
     """Tell whether a tensor among the inputs requires gradients."""
-    return any(tensor.requires_grad for tensor in _tensors(value))
+    return any(tensor.requires_grad for tensor in tensors_of_inputs(value))
+
+
+def has_own_kernels(value: Any) -> bool:
+    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
+    return isinstance(value, Tensor) and (
+        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
+    )
 
 
 def _has_entries(value: Any) -> bool:
     return isinstance(value, tuple | list | dict) or is_open(value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of_inputs(value: Any) -> Iterator[Tensor]:
+    """The tensors among inputs, in their containers and objects."""
     if isinstance(value, Tensor):
         yield value
     elif _has_entries(value):
         parts: Any = value if isinstance(value, tuple | list) else entries(value).values()
         for part in parts:
-            yield from _tensors(part)
+            yield from tensors_of_inputs(part)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.explanation import Refusal
@@ -62,6 +64,10 @@ class RemoveIdentity(ReversibleRewrite[Node]):
 def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | None:
     if module is not None:
         return index.reading_obstacle(node)
+    if graph.function_name(node) in _CASTS:
+        free = _input_of_any_dtype(index, node.all_input_nodes[0])
+        if free is not None:
+            return f"the input {free.name} may come in another dtype, from which this casts"
     source = node.all_input_nodes[0]
     writer = index.memory.written(node)  # autograd treats a write into a view otherwise
     if writer:
@@ -71,6 +77,46 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     # A view without gradients has none; a parameter, and what is in a container, is older than the node that reads it.
     older = not (source.all_input_nodes and isinstance(graph.value_of(source.all_input_nodes[0]), Tensor))
     return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
+
+
+def _input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
+    """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
+    kind, seen, left = dtype_kind(graph.value_of(node).dtype), set[Node](), [node]
+    while left:
+        each = left.pop()
+        if each in seen or _names_dtype(each) or _has_one_dtype(index, each):
+            continue
+        seen.add(each)
+        if each.op == "placeholder" and _may_change(index, each, kind):
+            return each
+        left += each.all_input_nodes
+    return None
+
+
+def _may_change(index: GraphIndex, placeholder: Node, kind: str) -> bool:
+    """Tell whether a graph takes tensors of several dtypes of a kind as this input; of bool there is one."""
+    guard = None if index.guard is None else index.module(index.guard)
+    if index.guard is None or not isinstance(guard, InputGuard):
+        return kind != "bool"
+    specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
+    return kind != "bool" and any(
+        isinstance(spec, TensorSpec) and not spec.strict_dtype and dtype_kind(spec.dtype) == kind
+        for spec in specs
+    )
+
+
+def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
+    """Tell whether a call is one of a layer that takes nothing but the dtype of its weight."""
+    return node.op == "call_module" and isinstance(
+        index.module(node), nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
+    )
+
+
+def _names_dtype(node: Node) -> bool:
+    """Tell whether a call says itself which dtype it gives."""
+    options = (*node.args[1:], *node.kwargs.values())
+    name = graph.function_name(node)
+    return name in _CASTS and (name != "to" or any(isinstance(option, torch.dtype) for option in options))
 
 
 def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: Fact) -> bool:

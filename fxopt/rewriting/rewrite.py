@@ -93,6 +93,22 @@ class Rewrite(Transformation, Generic[S]):
             )
         return Explanation(type(self).__name__, tuple(map(Row.of, self.match(graph_module))))
 
+    def commit(self, graph_module: GraphModule) -> Explanation:
+        """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.
+
+        Example:
+            >>> import torch, fxopt
+            >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()))
+            >>> fxopt.RemoveIdentity().commit(traced)
+            RemoveIdentity: 1 sites, 0 refused
+              _1  1  rewritten
+            >>> fxopt.history(traced)
+            ()
+        """
+        check_graph_module(self, graph_module)
+        rows, _ = self._rewrite_sites(Rewriter(graph_module), False)
+        return Explanation(type(self).__name__, tuple(rows))
+
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Rewrite all sites; where that opens new ones, these as well, until there is none.
 

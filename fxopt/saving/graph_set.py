@@ -9,8 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxopt.errors import GuardError
-from fxopt.kernels import PACKED, kernels_for
-from fxopt.submodules import without_tensors
+from fxopt.kernels import PACKED, kernels_for, plain_layer
 from fxopt.tuning import fastest
 
 Call = tuple[int, tuple[str, ...]]
@@ -56,9 +55,7 @@ class GraphSet(nn.Module):
 
 
 def _choose_kernel(packed: Any) -> None:
-    layer = without_tensors(packed)
-    layer.__class__ = type(packed).__base__
-    layer._parameters = packed._parameters
+    layer = plain_layer(packed)
     kernels, exact = kernels_for(layer, rounding=True), kernels_for(layer)
     if kernels:
         rounding = packed.kernel in kernels and packed.kernel not in exact

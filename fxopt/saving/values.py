@@ -171,6 +171,10 @@ class Values:
         return cls.__name__ if _DATA.get(cls.__name__) is cls else self.names.of(cls)
 
     def _fields(self, value: Any) -> dict[str, Any]:
+        if not dataclasses.is_dataclass(value):
+            if vars(value):  # a pass of a user, of which nothing says how it is made
+                raise NotData(f"{_described(value)}, which has attributes and is no dataclass")
+            return {}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         if isinstance(value, Swapped) and isinstance(value.restore, types.FunctionType):
             fields["restore"] = functools.partial(value.restore)

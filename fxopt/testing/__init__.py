@@ -7,6 +7,7 @@ from fxopt.testing.assertions import Equivalence, assert_equivalent, first_diver
 from fxopt.testing.culprit import Culprit, find_culprit
 from fxopt.testing.differences import Difference, compare, leaves, ulps
 from fxopt.testing.divergence import Divergence
+from fxopt.testing.minified import minified
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
 from fxopt.testing.precision import in_float64
 from fxopt.testing.random_values import randomise
@@ -29,6 +30,7 @@ __all__ = [
     "first_divergence",
     "in_float64",
     "leaves",
+    "minified",
     "randomise",
     "ulps",
 ]

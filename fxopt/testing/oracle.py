@@ -138,15 +138,12 @@ class Oracle:
         after: GraphModule,
         float64: tuple[GraphModule, GraphModule] | None = None,
     ) -> Divergence | None:
-        """Where a candidate first does what the reference does not, node by node, on the inputs on which it is judged.
+        """The first node that does what the reference does not, on the inputs on which candidates are judged, if any.
 
         Args:
             before: a graph of the reference, with the names of nodes that passes began with.
             after: the candidate.
             float64: both in float64; by default, converted deep copies.
-
-        Returns:
-            The first node that parts in float64, else in the own dtype; None where each does what it is to do.
         """
         step = epsilon(self.expected[0].output)
         rounded = float64 is None and has_new_weights(self._tensors, after)
@@ -161,12 +158,16 @@ class Oracle:
         )
 
     def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
-        """Where a captured graph, before any pass, first does what its model does not; empty where nothing differs."""
+        """Where a captured graph, before any pass, parts from its model; empty where nothing differs."""
         return parting_place_of(reference, graph, self._calls)
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
         """What a candidate does on the inputs of `expected`."""
         return observe(candidate, self._calls)
+
+    def error(self, candidate: nn.Module) -> Difference:
+        """How far a candidate is from the float64 output of the reference, where it is farthest."""
+        return max((error for _, _, error, _ in self._own(self.observe(candidate))), key=_max_rel)
 
     def fault(self, seen: Sequence[Observation]) -> str:
         """How a candidate that may give other values differs nevertheless; empty where it does not.

@@ -10,6 +10,7 @@ import einops
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from einops.layers.torch import EinMix, Rearrange, Reduce
 from torch import nn
 
@@ -398,3 +399,64 @@ def test_random_numbers_drawn_by_a_copy_of_the_model_are_not_the_forwards():
 
     x = torch.ones(2)
     assert torch.equal(fxopt.trace(Named(), (x,), specialize=True)(x), x * 2)
+
+
+def _seen_before(self, x):
+    y = self.layer(x)
+    flat = y.view(-1)
+    return F.relu(y, inplace=True), flat
+
+
+def _seen_after(self, x):
+    y = F.relu(self.layer(x), inplace=True)
+    flat = y.view(-1)
+    F.relu6(y, inplace=True)
+    return y, flat
+
+
+def _in_a_list(self, x):
+    made = [self.layer(x)]
+    F.relu(made[0], inplace=True)
+    return made
+
+
+def _in_an_object(self, x, kept):
+    kept.value = self.layer(x)
+    F.relu(kept.value, inplace=True)
+    return kept.value
+
+
+def _dropped(self, x):
+    y = self.layer(x)
+    F.dropout(y, 0.5, False, True)
+    y += 1
+    return y
+
+
+class Kept:
+    def __init__(self):
+        self.value = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "copies"),
+    [
+        (lambda self, x: F.relu(self.layer(x), inplace=True), (), 0),
+        (lambda self, x: F.relu(x, inplace=True), (), 1),
+        (_seen_before, (), 1),
+        (_seen_after, (), 1),
+        (_in_a_list, (), 0),
+        (_in_an_object, (Kept(),), 0),
+        (_dropped, (), 0),
+    ],
+)
+def test_an_activation_in_place_is_one_node_where_nobody_else_sees_the_memory(forward, inputs, copies):
+    model, x = Does(forward, layer=nn.Linear(4, 4)), torch.randn(3, 4)
+    with torch.no_grad():
+        traced = fxopt.trace(model, (x.clone(), *copy.deepcopy(inputs)), verify=False)
+        results = []
+        for module in (model, traced):
+            given = (x.clone(), *copy.deepcopy(inputs))
+            results.append((module(*given), given[0], [vars(kept) for kept in given[1:]]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert [node.name for node in traced.graph.nodes].count("copy_") == copies

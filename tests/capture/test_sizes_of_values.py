@@ -336,3 +336,19 @@ def test_an_empty_batch_whose_size_only_a_run_knows_is_not_resized():
     assert not any(right_or_refused(gm, model, x, torch.cat([x[:1], -x[1:]])))
     with pytest.raises(fxopt.GuardError, match="as does `interpolate`"):
         gm(-x)
+
+
+class LoopsOfItsOwn(nn.Module):
+    """Edges without those from a node to itself, and one such edge for each node, as attention on graphs has them."""
+
+    def forward(self, x, edges):
+        edges = torch.cat([edges[:, edges[0] != edges[1]], torch.arange(len(x)).expand(2, -1)], 1)
+        return x * 2 if edges.numel() == 0 else x[edges[0]]
+
+
+def test_a_free_size_is_at_least_one_in_a_sum_with_a_number_that_only_a_run_knows():
+    x, edges = torch.randn(4, 2), torch.tensor([[0, 1, 2], [1, 1, 3]])
+    free = {"x": {0: Dim.AUTO}, "edges": {1: Dim.AUTO}}
+    traced = fxopt.trace(LoopsOfItsOwn(), (x, edges), dynamic_shapes=free)
+    x, edges = torch.randn(5, 2), torch.tensor([[0, 1, 4, 2], [0, 1, 3, 2]])
+    torch.testing.assert_close(traced(x, edges), LoopsOfItsOwn()(x, edges))

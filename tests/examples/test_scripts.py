@@ -104,5 +104,15 @@ def test_a_pair_that_others_see_is_refused(model, reason):
     refused(EqualizeLayers(), copy.deepcopy(model).eval(), torch.randn(3, 6), reason=reason)
 
 
+class Unused(Pair):
+    def forward(self, x):
+        self[1](self[0](x))
+        return self[0](x)
+
+
+def test_an_activation_that_nothing_uses_is_no_site():
+    rewritten(EqualizeLayers(), Unused(), torch.randn(3, 6), sites=0)
+
+
 def test_another_activation_is_no_site():
     rewritten(EqualizeLayers(), Pair(nn.GELU()), torch.randn(3, 6), sites=0)

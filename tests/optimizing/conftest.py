@@ -9,3 +9,4 @@ from fxopt import tuning
 def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_once", {})

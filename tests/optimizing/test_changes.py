@@ -238,6 +238,38 @@ def test_tensors_of_other_kinds_than_those_of_the_graph_get_what_the_model_gives
         torch.testing.assert_close(fast(x), model(x))
 
 
+@pytest.mark.parametrize("kind", ["sparse", "subclass", "nested"])
+@torch.no_grad()
+def test_tensors_of_other_kinds_inside_of_containers_get_what_the_model_gives(kind):
+    class Own(torch.Tensor):
+        pass
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, xs, named):
+            return self.layer(xs[0]), self.layer(named["x"][0])
+
+    def inputs(x):
+        return [X], {"x": (x,)}
+
+    model = randomise(Net().eval())
+    value = {
+        "sparse": lambda: X.to_sparse(),
+        "subclass": lambda: X.as_subclass(Own),
+        "nested": lambda: torch.nested.nested_tensor([X, X]),
+    }[kind]()
+    for fast in (fxopt.optimize(model, inputs(X), tune=False), fxopt.optimize(model, tune=False)):
+        left, right = fast(*inputs(value))[1], model(*inputs(value))[1]
+        assert type(left) is type(right)
+        if kind != "nested":
+            torch.testing.assert_close(left, right)
+        torch.testing.assert_close(fast(*inputs(X)), model(*inputs(X)))
+    assert reasons(fast) == [None]
+
+
 @torch.no_grad()
 def test_a_graph_is_for_the_dtypes_that_it_was_made_for():
     class Casts(nn.Module):

@@ -77,6 +77,30 @@ def test_a_cast_to_the_own_dtype_is_one_only_in_that_dtype():
         assert len(RemoveIdentity().explain(fxopt.trace(model, tuple(inputs))).sites) == sites
 
 
+class Casts(nn.Module):
+    """Casts of an input, before and behind a layer and another cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x.float() + 1, (2 * x).to(torch.float32).float().exp(), self.layer(x.float()).float()
+
+
+def test_casts_of_an_input_that_may_come_in_another_dtype_stay():
+    model = Casts()
+    traced = fxopt.trace(model, (X,))
+    explanation = RemoveIdentity().explain(traced)
+    assert len(explanation.sites) == 2, "what another cast, or a layer, gives"
+    assert all("x may come in another dtype" in reason for _, _, reason in explanation.refusals)
+    after = RemoveIdentity()(traced)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for left, right in zip(after(X.to(dtype)), model(X.to(dtype)), strict=True):
+            assert left.dtype == right.dtype
+            assert torch.equal(left, right)
+
+
 def test_the_same_memory_read_as_another_dtype_stays():
     model = Uses(lambda m, x: x.view(torch.int32).float())
     assert not RemoveIdentity().explain(fxopt.trace(model, (X,))).sites

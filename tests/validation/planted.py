@@ -32,6 +32,15 @@ class Net(nn.Module):
         return {"logits": self.second(torch.relu(self.norm(self.first(x)))) / 7.0}
 
 
+class Trained(Net):
+    """Needs gradients when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self(torch.ones(2, 4))["logits"].sum().backward()
+        self.zero_grad()
+
+
 class Nothing(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"empty": x[:0], "name": "nothing"}

@@ -242,6 +242,31 @@ def test_sites_of_a_model_that_fails_stay_and_the_command_fails(zoo, call):
     assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
 
 
+def test_zoo_check_says_what_is_planned_and_what_is_wrong(zoo, call):
+    zoo.write_text(ZOO)
+    result = call("zoo", "check", zoo, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["models"], found["mistakes"]) == (["first", "second", "third"], [])
+    assert found["cases"] > 100
+    assert "nowhere cannot be imported" in found["skipped"]["third"]
+    zoo.write_text(ZOO.replace("sizes: fixed", "sizes: huge", 1).replace("name: second", "names: second"))
+    result = call("zoo", "check", zoo)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 3
+    assert result.stderr.startswith(f"error: {zoo}:2: first: sizes: ")
+    assert call("zoo", "check", "nowhere.yaml").exit_code == 2
+
+
+def test_history_and_report_print_json(runs, run, call):
+    found = json.loads(call("history", runs[0].parent / "history", "--json").stdout)
+    assert [row["run"] for row in found["runs"]] == [run.id]
+    assert found["drifted"] == []
+    written = json.loads(call("report", runs[0], "--json").stdout)
+    assert str(runs[0] / "report.html") in written["files"]
+    assert written["problems"] == []
+
+
 @pytest.mark.parametrize("place", [(Runner, "run"), (Path, "replace")])
 def test_sites_that_are_interrupted_leave_the_file_as_it_was(zoo, call, place, monkeypatch):
     sites_file(zoo).write_text(before := yaml.safe_dump({"first": {"MergeLinears": 9}}))

@@ -239,6 +239,24 @@ def test_latency(before, after, expected, changes):
     assert kinds(changes(timed(*before), timed(*after))) == expected
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        (0.05, 0.05, [("latency", True)]),
+        (0.05, 0.5, []),
+        (0.5, math.nan, []),
+        (math.nan, math.nan, [("latency", True)]),
+    ],
+)
+def test_a_latency_below_the_floor_of_either_run_has_not_changed(was, now, expected, changes):
+    before, after = (timed(ratio, 0.02) for ratio in (0.80, 1.05))
+    for records, floor in ((before, was), (after, now)):
+        if not math.isnan(floor):
+            records[0].measurements["latency_ratio_floor"] = floor
+    found = changes(before, after)
+    assert [kind for kind in kinds(found) if kind[0] == "latency"] == expected
+
+
 def test_both_graphs_ten_times_slower_is_a_regression(run, changes):
     times = {"latency_baseline_ms": 1.0, "latency_transformed_ms": 0.8, "latency_ratio": 0.8}
     slow = {name: value * (1 if "ratio" in name else 10) for name, value in times.items()}

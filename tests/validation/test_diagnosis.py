@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import shlex
@@ -11,14 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import fxopt.passes
 from fxopt import FuseBiasInLinear, MergeLinears, RemoveIdentity, Transformation
-from tests.validation.test_harness import ONE_PASS, Harness, harness  # noqa: F401
+from tests.validation.test_harness import ONE_PASS, ROOT, Harness, harness  # noqa: F401
 from tests.validation.wrong_passes import ForgetsBias, Wrong, WrongAndInexact, WrongReverse
 from validation import repro
+from validation.cli import app
+from validation.plan import plan
 from validation.records import Case, Check, Outcome, Record
-from validation.run import ROOT, Runner
-from validation.zoo import Entry
+from validation.run import Runner
+from validation.zoo import Entry, load_zoo
 
 DEEP = {
     "model": "tests.validation.wrong_passes.Deep",
@@ -64,6 +69,7 @@ def test_of_a_pipeline_the_pass_and_the_site_are_named_and_a_script_shows_them(t
     assert run.returncode == 1, run.stderr
     assert run.stdout.startswith("wrong: in float64, output differs by")
     assert "it first parts at node pad (module 8" in run.stdout
+    assert "def forward(self, _7):" in run.stdout  # the smallest graph: one of thirteen layers
     assert ending(record.repro.replace("of=('8',)", "of=()"), tmp_path) == 0
 
 
@@ -145,6 +151,16 @@ def test_scripts_go_when_their_cases_are_right(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*")]
 
 
+def test_a_command_is_of_one_case() -> None:
+    passes = {name: cls() for name, cls in fxopt.passes.available().items()}
+    cases = plan(load_zoo(ROOT / "model_zoo.yaml", passes), passes, ["cpu", "cuda"])
+    ids = {
+        model: [c.id.lower() for c in group] for model, group in itertools.groupby(cases, lambda c: c.model)
+    }
+    text = {model: "\n".join(names) for model, names in ids.items()}
+    assert all(text[model].count(name) == 1 for model, names in ids.items() for name in names)
+
+
 def test_a_failure_has_the_command_that_runs_its_case_alone(
     harness: Harness,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -155,8 +171,9 @@ def test_a_failure_has_the_command_that_runs_its_case_alone(
     assert [file.name for file in (harness.folder / "reports/latest/repro").glob("*")] == [
         "error-FuseBiasInLinear-cpu-equivalence.py"
     ]
-    pytest.main([*shlex.split(command)[1:], "--collect-only", "-q", "-p", "no:hypothesispytest"])
-    out = capsys.readouterr().out
+    found = CliRunner().invoke(app, [*shlex.split(command)[1:], "--collect-only", "-q"])
+    assert found.exit_code == 0, found.output
+    out = found.output + capsys.readouterr().out
     assert [line for line in out.splitlines() if "::" in line] == [
         "validation/test_cases.py::test_case[error-FuseBiasInLinear-cpu-equivalence]"
     ]

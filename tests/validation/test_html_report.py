@@ -178,6 +178,7 @@ const press = (selector) => document.querySelector(selector).click();
   tell("fastest", text("#fastest tbody td:first-child"));
   press(".mark.failing");
   tell("cell", text("#cell h2")[0]);
+  tell("address of the cell", location.hash);
   tell("open", document.getElementById("cell").open);
   tell("checks", text("#cell .check > p:first-child"));
   tell("reason", text("#cell .check").join(" "));
@@ -260,8 +261,9 @@ def test_clicks_in_a_browser(width, records, run, tmp_path):
     )
     assert told["open"]
     assert told["closed"]
+    assert f"cell={regression}".rpartition("-")[0] in told["address of the cell"]
     model, pipeline, device = told["cell"].split(" · ")
-    command = f"pytest validation --fx-model {model} -k {model}-{pipeline}-{device}-"
+    command = f"fxopt validate --model {model} -k {model}-{pipeline}-{device}-"
     assert all(text.startswith(command) for text in told["commands"])
     assert len(told["commands"]) == len(told["checks"]) >= 3
     single = ran[~ran["pipeline"].str.contains("+", regex=False)]

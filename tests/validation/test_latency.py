@@ -46,7 +46,7 @@ def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pyt
     rows["Slow"] = latency.check(subject, ("Slow",))
     assert next(calls) == 1
     assert len({row.measurements["latency_pairs"] for row in rows.values()}) == 1
-    assert len({row.measurements["latency_floor"] for row in rows.values()}) == 1
+    assert len({row.measurements["latency_ratio_floor"] for row in rows.values()}) == 1
     assert len({row.measurements["latency_eager_ms"] for row in rows.values()}) == 1
     assert (
         rows["Inverse"].measurements["latency_baseline_ms"] == rows[""].measurements["latency_transformed_ms"]
@@ -75,7 +75,7 @@ def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
     }
     latency._MEASURED[subject] = latency.dataclasses.replace(measured, times=times)  # type: ignore[attr-defined]
     finding = latency.check(subject, ("Slow",))
-    assert finding.measurements["latency_floor"] == pytest.approx(0.2)
+    assert finding.measurements["latency_ratio_floor"] == pytest.approx(0.2)
     assert subject.facts["latency_effect"] == latency.EFFECTS[0]
 
 
@@ -87,13 +87,18 @@ def test_a_pass_without_a_site_or_with_an_error_costs_its_own_arm_alone(subject:
     assert latency.check(subject, ("Inverse",)).outcome is Outcome.PASS
 
 
+def test_a_model_that_is_trained_when_it_is_made_is_timed(subject: Subject) -> None:
+    trained = Subject(entry("Trained", engines=[]), "cpu", subject.passes)
+    assert latency.check(trained, ("Inverse",)).outcome is Outcome.PASS
+
+
 def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     same = {name: [1.0, 2.0, 3.0] * 5 for name in ("eager", "captured", "Slow")}
     assert latency.narrow(same)
     assert latency.Measured(same, 1, {}, {}).stopped == "intervals below 2%"
     wide = same | {"Slow": [1.0, 2.1, 2.9, 3.0, 0.9] * 3}
     assert not latency.narrow(wide)
-    assert latency.Measured(wide, 1, {}, {}).stopped == "budget of 8 s spent"
+    assert latency.Measured(wide, 1, {}, {}).stopped == "budget spent: 8 s, or 200 rounds"
 
 
 def test_threads_are_those_of_timing_and_come_back(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -71,10 +72,12 @@ def test_a_cluster_whose_driver_is_killed_and_restarted_gives_the_table_of_one_m
             assert driver.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        for child in psutil.Process(driver.pid).children(recursive=True):
-            child.kill()  # the head of the cluster, which was started here, goes with it
+        started = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
         driver.wait()
+        for process in started:  # the cluster that it has started goes with it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         before = {file.name for file in running.glob("*.jsonl")}
         assert before
         again = subprocess.run(command, stdout=out, stderr=out, timeout=300, check=False)

@@ -39,6 +39,11 @@ def test_a_ratio_is_paired():
     assert math.isnan(ratio([1.0], [2.0]).low)
 
 
+def test_there_are_at_most_so_many_rounds():
+    times = in_random_order({"a": lambda: 1.0}, 2, 1e9, np.random.default_rng(0), most=5)
+    assert len(times["a"]) == 5
+
+
 def test_rounds_end_when_it_is_enough():
     asked = []
 

@@ -11,6 +11,7 @@ from .libraries import libraries
 from .modes import memory
 from .passes import passes
 from .peers import peers
+from .presets import presets
 from .runs import runs
 from .verification import verification
 
@@ -29,6 +30,7 @@ app.command()(libraries)
 app.command()(memory)
 app.command()(passes)
 app.command()(peers)
+app.command()(presets)
 app.command()(runs)
 app.command()(verification)
 

@@ -30,6 +30,7 @@ def capture(
     """What `fxopt.trace` takes, beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
 
     The ratio is that of a capture with `verify=False`, as torch.export does not compare; the default is beside it.
+    `runs` is how often a capture runs the forward.
     """
     torch.set_num_threads(threads)
     console = Console()
@@ -50,7 +51,7 @@ def capture(
 def _times(measured: Sequence[Subject], rounds: int) -> Table:
     """One row a model and kind of sizes."""
     table = Table(
-        *("model", "sizes", "fxopt.trace", "verified", "torch.export", "ratio"),
+        *("model", "sizes", "runs", "fxopt.trace", "verified", "torch.export", "ratio"),
         title=f"capture, seconds and ratio: median of {rounds} (minimum to maximum), torch {torch.__version__}",
     )
     for subject in measured:
@@ -65,9 +66,11 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
                 rounds,
             )
             unverified, _, exported = times
+            traced = fxopt.trace(subject.model, verify=False, **options)
             table.add_row(
                 subject.name,
                 sizes,
+                str(traced.meta["forward_runs"]),
                 *map(spread, times),
                 spread([mine / other for mine, other in zip(unverified, exported, strict=True)]),
             )

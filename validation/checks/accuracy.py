@@ -14,7 +14,7 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from .. import digits, metrics
+from .. import digits, metrics, steps
 from ..comparison import per_dtype
 from ..records import Finding, Outcome
 from ..subject import Subject
@@ -35,6 +35,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """
     measurements: dict[str, float | int] = {}
     problems: list[str] = []
+    steps.note(subject, pipeline)
     for dtype in subject.dtypes_of(pipeline):
         rewritten = subject.rewritten(pipeline, dtype)
         if not sum(rewritten.sites):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from .. import steps
 from ..comparison import judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
@@ -17,6 +18,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         for dtype in {subject.wide, *subject.dtypes_of(pipeline)}
     ):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
+    steps.note(subject, pipeline)
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)
     # A tolerance is for the whole model; a single site knows nothing of it, nor of what a sweep finds out.
     tolerated = subject.entry.tolerance(pipeline) > 0 or not subject.entry.given

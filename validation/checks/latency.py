@@ -14,6 +14,7 @@ import torch
 
 from fxopt.submodules import sharing_copy
 
+from .. import steps
 from ..bench import engines
 from ..bench.engines import Unavailable, reason
 from ..bench.quiet import quiet
@@ -23,9 +24,9 @@ from ..rewritten import differ
 from ..subject import Subject
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
-FEWEST = 7
+FEWEST, MOST = 7, 200
 SECONDS = 8.0
-"""Rounds of one model go on until each interval is `NARROW`, or for these seconds, but there are at least `FEWEST`."""
+"""Rounds of one model go on until each interval is `NARROW`, or these seconds or the most rounds are spent."""
 
 NARROW = 0.02
 SHORT = 0.02
@@ -69,7 +70,9 @@ class Measured:
     @functools.cached_property
     def stopped(self) -> str:
         """Why there were no more rounds."""
-        return f"intervals below {NARROW:.0%}" if narrow(self.times) else f"budget of {SECONDS:g} s spent"
+        if narrow(self.times):
+            return f"intervals below {NARROW:.0%}"
+        return f"budget spent: {SECONDS:g} s, or {MOST} rounds"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -99,11 +102,12 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
         **_interval("latency_ratio", found),
         **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
-        "latency_floor": measured.floor,
+        "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         "memory_peak_mb": measured.memory[arm],
     }
+    steps.note_latency(subject, pipeline, measured.threads)
     return Finding(measurements=values if pipeline else values | _engines(subject, measured))
 
 
@@ -162,26 +166,26 @@ def measure(subject: Subject) -> Measured:
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
     try:
-        with torch.no_grad():
-            for arm, make in _arms(subject, threads).items():
-                stage = subject.stage
-                try:
-                    subject.enter("prepare")
-                    run = make()
-                    if run is not None:
-                        subject.enter(f"time {arm}")
+        for arm, make in _arms(subject, threads).items():
+            stage = subject.stage
+            try:
+                subject.enter("prepare")
+                run = make()  # with gradients: some models are trained when they are made
+                if run is not None:
+                    subject.enter(f"time {arm}")
+                    with torch.no_grad():
                         run()
                         runs[arm], memory[arm] = run, peak_mb(run, subject.device)
-                except Exception as error:  # whatever a pass or an engine makes of a model
-                    if arm in (EAGER, CAPTURED, AGAIN) or isinstance(
-                        error, MemoryError | torch.OutOfMemoryError
-                    ):
-                        raise
-                    failed[arm] = subject.stage, reason(error)
-                subject.enter(stage)
-            with subject.entering("time"):
-                turns = {arm: _turn(run, wait) for arm, run in runs.items()}
-                times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow)
+            except Exception as error:  # whatever a pass or an engine makes of a model
+                if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                    raise
+                failed[arm] = subject.stage, reason(error)
+            subject.enter(stage)
+        with subject.entering("time"), torch.no_grad():
+            turns = {arm: _turn(run, wait) for arm, run in runs.items()}
+            times = in_random_order(
+                turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow, most=MOST
+            )
     finally:
         torch.set_num_threads(before)
     return Measured(times, threads, memory, failed)
@@ -205,7 +209,7 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
     def engine(name: str) -> Callable[[], object]:
         if subject.device != "cpu":
             raise Unavailable("it runs on the CPU alone here")
-        with quiet():
+        with quiet(), torch.no_grad():
             prepared = getattr(engines, ENGINES[name])(subject.model(dtype), inputs, threads)
         feed = prepared.feed(inputs)
         return lambda: prepared.run(feed)

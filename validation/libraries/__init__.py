@@ -45,7 +45,8 @@ def example_inputs(
         made = _models()[model.__dict__["library_model"]].inputs(batch)
     if not isinstance(made, dict):
         made = dict(zip(inspect.signature(model.forward).parameters, made, strict=False))
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    tensors = (*model.parameters(), *model.buffers())
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
 
 

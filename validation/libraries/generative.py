@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .models import Inputs, LibraryModel, model, noise
+from .models import LibraryModel, model, noise
 
 _TEXT = 16
 
 
-def _denoised(*shape: int, hidden: int = 0, **more: Any) -> Inputs:
+def _denoised(*shape: int, hidden: int = 0, **more: Any) -> Callable[[int], dict[str, torch.Tensor]]:
     """Noise, its step, and where `hidden` is given, the states of a text."""
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
@@ -38,9 +39,14 @@ def _flux(batch: int) -> dict[str, torch.Tensor]:
     }
 
 
-_UNET = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
-_DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
-_VAE = {
+_UNET: dict[str, Any] = {
+    "sample_size": 16,
+    "layers_per_block": 1,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+}
+_DIT: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
+_VAE: dict[str, Any] = {
     "block_out_channels": (8, 8),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .models import Inputs, LibraryModel, image, model, noise
 
 _NETS = "monai.networks.nets"
-_PLANE = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+_PLANE: dict[str, Any] = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
 _GRAY = image(32, 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .models import LibraryModel, image, model, noise
+from .models import LibraryModel, image, imported, model, noise
 
 _NODES, _EDGES = 6, 10
 
@@ -29,9 +29,7 @@ class GraphNetwork(nn.Module):
 
     def __init__(self, kind: str, *args: Any, **options: Any) -> None:
         super().__init__()
-        import torch_geometric.nn
-
-        convolution = getattr(torch_geometric.nn, kind)
+        convolution = imported(f"torch_geometric.nn.{kind}")
         self.first = convolution(8, 8, *args, **options)
         self.second = convolution(8, 8, *args, **options)
 
@@ -43,7 +41,7 @@ def _convolution(kind: str, *args: Any, **options: Any) -> LibraryModel:
     return LibraryModel(f"torch_geometric.{kind}", lambda: GraphNetwork(kind, *args, **options), _graph())
 
 
-_BASIC = {"in_channels": 8, "hidden_channels": 8, "num_layers": 2, "out_channels": 4}
+_BASIC: dict[str, Any] = {"in_channels": 8, "hidden_channels": 8, "num_layers": 2, "out_channels": 4}
 
 GEOMETRIC = [
     *(
@@ -106,7 +104,7 @@ GEOMETRIC = [
     model("torch_geometric.nn.models.GraphUNet", _graph(), 8, 8, 4, depth=1),
 ]
 
-_FNO = {"in_channels": 1, "out_channels": 1, "hidden_channels": 8, "n_layers": 2}
+_FNO: dict[str, Any] = {"in_channels": 1, "out_channels": 1, "hidden_channels": 8, "n_layers": 2}
 
 NEURALOP = [
     model("neuralop.models.FNO", image(16, 1), n_modes=(4, 4), **_FNO),

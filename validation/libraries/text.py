@@ -91,10 +91,8 @@ def _tuned(name: str, **options: Any) -> LibraryModel:
     """A network with an adapter of PEFT in its middle layers, without the wrapper around it."""
 
     def make() -> nn.Module:
-        import peft
-
-        config = getattr(peft, f"{name}Config")(target_modules=["0", "2"], **options)
-        made: nn.Module = peft.get_peft_model(_mlp(), config).base_model.model
+        config = imported(f"peft.{name}Config")(target_modules=["0", "2"], **options)
+        made: nn.Module = imported("peft.get_peft_model")(_mlp(), config).base_model.model
         return made
 
     return LibraryModel(

@@ -8,9 +8,19 @@ import torch
 
 from .models import Inputs, LibraryModel, image, model, noise
 
-_VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 48}
-_PLAIN = {key: value for key, value in _VIT.items() if key not in ("image_size", "patch_size")}
-_VIDEO = {**_VIT, "image_patch_size": 8, "frames": 4, "frame_patch_size": 2}
+_VIT: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_classes": 5,
+    "dim": 32,
+    "depth": 2,
+    "heads": 2,
+    "mlp_dim": 48,
+}
+_PLAIN: dict[str, Any] = {
+    key: value for key, value in _VIT.items() if key not in ("image_size", "patch_size")
+}
+_VIDEO: dict[str, Any] = {**_VIT, "image_patch_size": 8, "frames": 4, "frame_patch_size": 2}
 del _VIDEO["patch_size"]
 
 
@@ -113,16 +123,6 @@ VIT_PYTORCH = [
         ssa_dim_key=(8, 8),
         reduction_factor=(2, 1),
         window_size=(4, None),
-    ),
-    _vit(
-        "sep_vit.SepViT",
-        image(64),
-        num_classes=5,
-        dim=16,
-        dim_head=8,
-        heads=(2, 2),
-        depth=(1, 1),
-        window_size=4,
     ),
     _vit(
         "t2t.T2TViT",

@@ -9,7 +9,10 @@ import pandas as pd
 from ..records import WORST_FIRST, Check, Outcome
 from ..sweep import SOURCE
 
-NUMBERS = ("nodes", "modules", "relative_error", "trace_seconds", "peer_seconds", "peer_work_seconds")
+NUMBERS = (
+    *("nodes", "modules", "relative_error"),
+    *("forward_runs", "trace_seconds", "peer_seconds", "peer_work_seconds"),
+)
 FACTS = ("captured", "refusal", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
 
 

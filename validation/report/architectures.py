@@ -68,6 +68,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "past every stage": _of(ran["outcome"] == Outcome.PASS, ran),
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
     }
+    if (times := right["forward_runs"].dropna()).any():
+        numbers["runs of the forward in a capture"] = (
+            f"{times.mean():.1f} on average, {times.max():.0f} at most"
+        )
     for name in ("batch", "sequence"):
         having = right[right[name] != NONE]
         numbers[f"{name} size free, of those that have one"] = _of(having[name] == FREE, having)
@@ -86,7 +90,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 def _details(rows: pd.DataFrame) -> pd.DataFrame:
     sites = [str(name) for name in rows.columns if str(name).startswith("sites_")]
     view = rows[["architecture", "stage"]].replace("", wording.ABSENT)
-    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:5]):
+    for name in (*NUMBERS[:3], *sites, *NUMBERS[3:6]):
         view[wording.heading(name).removeprefix("sites ")] = [
             wording.shown(name, value) for value in rows[name]
         ]

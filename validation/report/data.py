@@ -12,15 +12,12 @@ from typing import Any
 import pandas as pd
 
 from ..metric import UNKNOWN, metric_of
-from ..records import FAILING, WORST_FIRST, Outcome
+from ..records import AGAIN, FAILING, WORST_FIRST, Outcome
 from ..store import COLUMNS, measurements_of
 from . import headline, tables, wording
 from .fastest import fastest
 from .since import Since
 from .since import headline as changes_headline
-
-COMMAND = "pytest validation --fx-model {model} -k {case}"
-"""Runs one case again; the page puts in the names."""
 
 MOST_CHANGES = 500
 WORDS = ("model", "pipeline", "device", "check", "dtype", "outcome", "stage", "reason")
@@ -55,7 +52,7 @@ def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: Since | None) -> 
         "words": words.all,
         "worst": [str(outcome) for outcome in WORST_FIRST],
         "failing": [str(outcome) for outcome in WORST_FIRST if outcome in FAILING],
-        "command": COMMAND,
+        "command": AGAIN,
     }
 
 

@@ -42,13 +42,20 @@ def fastest(verdicts: pd.DataFrame) -> pd.DataFrame:
         eager = wording.number(graph.iloc[0].get("latency_ratio")) if len(graph) else wording.ABSENT
         cells = _cells(safe) if safe is not None else [NONE, "1", eager, wording.ABSENT]
         other = best if best is not None and (safe is None or best.name != safe.name) else None
-        found.append([*key, *cells, *(_cells(other)[:2] if other is not None else [wording.ABSENT] * 2)])
+        found.append([*key, *cells, *_short(other)])
     table = pd.DataFrame(found, columns=COLUMNS)
     return table if table["device"].nunique() > 1 else table.drop(columns="device")
 
 
 def _least(rows: pd.DataFrame) -> pd.Series | None:
     return rows.iloc[int(rows["latency_ratio"].argmin())] if len(rows) else None
+
+
+def _short(row: pd.Series | None) -> list[str]:
+    """The pipeline, and its time by that of the graph."""
+    if row is None:
+        return [wording.ABSENT] * 2
+    return [wording.pipeline_label(row["pipeline"]), wording.number(row["latency_ratio"])]
 
 
 def _cells(row: pd.Series) -> list[str]:

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..records import FAILING, Check, Outcome
+from ..records import AGAIN, FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
 from .fastest import fastest
 from .since import Since
 from .since import headline as changes_headline
+from .step_table import steps
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -34,7 +35,7 @@ def summary(table: pd.DataFrame, since: Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
-        AGAIN if table["outcome"].isin(FAILING).any() else "",
+        REPEATED if table["outcome"].isin(FAILING).any() else "",
         *_since(since),
         "## Fastest pipeline of each model",
         FASTEST,
@@ -70,6 +71,8 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         pipes(tables.compatibility(table, model)),
         "## Checks",
         pipes(tables.checks(table, model)),
+        "## What each pass of the full pipelines adds",
+        pipes(steps(own).drop(columns="model", errors="ignore")) or "Nothing was measured.",
         "## Failures",
         pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
@@ -78,9 +81,9 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
     )
 
 
-AGAIN = (
-    "`pytest 'validation/test_cases.py::test_case[CASE]'` runs one of them again, and `python repro/CASE.py`, beside this "
-    "file, shows it without the harness. Both end with 0 when it is right."
+REPEATED = (
+    f"`{AGAIN.format(model='MODEL', case='CASE')}` runs one of them again, and `python repro/CASE.py`, beside this file, "
+    "shows it without the harness. Both end with 0 when it is right."
 )
 
 

@@ -30,9 +30,7 @@ def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
     found: list[pd.DataFrame] = []
     for file in sorted(history.glob("[!.]*.parquet"), reverse=True):
         if file.stem < newest and len(found) < MOST:
-            with contextlib.suppress(
-                ReportError
-            ):  # `fxopt-validation history` tells of files that cannot be read
+            with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
                 run = read_run(file)
                 found += [run] if is_sweep(run) == swept else []
     return found[::-1]

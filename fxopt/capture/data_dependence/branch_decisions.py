@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import sys
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import sympy
@@ -33,7 +31,7 @@ from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import model_frame
-from fxopt.capture.runtime.checks import check_no_write, check_outcome, check_same_outcome, check_value
+from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.objects import tensors_in
 
 # The methods that make a Python value of a tensor, and functions that return one, with its type.
@@ -104,17 +102,11 @@ class BranchDecisions:
         # The loop over places that runs now, and the place.
         self.running: tuple[str, int] | None = None
         # The checks of decisions, one line each.
-        self._checks: list[str] = []
+        self.checks: list[str] = []
         # The first question without an answer; a forward may catch the error, but a graph must not come of it.
         self.open: DataDependentBranch | None = None
         # The last text that was made of a value which is not known, and that is no message.
         self.text_question: DataDependentText | None = None
-
-    @property
-    def checks(self) -> list[str]:
-        """The checks, one line each."""
-        alike = (asked.where for of_line in self.asked_at.values() for asked in of_line[1:])
-        return [*self._checks, *(f"the forward decides all questions alike: {where}" for where in alike)]
 
     @property
     def specialised(self) -> bool:
@@ -196,25 +188,6 @@ class BranchDecisions:
         self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
-    def check_alike(self) -> None:
-        """Check that the questions at a line have one answer: each one against the one before it."""
-        for asked in self.asked_at.values():
-            for one, next_one in itertools.pairwise(asked):
-                next_one.node.update_arg(1, one.node)
-            if len(asked) == 1:
-                asked[0].node.graph.erase_node(asked[0].node)
-
-    def check_left_out(self, line: str, bodies: Sequence[Body]) -> None:
-        """Check that what is done after each question at a line writes nothing where the answer would be the other one."""
-        for asked, body in reversed(list(zip(self.asked_at.pop(line), bodies, strict=True))):
-            for node, index in body:
-                with node.graph.inserting_before(node):
-                    arguments = (asked.node, asked.answer, index, asked.where)
-                    node.graph.call_function(check_no_write, arguments).meta = dict(asked.node.meta)
-                self._checks.append(f"what it leaves out would write nothing: {asked.where}")
-            if not asked.node.users:
-                asked.node.graph.erase_node(asked.node)
-
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
         """Answer a question about sizes, with a check: a call raises the error `otherwise` for the other answer."""
         self._check(self._sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
@@ -278,7 +251,7 @@ class BranchDecisions:
 
     def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
         where = self._writer.where()
-        self._checks.append(f"the forward decides {decided} on a value: {where}")
+        self.checks.append(f"the forward decides {decided} on a value: {where}")
         self._writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
 
     def _opened(

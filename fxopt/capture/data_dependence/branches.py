@@ -18,6 +18,11 @@ class DataDependentBranch(TraceError):
         super().__init__(message)
         self.kind, self.where, self.line = kind, where, line
 
+    def because(self, reason: str) -> DataDependentBranch:
+        """This error, with the reason why the branch could not be settled."""
+        message = f"{self} That it makes no difference could not be shown: {reason}."
+        return type(self)(message, self.kind, self.where, self.line)
+
 
 class DataDependentLoop(DataDependentBranch):
     """The forward loops over the places where a mask is true: is there one?"""

@@ -17,6 +17,8 @@ import sympy
 import torch
 from torch._dynamo.source import TensorProperty
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"
@@ -58,7 +60,11 @@ class CaptureShapeEnv(ShapeEnv):
     def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
             return sympy.Integer(val)  # where an input starts in its memory is no size
-        return super().create_symbol(val, source, *args, **kwargs)
+        symbol = super().create_symbol(val, source, *args, **kwargs)
+        if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol and val != 0:
+            # The guard of the inputs refuses a size of 0, and an example has none.
+            self._update_var_to_range(symbol, ValueRanges(1, int_oo))
+        return symbol
 
     def conditions(self) -> list[tuple[Any, str]]:
         """What was assumed so far: sympy conditions, each with the line of the model that needs it."""

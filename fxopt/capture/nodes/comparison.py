@@ -132,7 +132,7 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
     return names if len(set(names.values())) == len(names) else None
 
 
-def same_constants(constants: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     """Tell whether both hold the same tensors under the same names, to the last bit."""
     return list(constants) == list(others) and all(
         mine.dtype == its.dtype

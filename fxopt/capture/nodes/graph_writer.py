@@ -28,7 +28,7 @@ from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
-from fxopt.objects import is_open, tensors_in
+from fxopt.objects import build_object, is_open, set_attributes, set_items, tensors_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 
@@ -70,6 +70,10 @@ class GraphWriter:
         self.device = device
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
+        # By memory, the tensors of the first so many of these; and the memory of the model's own tensors.
+        self._sharing: dict[int, set[int]] = {}
+        self._indexed = 0
+        self._own_memory: set[int] = set()
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
@@ -173,6 +177,27 @@ class GraphWriter:
         """The node that made a tensor; None for the model's own, and for a part of what a node made."""
         origin = self._values.get(id(tensor))
         return origin.node if origin is not None and not origin.path else None
+
+    def is_sole_view(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a call made this tensor, and nothing that a later call or the caller can see shares its memory."""
+        node = self.made_by(tensor)
+        if node is None or node.op not in ("call_function", "call_method", "call_module"):
+            return False
+        if any(user.target in (build_object, set_attributes, set_items) for user in node.users):
+            return False  # an object has it already
+        if not self._own_memory:
+            model = self._shell.model
+            self._own_memory = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
+        for other in self._alive[self._indexed :]:
+            for t in tensors_in(other):
+                self._sharing.setdefault(storage_of(t), set()).add(id(t))
+        self._indexed = len(self._alive)
+        memory = storage_of(tensor)
+        return memory not in self._own_memory and self._sharing[memory] == {id(tensor)}
+
+    def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
+        """Take what made the one tensor for what made the other."""
+        self._values[id(tensor)] = self._values[id(made)]
 
     def _follow(self, value: Origin) -> torch.fx.Node:
         """The node at the end of a path, made the first time that something uses it."""

@@ -69,11 +69,12 @@ def is_own_code(code: CodeType) -> bool:
 class RunningCode:
     """The functions of a model that made calls of torch, or made others that did, with their globals.
 
-    `left_fakes` says that they have left fake tensors outside of the model.
+    `runs` counts how often the forward ran, and `left_fakes` says that it has left fake tensors outside of the model.
     """
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
+        self.runs = 0
         self.left_fakes = False
 
 

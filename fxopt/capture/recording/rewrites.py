@@ -82,10 +82,22 @@ def _write_in_place(recorder: Recorder, call: Call) -> Any:
         return NotImplemented
     bound.arguments["inplace"] = False
     written = bound.arguments["input"]
+    if recorder.writer.is_sole_view(written):
+        return _replaced(recorder, written, Call(call.function, bound.args, bound.kwargs))
     if torch.is_grad_enabled() and written.requires_grad and call.name not in _KEEP_NO_INPUT:
         # What backward needs of the input would be overwritten; torch copies it, too.
         bound.arguments["input"] = recorder.call(torch.Tensor.clone, (written,), {})
     return _written(recorder, written, Call(call.function, bound.args, bound.kwargs))
+
+
+@makes_calls
+def _replaced(recorder: Recorder, out: torch.Tensor, call: Call) -> Any:
+    """`f(y, inplace=True)` as `f(y)`, which stands for `y` from here on: nobody else sees the memory of `y`."""
+    result = recorder.distinct(call.function(*call.args, **call.kwargs), call.args, call.kwargs)
+    recorder.record(call.function, call.args, call.kwargs, result)
+    out.copy_(result)
+    recorder.writer.stand_for(out, result)
+    return out
 
 
 @makes_calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
@@ -17,9 +17,8 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
+from fxopt.capture.runs.run_result import RunResult, Unproved
 from fxopt.errors import TraceError
-
-T = TypeVar("T")
 
 # Each question that is settled by looking at both sides costs two captures.
 _MOST_QUESTIONS = 50
@@ -28,16 +27,16 @@ _MOST_LINES = 3
 
 
 def explore_branches(
-    capture: Callable[[Outcomes], T],
-    agree: Callable[[T, T], bool],
-    leave_out: Callable[[T, T, str], bool],
+    capture: Callable[[Outcomes], RunResult],
+    agree: Callable[[RunResult, RunResult], bool],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
     like: Outcomes | None = None,
-) -> T:
+) -> RunResult:
     """What `capture` returns, with each question settled of which one side raises or that makes no difference.
 
     `capture(answers)` raises DataDependentBranch at the first question that `answers` do not answer. `agree(one, other)` says
     whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
-    whether it does with checks that what the other one leaves out, after questions at a line, writes nothing.
+    gives it with checks that what the other one leaves out, after questions at a line, writes nothing, if that can be shown.
     `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
     no others: at its lines nothing is asked, and a question beyond those that it settled is raised.
     """
@@ -80,23 +79,32 @@ def explore_branches(
             raise question
     variants = {tuple(answers.at_lines.values()): made}
 
-    def variant(of_lines: Sequence[tuple[bool, bool]]) -> T:
-        """The capture with these answers at the lines."""
-        if (key := tuple(of_lines)) not in variants:
-            at_lines = dict(zip(answers.at_lines, key, strict=True))
-            variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
+    def variant(of_lines: Sequence[tuple[bool, bool]]) -> RunResult:
+        """The run with these answers at the lines, or one that has another answer only where it asks nothing."""
+        key = tuple(of_lines)
+        for given, run in variants.items():
+            pairs = zip(answers.at_lines, given, key, strict=True)
+            if all(was == wanted or not run.branches.get(line) for line, was, wanted in pairs):
+                return run
+        at_lines = dict(zip(answers.at_lines, key, strict=True))
+        variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
         return variants[key]
 
     try:
         lines = list(answers.at_lines)
-        return _of_any_answers(variant, agree, lines) or _of_most(variant, leave_out, lines)
+        of_any = _of_any_answers(variant, agree, lines)
+        return of_any or _of_most(variant, leave_out, lines, alternating=like is None)
+    except NotSettledError as error:
+        raise (pending.because(str(error)) if pending else error) from None
     except TraceError as error:
         raise (pending or error) from None
 
 
 def _of_any_answers(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T], agree: Callable[[T, T], bool], lines: Sequence[str]
-) -> T | None:
+    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
+    agree: Callable[[RunResult, RunResult], bool],
+    lines: Sequence[str],
+) -> RunResult | None:
     """One of the captures with all combinations of answers at the lines, whose graph holds for all of them, if any does."""
     variants = [capture(answers) for answers in itertools.product((ALWAYS, NEVER), repeat=len(lines))]
     for candidate in variants:
@@ -105,35 +113,48 @@ def _of_any_answers(
     return None
 
 
+class NotSettledError(TraceError):
+    """It could not be shown that a branch makes no difference."""
+
+
 def _of_most(
-    capture: Callable[[Sequence[tuple[bool, bool]]], T],
-    leave_out: Callable[[T, T, str], bool],
+    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
     lines: Sequence[str],
-) -> T:
+    alternating: bool,
+) -> RunResult:
     """The capture that does most after the questions at each line, if leaving that out makes no difference.
 
-    Raises TraceError where it does.
+    Raises NotSettledError where it does. With `alternating`, a capture that does it every other time must agree, too, as
+    one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
     """
     most = [ALWAYS] * len(lines)
 
-    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> T:
+    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> RunResult:
         return capture([*answers[:position], given, *answers[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
-        if not leave_out(capture(most), replaced(most, position, NEVER), line):
+        if isinstance(leave_out(capture(most), replaced(most, position, NEVER), line), Unproved):
             most[position] = NEVER
+    made = capture(most)
     for position, line in enumerate(lines):
         always = most[position][0]
         fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the answers at the other lines are; and every other time, as one part may lead to another.
+        # Whatever the answers at the other lines are.
         others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
-        held = [
-            leave_out(capture(answers), replaced(answers, position, fewer), line)
+        pairs = [
+            (made if list(answers) == most else capture(answers), replaced(answers, position, fewer))
             for answers in itertools.product(*others)
         ]
-        if not all(held) or not leave_out(capture(most), replaced(most, position, every_other), line):
-            raise TraceError(f"answers make a difference at {line}.")
-    return capture(most)
+        if alternating:
+            pairs.append((made, replaced(most, position, every_other)))
+        for more, less in pairs:
+            shown = leave_out(more, less, line)
+            if isinstance(shown, Unproved):
+                raise NotSettledError(f"{shown.reason}: {line}")
+            if more is made:
+                made = shown
+    return made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from fxopt.capture.fakes.snapshots import Snapshot
 from fxopt.capture.nodes.comparison import calls_of, same_calls, same_constants
-from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runs.run_result import RunResult
 from fxopt.effects import written_by
 
 
@@ -21,7 +21,7 @@ class CachedValues:
     """The tensors that a run has left in the model and that depend on nothing that varies; `known` are their values,
     by the identity of the tensors."""
 
-    def __init__(self, run: ForwardRun) -> None:
+    def __init__(self, run: RunResult) -> None:
         self._run = run
         buffers = run.request.model.named_buffers()
         self._buffers = {name: buffer for name, buffer in buffers if name in run.unchanged_buffers}
@@ -29,12 +29,12 @@ class CachedValues:
         self._nodes = {key: node for key, node in _nodes_of_kept(run).items() if self._is_known(node)}
         self.known = {key: self._values[node].clone() for key, node in self._nodes.items()}
 
-    def same(self, again: ForwardRun) -> bool:
+    def same(self, again: RunResult) -> bool:
         """Tell whether `again`, which found the `known` tensors, makes the calls that this run makes with its own."""
         kept = {key: f"kept{number}" for number, key in enumerate(self.known)}
         graph, constants = self._without_values({self._nodes[key]: name for key, name in kept.items()})
         names = {id(real): kept[key] for key, real in self.known.items()}
-        other, others = _renumbered(_copied(again.graph)[0], again.recorder.writer.constants, names)
+        other, others = _renumbered(_copied(again.graph)[0], again.constants, names)
         calls, its = calls_of(graph), calls_of(other)
         return (
             again.state == self._run.state
@@ -58,7 +58,7 @@ class CachedValues:
         """The value of a node; LookupError where it has none before the graph runs."""
         if node not in self._values:
             target: Any = node.target
-            constants = self._run.recorder.writer.constants
+            constants = self._run.constants
             if node.op == "get_attr":
                 self._values[node] = constants[target] if target in constants else self._buffers[target]
             elif target is getattr and node.args[1] == "device":
@@ -83,13 +83,13 @@ class CachedValues:
         for node in reversed(graph.nodes):
             if node in computed and not node.users:
                 graph.erase_node(node)
-        return _renumbered(graph, self._run.recorder.writer.constants, {})
+        return _renumbered(graph, self._run.constants, {})
 
 
-def _nodes_of_kept(run: ForwardRun) -> dict[int, torch.fx.Node]:
+def _nodes_of_kept(run: RunResult) -> dict[int, torch.fx.Node]:
     """The nodes of the tensors that a run has left in the model, by the identity of the tensors."""
     snapshots = [value for value in run.changes.values() if isinstance(value, Snapshot)]
-    made = {id(t): run.recorder.writer.made_by(t) for snapshot in snapshots for t in snapshot.tensors or ()}
+    made = {id(t): run.made_by(t) for snapshot in snapshots for t in snapshot.tensors or ()}
     return {key: node for key, node in made.items() if node is not None}
 
 

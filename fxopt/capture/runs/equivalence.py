@@ -18,11 +18,11 @@ from fxopt.capture.nodes.comparison import (
     same_expression,
     same_results,
 )
-from fxopt.capture.runs.forward_run import ForwardRun
+from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.size_guards import SizeGuard
 
 
-def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
+def equivalent(capture: RunResult, other: RunResult) -> bool:
     """Tell whether the graph of a capture computes what that of `other` does, which was made with other answers."""
     pairs = paired_calls(capture.graph, other.graph)
     names = None if pairs is None else matched_unbacked_symbols(pairs)
@@ -34,7 +34,7 @@ def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
     return (
         capture.changes == other.changes
         and capture.state == other.state
-        and capture.recorder.queries.answers() == other.recorder.queries.answers()
+        and capture.reads.answers() == other.reads.answers()
         and _same_guards(capture, other, translated)
         and _same_graph(capture, other, same_size)
         and same_results(pairs or (), same_size)
@@ -42,7 +42,7 @@ def equivalent(capture: ForwardRun, other: ForwardRun) -> bool:
 
 
 def subsumes(
-    capture: ForwardRun, other: ForwardRun, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
+    capture: RunResult, other: RunResult, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> bool:
     """Tell whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
 
@@ -54,12 +54,12 @@ def subsumes(
     translated = _translation(capture, other, names)
     same_size = _same_size(capture, translated)
 
-    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+    constants, others = capture.constants, other.constants
     guards = guards_of(capture.relied_on(), capture.shape_env.replace)
     return (
         capture.changes == other.changes
         and capture.state == other.state
-        and capture.recorder.queries.cover(other.recorder.queries)
+        and capture.reads.cover(other.reads)
         and _same_dimensions(capture, other, translated)
         and all(guard in guards for guard in guards_of(other.relied_on(), translated))
         and constants.keys() >= others.keys()
@@ -69,7 +69,7 @@ def subsumes(
     )
 
 
-def is_steady_state(capture: ForwardRun, again: ForwardRun) -> bool:
+def is_steady_state(capture: RunResult, again: RunResult) -> bool:
     """Tell whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
     translated = _translation(capture, again, {})
     same_size = _same_size(capture, translated)
@@ -82,7 +82,7 @@ def is_steady_state(capture: ForwardRun, again: ForwardRun) -> bool:
     )
 
 
-def size_one_guards(capture: ForwardRun, other: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
+def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
     if not _free(other).keys() <= _free(capture).keys():
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
@@ -102,17 +102,17 @@ def size_one_guards(capture: ForwardRun, other: ForwardRun, ones: Sequence[Any])
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
 
 
-def _same_size(capture: ForwardRun, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
+def _same_size(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
     """What compares a size of `capture` with one of another capture, which is translated first."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
-def _free(capture: ForwardRun) -> dict[tuple[str, int | None], Any]:
+def _free(capture: RunResult) -> dict[tuple[str, int | None], Any]:
     """The symbol of each free dimension and number."""
     return {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
 
 
-def _assumed_of_numbers(capture: ForwardRun, names: dict[Any, Any]) -> set[Any]:
+def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
     """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
@@ -126,7 +126,7 @@ def _assumed_of_numbers(capture: ForwardRun, names: dict[Any, Any]) -> set[Any]:
     return limits | {(a.expr.xreplace(names), None) for a in asserts}
 
 
-def _translation(capture: ForwardRun, other: ForwardRun, names: dict[Any, Any]) -> Callable[[Any], Any]:
+def _translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
     """What rewrites a size of `other` in the symbols of `capture`.
 
     `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
@@ -138,19 +138,19 @@ def _translation(capture: ForwardRun, other: ForwardRun, names: dict[Any, Any]) 
     )
 
 
-def _same_guards(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
+def _same_guards(capture: RunResult, other: RunResult, translated: Callable[[Any], Any]) -> bool:
     """Tell whether both captures assume the same of the inputs' sizes."""
     guards = guards_of(capture.relied_on(), capture.shape_env.replace)
     return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
 
 
-def _same_dimensions(capture: ForwardRun, other: ForwardRun, translated: Callable[[Any], Any]) -> bool:
+def _same_dimensions(capture: RunResult, other: RunResult, translated: Callable[[Any], Any]) -> bool:
     """Tell whether both captures found the same of which dimensions are fixed, and which are one."""
     mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
 
-def _same_graph(capture: ForwardRun, other: ForwardRun, same_size: Callable[[Any, Any], bool]) -> bool:
-    constants, others = capture.recorder.writer.constants, other.recorder.writer.constants
+def _same_graph(capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool]) -> bool:
+    constants, others = capture.constants, other.constants
     pairs = paired_calls(capture.graph, other.graph)
     return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)

@@ -21,6 +21,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import CachedValues
 from fxopt.capture.runs.eager_comparison import check_against_eager
@@ -29,6 +30,7 @@ from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runs.if_conversion import if_convert
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
+from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
@@ -42,13 +44,13 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         with outside.restored():
             made = _settled(request)
             given = [id(tensor) for tensor in tensors_in(request.inputs)]
-            if len(set(given)) < len(given) and made.placeholders.identity_matters(made.recorder.queries):
+            if len(set(given)) < len(given) and made.placeholders.identity_matters(made.reads):
                 request = dataclasses.replace(request, shared_inputs=True)
                 made = _settled(request)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()
-        traced = made.module(alternatives)
+        traced = assemble(made, alternatives)
         if verify:
             check_against_eager(traced, request, made.written, outside.restored)
         return traced
@@ -60,17 +62,16 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         forget_shape_envs()
 
 
-def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
-    """A capture whose forward has run, with the questions on values settled that can be.
+def _settled(request: Request, like: Outcomes | None = None) -> RunResult:
+    """A run with the questions on values settled that can be.
 
     `like` are the answers of another capture of this forward, whose graph is to hold for this one.
     """
 
-    def record(answers: Outcomes) -> ForwardRun:
+    def record(answers: Outcomes) -> RunResult:
         nonlocal request
-        made = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
-            made.record()
+            made = ForwardRun(dataclasses.replace(request, answers=answers)).record()
         except DataDependentText:
             if request.reads_texts or not request.specialize:
                 raise
@@ -79,12 +80,11 @@ def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
             return record(answers)
-        moved = made.placeholders.moved() | made.recorder.tensor_sizes.written()
-        if not moved:
+        if not made.moved:
             _check_next_call(made)
             return made
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
-        request = dataclasses.replace(request, moving=request.moving | moved)
+        request = dataclasses.replace(request, moving=request.moving | made.moved)
         return record(answers)
 
     return (
@@ -92,7 +92,7 @@ def _settled(request: Request, like: Outcomes | None = None) -> ForwardRun:
     )
 
 
-def _check_next_call(made: ForwardRun) -> None:
+def _check_next_call(made: RunResult) -> None:
     """Raise TraceError if the forward has changed state that could alter what a later call computes.
 
     It could not if a second call, which starts from that state, makes the same calls under the same guards and leaves the
@@ -115,17 +115,16 @@ def _check_next_call(made: ForwardRun) -> None:
             raise refused
 
 
-def _second_call(made: ForwardRun, known: Mapping[int, torch.Tensor]) -> ForwardRun | None:
+def _second_call(made: RunResult, known: Mapping[int, torch.Tensor]) -> RunResult | None:
     """A run that starts from what `made` has left; None if it fails, as where it reads tensors that are not `known`."""
-    again = ForwardRun(dataclasses.replace(made.request, earlier=made.changes, known=known, hooks=made.hooks))
+    request = dataclasses.replace(made.request, earlier=made.changes, known=known, hooks=made.hooks)
     try:
-        again.record()
+        return ForwardRun(request).record()
     except TraceError:
         return None
-    return again
 
 
-def _size_one_alternatives(made: ForwardRun, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
+def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
     """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
     Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
@@ -141,20 +140,22 @@ def _size_one_alternatives(made: ForwardRun, guards: list[SizeGuard]) -> list[li
         if free.dim is not None:
             name = free.choice.__name__ if isinstance(free.choice, Dim) else symbol
             groups[name] = (*groups.get(name, ()), symbol)
-    subsets = []
+    candidates = []
     for group in groups.values():
         ones = dict.fromkeys(map(str, group), 1)
         about = [guard for guard in guards if ones.keys() & set(guard.symbols)]
         allowed = not any((name,) in larger for name in ones)
         if allowed and not all(guard.holds({**hints, **ones}) for guard in about):
-            subsets.append(group)
-    if len(subsets) > 1:
-        subsets.append(tuple(itertools.chain(*subsets)))
-    found = (_captured_with_ones(made, subset) for subset in subsets)
-    return [alternative for alternative in found if alternative is not None]
+            candidates.append(group)
+    found = [(group, _captured_with_ones(made, group)) for group in candidates]
+    held = [group for group, alternative in found if alternative is not None]
+    if len(held) > 1:  # where one alone leads to another graph, so would all of them
+        together = tuple(itertools.chain(*held))
+        found.append((together, _captured_with_ones(made, together)))
+    return [alternative for _, alternative in found if alternative is not None]
 
 
-def _captured_with_ones(made: ForwardRun, ones: Sequence[Any]) -> list[SizeGuard] | None:
+def _captured_with_ones(made: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
     request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)

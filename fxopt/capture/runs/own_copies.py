@@ -51,7 +51,13 @@ class Twin:
 
 def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
     """The model with buffers and Python state of its own, and the memory of its parameters but for those written."""
-    return deepcopy_with_closures(model, _memo(model, written))
+    copied: torch.nn.Module = deepcopy_with_closures(model, _memo(model, written))
+    copies = dict(copied.named_modules())
+    for name, module in model.named_modules():
+        # A copied GraphModule takes tensors that are plain attributes for buffers.
+        for buffer in copies[name]._buffers.keys() - module._buffers.keys():
+            copies[name].__dict__[buffer] = copies[name]._buffers.pop(buffer)
+    return copied
 
 
 def copy_graph(traced: TracedModule, written: Written) -> TracedModule:

@@ -53,10 +53,10 @@ function drawSince() {
   const { headline, run, rows, worse, more } = data.since;
   at("since").append(make("p", {}, make("span", { class: `badge ${worse ? "failing" : "pass"}` }, headline), ` since ${run}`));
   const regressions = rows.filter(([bad]) => bad), others = rows.filter(([bad]) => !bad);
-  const lists = [[regressions.slice(0, 8)], [regressions.slice(8), "more regressions"], [others, "other changes"]];
+  const lists = [[regressions.slice(0, 5)], [regressions.slice(5), "more regressions"], [others, "other changes"]];
   for (const [lines, name] of lists)
     if (lines.length) at("since").append(name ? make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)) : changeList(lines));
-  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt-validation compare`));
+  if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt compare`));
 }
 
 function changeList(lines) {
@@ -70,8 +70,9 @@ function drawFastest() {
   const lines = rows.map(([model, ...rest]) => [toModel(model), ...rest]);
   if (!rows.length) return at("fastest").append("Nothing was timed.");
   const first = lines.slice(0, 20), rest = lines.slice(20);
-  at("fastest").append(table(columns, first, [0]));
-  if (rest.length) at("fastest").append(make("details", {}, make("summary", {}, `${rest.length} more models`), table(columns, rest, [0])));
+  const short = ["model", "graph = 1", "grade"].map((name) => columns.indexOf(name));
+  at("fastest").append(table(columns, first, short));
+  if (rest.length) at("fastest").append(make("details", {}, make("summary", {}, `${rest.length} more models`), table(columns, rest, short)));
 }
 
 function chosen() {
@@ -103,8 +104,13 @@ function draw() {
   if (!found.length) at("view").replaceChildren(make("p", { class: "quiet" }, "Nothing fits the filter."));
   at("more").hidden = total <= most;
   at("more").textContent = `Show more (${most.toLocaleString("en")} of ${total.toLocaleString("en")})`;
+  remember({});
+}
+
+// The address leads back to what is shown.
+function remember(more) {
   const { view, text, device } = state;
-  history.replaceState(null, "", `#${new URLSearchParams({ view, text, device })}`);
+  history.replaceState(null, "", `#${new URLSearchParams({ view, text, device, ...more })}`);
 }
 
 const VIEWS = {
@@ -169,12 +175,12 @@ function plot(timed, rows) {
   let model;
   for (const cell of rows) {
     if (cell.model !== model) drawn.push(make("p", { class: "group" }, toModel((model = cell.model))));
-    const [ratio, from, to, floor] = ["", "_low", "_high"].map((end) => number(cell, `latency_ratio${end}`)).concat(number(cell, "latency_floor") ?? 0);
+    const [ratio, from, to, floor] = ["", "_low", "_high"].map((end) => number(cell, `latency_ratio${end}`)).concat(number(cell, "latency_ratio_floor") ?? 0);
     const track = make("div", { class: "track" },
       floor ? make("i", { class: "floor", style: span(Math.max(low, 1 - floor), 1 + floor) }) : undefined,
       make("i", { class: "one", style: { left: percent(1) } }), make("i", { class: "bar", style: span(from ?? ratio, to ?? ratio) }), make("i", { class: "dot", style: { left: percent(ratio) } }));
     drawn.push(make("button", { class: `row ${effect(cell)}`, type: "button", onclick: () => open(cell) },
-      make("span", { class: "name" }, label(cell.pipeline)), track, make("span", { class: "value" }, `${ratio.toFixed(3)} [${shown(from)}, ${shown(to)}]`)));
+      make("span", { class: "name" }, label(cell.pipeline)), track, make("span", { class: "value" }, `${ratio.toFixed(3)} [${[from ?? ratio, to ?? ratio].map((end) => end.toFixed(2)).join(", ")}]`)));
   }
   return drawn;
 }
@@ -184,6 +190,7 @@ function open(cell) {
   const title = make("h2", { id: "cell-title" }, `${cell.model} · ${label(cell.pipeline)} · ${cell.device}`);
   at("cell").replaceChildren(close, title, ...cell.cases.map(details));
   at("cell").showModal();
+  remember({ cell: cell.cases[0].id });
 }
 
 function details(found) {
@@ -251,8 +258,11 @@ async function start() {
   at("cell").addEventListener("click", (event) => event.target === at("cell") && at("cell").close());
   const asked = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   Object.assign(state, asked.view in VIEWS ? { view: asked.view } : {}, { text: asked.text ?? "", device: devices.includes(asked.device) ? asked.device : "" });
+  at("cell").addEventListener("close", () => remember({}));
   drawHead();
   draw();
+  const linked = cells.find((cell) => cell.cases.some((found) => found.id === asked.cell));
+  if (linked) open(linked);
 }
 
 start().catch((error) => (at("verdict").textContent = `This page cannot be shown: ${error.message}; summary.md beside it has the same.`));

@@ -1,0 +1,1 @@
+"""Models and passes of a repository that is not fxopt's."""

@@ -1,0 +1,176 @@
+"""The command `fxopt`: its commands that need torch alone, and what it says where the harness is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt import command_line, doctor
+from fxopt.errors import PassError
+from fxopt.passes import ready
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)
+
+
+class Undecided(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+def with_inputs() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Two(), {"x": torch.zeros(3, 4)}
+
+
+def undecided() -> tuple[nn.Module, torch.Tensor]:
+    return Undecided(), torch.ones(2)
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no weights\nhere")
+
+
+class MergeLinears(fxopt.MergeLinears):
+    """Has the name of another pass."""
+
+
+class Doubles(fxopt.Transformation):
+    """A pass of a user."""
+
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        return graph_module
+
+
+HERE = __name__
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = command_line.main(arguments)
+        except SystemExit as done:  # of argparse
+            status = int(done.code or 0)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_trace_prints_a_graph_and_saves_it(call: Any, tmp_path: Path) -> None:
+    status, out, _ = call("trace", f"{HERE}:with_inputs", "--save", str(tmp_path / "two"))
+    assert status == 0
+    assert "x.shape[0] == 3" in out
+    assert "def forward(self, x)" in out
+    assert fxopt.load(tmp_path / "two")(torch.zeros(3, 4)).shape == (3, 2)
+
+
+def test_trace_takes_the_shapes_of_inputs_and_prints_json(call: Any) -> None:
+    status, out, _ = call("trace", f"{HERE}:Two", "--input", "x=5,4", "--json")
+    assert status == 0
+    found = json.loads(out)
+    shapes = {node["name"]: node["shape"] for node in found["nodes"]}
+    assert shapes["left"] == ["5", "2"]
+    assert {key: found["guards"][1][key] for key in ("input", "dimension")} == {"input": "x", "dimension": 0}
+
+
+def test_explain_lists_sites_of_the_passes_that_are_named(call: Any) -> None:
+    status, out, _ = call("explain", f"{HERE}:with_inputs", "--pass", "MergeLinears", "--pass", "MergeConvs")
+    assert status == 0
+    assert out.startswith("MergeLinears: 1 sites, 0 refused\n")
+    assert out.endswith("nothing to rewrite: MergeConvs\n")
+    _, out, _ = call("explain", f"{HERE}:with_inputs", "--pass", "MergeLinears", "--json")
+    (row,) = json.loads(out)
+    assert (row["pass"], row["module"], row["reason"]) == ("MergeLinears", "left", None)
+
+
+def test_passes_lists_those_of_users_by_path(call: Any) -> None:
+    status, out, _ = call("passes", "--pass", f"{HERE}.Doubles", "--json")
+    assert status == 0
+    (row,) = json.loads(out)
+    assert (row["name"], row["reversible"], row["summary"]) == ("Doubles", False, "A pass of a user.")
+
+
+def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, _ = call("doctor", "--json")
+    found = json.loads(out)
+    assert (status, found["problems"]) == (0, [])
+    assert found["facts"]["torch"] == torch.__version__
+    monkeypatch.setattr(doctor, "undo", lambda module: (_ for _ in ()).throw(PassError("no record")))
+    status, out, _ = call("doctor")
+    assert status == 1
+    assert out.endswith("does not work: capture, pass and undo\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["trace", f"{HERE}:undecided"], 1, "error: not captured: "),
+        (["trace", f"{HERE}:broken"], 2, "error: .*broken\\(\\) raises RuntimeError: no weights here"),
+        (["trace", f"{HERE}:Two"], 2, "--input NAME=2,3 for each argument"),
+        (["trace", f"{HERE}:Two", "--input", "x=2,many"], 2, "write it as x=2,3 or ids=2,16:int64"),
+        (["trace", f"{HERE}:Three"], 2, "has no function or class 'Three'"),
+        (["trace", f"{HERE}:with_inputs.__name__"], 2, "has no function or class"),
+        (["trace", "nowhere:Model"], 2, "nowhere cannot be imported"),
+        (["trace", "Two"], 2, "a model is named package.module:factory"),
+        (
+            ["explain", f"{HERE}:Two", "--pass", "Merge"],
+            2,
+            "--pass Merge: no such pass; there are .*MergeLinears",
+        ),
+        (["passes", "--pass", f"{HERE}.Two"], 2, "'Two', which is no pass that takes no arguments"),
+        (["passes", "--pass", f"{HERE}.Three"], 2, "has no class 'Three'"),
+        (["passes", "--pass", f"{HERE}.MergeLinears"], 2, "has a pass of the same name"),
+        (["trance"], 2, "no command 'trance'; there are trace, .*validate"),
+        (["trace", "net", "--zoo", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, message: str) -> None:
+    found, out, err = call(*arguments)
+    assert (found, out) == (status, "")
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1 or status == 1
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    "command", [["compare", "a", "b"], ["validate"], ["trace", "net", "--zoo", "zoo.yaml"]]
+)
+def test_with_torch_alone_one_sentence_says_what_to_install(
+    call: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, f"{command_line.HARNESS}.cli", raising=False)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    status, out, err = call(*command)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: the harness is not installed: `pip install fxopt[validation]`")
+    assert len(err.splitlines()) == 1
+    assert call("doctor")[0] == 0
+
+
+def test_installed_packages_offer_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.dist-info").mkdir()
+    (tmp_path / "own.dist-info/METADATA").write_text("Name: own\nVersion: 1\n")
+    offer = tmp_path / "own.dist-info/entry_points.txt"
+    offer.write_text(f"[fxopt.passes]\nDoubles = {HERE}:Doubles\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(ready()["Doubles"]) is Doubles
+    offer.write_text(f"[fxopt.passes]\nDoubles = {HERE}:Gone\n")
+    importlib.invalidate_caches()
+    with pytest.raises(PassError, match=f"pass {HERE}.Gone: {HERE} has no class 'Gone'"):
+        ready()
