@@ -54,6 +54,7 @@ class Architecture(Entry):
     """
 
     given: ClassVar[bool] = False
+    name: str
     inputs: dict[str, Input] = Field(default={})
     source: str
     peer: bool = False

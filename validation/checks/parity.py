@@ -28,6 +28,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     subject.measurements |= {
         "nodes": len(graph.nodes),
         "modules": len({node.target for node in graph.find_nodes(op="call_module")}),
+        "forward_runs": captured.graph.meta["forward_runs"],
         "trace_seconds": captured.seconds,
         "forward_runs": captured.graph.meta["forward_runs"],
     }
