@@ -30,7 +30,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "modules": len({node.target for node in graph.find_nodes(op="call_module")}),
         "forward_runs": captured.graph.meta["forward_runs"],
         "trace_seconds": captured.seconds,
-        "forward_runs": captured.graph.meta["forward_runs"],
     }
     if not subject.entry.given:
         subject.facts |= {"captured": captured.way.name, "refusal": next(iter(captured.refusals), "")}
