@@ -433,6 +433,31 @@ def _dropped(self, x):
     return y
 
 
+def _perhaps_the_input(self, x):
+    y = x.float()
+    F.relu(y, inplace=True)
+    return y + x
+
+
+def _perhaps_a_view(self, x):
+    y = x.t().contiguous()
+    y += 1
+    F.relu(y, inplace=True)
+    return y + x.t()
+
+
+def _written_input(self, x):
+    x += 1
+    F.relu(x, inplace=True)
+    return x * 2
+
+
+def _added_in_place(self, x):
+    y = self.layer(x)
+    y += x
+    return F.relu(y, inplace=True)
+
+
 class Kept:
     def __init__(self):
         self.value = torch.zeros(1)
@@ -448,6 +473,10 @@ class Kept:
         (_in_a_list, (), 0),
         (_in_an_object, (Kept(),), 0),
         (_dropped, (), 0),
+        (_perhaps_the_input, (), 1),
+        (_perhaps_a_view, (), 1),
+        (_written_input, (), 1),
+        (_added_in_place, (), 0),
     ],
 )
 def test_an_activation_in_place_is_one_node_where_nobody_else_sees_the_memory(forward, inputs, copies):
@@ -460,3 +489,20 @@ def test_an_activation_in_place_is_one_node_where_nobody_else_sees_the_memory(fo
             results.append((module(*given), given[0], [vars(kept) for kept in given[1:]]))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert [node.name for node in traced.graph.nodes].count("copy_") == copies
+
+
+@pytest.mark.parametrize(
+    ("forward", "example", "other"),
+    [
+        (_perhaps_the_input, torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4)),
+        (_perhaps_a_view, torch.randn(3, 4), torch.randn(4, 3).t()),
+    ],
+)
+def test_an_activation_in_place_writes_into_the_input_where_a_call_has_not_copied_it(forward, example, other):
+    model = Does(forward)
+    traced = fxopt.trace(model, (example,))
+    results = []
+    for module in (model, traced):
+        given = other.clone(memory_format=torch.preserve_format)
+        results.append((module(given), given))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -26,9 +26,11 @@ from fxopt.capture.nodes.call_targets import importable
 from fxopt.capture.nodes.mutable_objects import MutableObjects
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
+from fxopt.effects import written_by
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, is_open, set_attributes, set_items, tensors_in
+from fxopt.operators import Fact, facts_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 
@@ -181,7 +183,7 @@ class GraphWriter:
     def is_sole_view(self, tensor: torch.Tensor) -> bool:
         """Tell whether a call made this tensor, and nothing that a later call or the caller can see shares its memory."""
         node = self.made_by(tensor)
-        if node is None or node.op not in ("call_function", "call_method", "call_module"):
+        if node is None or not self._is_in_new_memory(node):
             return False
         if any(user.target in (build_object, set_attributes, set_items) for user in node.users):
             return False  # an object has it already
@@ -194,6 +196,13 @@ class GraphWriter:
         self._indexed = len(self._alive)
         memory = storage_of(tensor)
         return memory not in self._own_memory and self._sharing[memory] == {id(tensor)}
+
+    def _is_in_new_memory(self, node: torch.fx.Node) -> bool:
+        """Tell whether the value of a node is in memory of its own for all inputs: `x.float()` may be `x` in another call."""
+        module = self._shell.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if node.args and node.args[0] in (written_by(node, module) or ()):
+            return self._is_in_new_memory(node.args[0])  # type: ignore[arg-type]  # what is written is a node
+        return Fact.NEW in facts_of(node, module)
 
     def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Take what made the one tensor for what made the other."""
