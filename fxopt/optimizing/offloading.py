@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import PassError
+from fxopt.memory import storage_of
 from fxopt.tuning import cache_folder
 
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not name: it loses nothing that was written
@@ -26,7 +27,8 @@ class Offloaded:
     is written into one stays in memory.
 
     Args:
-        parameters: those on the CPU are moved.
+        parameters: those on the CPU are moved, if no other process and no buffer sees their memory.
+        buffers: tensors that stay where they are.
 
     Raises:
         PassError: the file cannot be written, or the system is not Linux.
@@ -41,10 +43,11 @@ class Offloaded:
         True
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor] = ()) -> None:
         if sys.platform != "linux":
             raise PassError(f'memory="low" is made for Linux, and this is {sys.platform}: leave it out')
-        moved = [p for p in parameters if _is_plain(p)]
+        held = {storage_of(buffer) for buffer in buffers}
+        moved = [p for p in parameters if _is_plain(p) and storage_of(p) not in held]
         places, size = dict[int, int](), 0
         for parameter in moved:
             storage = parameter.untyped_storage()
@@ -71,6 +74,10 @@ def _is_plain(parameter: Tensor) -> bool:
         and parameter.layout is torch.strided
         and parameter.numel() > 0
         and not parameter.is_quantized
+        and not parameter.is_inference()
+        and not parameter.is_conj()  # its memory holds other numbers
+        and not parameter.is_neg()
+        and not parameter.is_shared()
     )
 
 

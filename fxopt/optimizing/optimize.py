@@ -135,7 +135,7 @@ def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
 def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Offloaded | None = None) -> M:
     """A module of a class like the model's, which computes its forward by graphs; `offloaded` are the weights if they are."""
     if options.memory == "low" and offloaded is None:
-        offloaded = Offloaded(model.parameters())
+        offloaded = Offloaded(model.parameters(), model.buffers())
     kind: Any = type(model)
     fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
     fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward

@@ -46,10 +46,10 @@ class Watched:
             return True
         return any(not _same(now, before) for now, before in self._seen)
 
-    def sample(self) -> list[float]:
+    def sample(self) -> list[complex]:
         """The last number of each tensor, which a step of training changes."""
         with torch.no_grad():
-            return [float(t.flatten()[-1]) for t in self._tensors if t.numel() and t.device.type != "meta"]
+            return [t.flatten()[-1].item() for t in self._tensors if t.numel() and t.device.type != "meta"]
 
     def trained(self) -> bool:
         """Tell whether weights have changed in a way that leaves their versions as they were; slower than `changed`."""

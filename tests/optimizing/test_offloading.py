@@ -107,6 +107,40 @@ def test_no_copy_beside_the_packed_one(memory):
     assert fast.report[0].memory <= (2.05 if memory == "high" else 1.05)
 
 
+def _no_gradients(value):
+    return nn.Parameter(value, requires_grad=False)
+
+
+@torch.no_grad()
+def test_what_others_see_or_what_is_no_plain_memory_stays_where_it_is():
+    layer = nn.Linear(4, 4)
+    layer.shared = nn.Parameter(torch.randn(4).share_memory_())
+    layer.conjugate = _no_gradients(torch.randn(4, dtype=torch.complex64).conj())
+    layer.negative = _no_gradients(torch.randn(4, dtype=torch.complex64).conj().imag)
+    with torch.inference_mode():
+        layer.inference = nn.Parameter(torch.randn(4))
+    layer.register_buffer("tied", layer.bias.data)
+    wanted, weight = {name: p.clone() for name, p in layer.named_parameters()}, layer.weight.data_ptr()
+    Offloaded(layer.parameters(), layer.buffers())
+    assert all(torch.equal(p, wanted[name]) for name, p in layer.named_parameters())
+    assert layer.weight.data_ptr() != weight
+    assert layer.shared.is_shared()
+    assert layer.inference.is_inference()
+    layer.bias.add_(1)
+    assert torch.equal(layer.tied, layer.bias)
+
+
+@pytest.mark.parametrize("memory", ["high", "low"])
+@torch.no_grad()
+def test_complex_weights(memory):
+    model = Net().eval()
+    model.scale = _no_gradients(torch.randn(256, dtype=torch.complex64).conj())
+    wanted = model(X)
+    fast = fxopt.optimize(model, (X,), tune=False, memory=memory)
+    assert torch.allclose(fast(X), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model(X), wanted)
+
+
 @torch.no_grad()
 def test_saved_and_loaded(tmp_path):
     model = randomise(Net().eval())
