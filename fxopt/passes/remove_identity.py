@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -81,35 +81,37 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
 
 def _input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
     """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
-    kind, seen, left = dtype_kind(graph.value_of(node).dtype), set[Node](), [node]
+    kind = dtype_kind(graph.value_of(node).dtype)
+    kinds = next((several for several in _RELATED if kind in several), {kind})
+    seen, left = set[Node](), [node]
     while left:
         each = left.pop()
         if each in seen or _names_dtype(each) or _has_one_dtype(index, each):
             continue
         seen.add(each)
-        if each.op == "placeholder" and _may_change(index, each, kind):
+        if each.op == "placeholder" and _may_change(index, each, kinds):
             return each
         left += each.all_input_nodes
     return None
 
 
-def _may_change(index: GraphIndex, placeholder: Node, kind: str) -> bool:
-    """Tell whether a graph takes tensors of several dtypes of a kind as this input; of bool there is one."""
+def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
+    """Tell whether a graph takes tensors of several dtypes of one of these kinds as this input; of bool there is one."""
     guard = None if index.guard is None else index.module(index.guard)
     if index.guard is None or not isinstance(guard, InputGuard):
-        return kind != "bool"
+        return "bool" not in kinds
     specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
-    return kind != "bool" and any(
-        isinstance(spec, TensorSpec) and not spec.strict_dtype and dtype_kind(spec.dtype) == kind
+    return "bool" not in kinds and any(
+        isinstance(spec, TensorSpec) and not spec.strict_dtype and dtype_kind(spec.dtype) in kinds
         for spec in specs
     )
 
 
 def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
-    """Tell whether a call is one of a layer that takes nothing but the dtype of its weight."""
-    return node.op == "call_module" and isinstance(
-        index.module(node), nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
-    )
+    """Tell whether a call is one of a layer of torch's own that takes nothing but the dtype of its weight."""
+    module = index.module(node) if node.op == "call_module" else None
+    layers = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
+    return isinstance(module, layers) and bool(facts_of(node, module))
 
 
 def _names_dtype(node: Node) -> bool:
@@ -136,6 +138,8 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     return same and (name in _SHAPES or (name == "getitem" and _takes_all(node.args[1])))
 
 
+# The precision of either may be that of the other: `abs`, `torch.fft.fft`.
+_RELATED = ({"floating", "complex"},)
 _CASTS = ("to", "float", "double", "half", "bfloat16")
 _SHAPES = ("reshape", "view", "flatten", "unflatten", "expand")
 

@@ -101,6 +101,30 @@ def test_casts_of_an_input_that_may_come_in_another_dtype_stay():
             assert torch.equal(left, right)
 
 
+class Applies(nn.Module):
+    """A function of an input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "other"),
+    [
+        (lambda x: x.abs().float(), torch.complex64, torch.complex128),
+        (lambda x: torch.fft.fft(x).to(torch.complex64), torch.float32, torch.float64),
+    ],
+)
+def test_the_precision_of_a_complex_tensor_is_that_of_its_parts(function, dtype, other):
+    model, x = Applies(function), torch.randn(4)
+    after = RemoveIdentity()(fxopt.trace(model, (x.to(dtype),)))
+    assert after(x.to(other)).dtype == model(x.to(other)).dtype
+
+
 def test_the_same_memory_read_as_another_dtype_stays():
     model = Uses(lambda m, x: x.view(torch.int32).float())
     assert not RemoveIdentity().explain(fxopt.trace(model, (X,))).sites
