@@ -48,6 +48,15 @@ def entries(container: Any) -> dict[Any, Any]:
     return dict(container if isinstance(container, dict) else vars(container))
 
 
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots, too."""
+    slots = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
+    names = (name for names in slots for name in ((names,) if isinstance(names, str) else names))
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    held = {name: item for name, item in held.items() if name not in ("__dict__", "__weakref__")}
+    return held | getattr(value, "__dict__", {})
+
+
 def key_kind(container: Any) -> str:
     """How the entries of a container are reached: `item` for `container[key]`, `attr` for `container.key`."""
     return "item" if isinstance(container, (list, tuple, dict)) else "attr"

@@ -1,6 +1,7 @@
 """Whatever is given to `trace` is captured right, or refused by a TraceError: no other exception leaves it."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import threading
@@ -189,3 +190,45 @@ def test_refused_by_a_trace_error(case, specialize):
     model, args, message = REFUSED[case]
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(fxopt.TraceError, match=message):
         fxopt.trace(model, args, specialize=specialize)
+
+
+class Marked:
+    __slots__ = "mark"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted(Marked):
+    value: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Counted(Slotted):
+    count: object = dataclasses.field(default_factory=int, init=False)
+
+
+def _marked(self, x):
+    result = Slotted(x + 1)
+    result.mark = x * 2
+    return result
+
+
+@pytest.mark.parametrize("kind", [Slotted, Counted])
+def test_dataclasses_with_slots_are_inputs(kind):
+    traced = fxopt.trace(Does(lambda self, given: given.value + 1), (kind(X),))
+    assert torch.equal(traced(kind(X)), X + 1)
+
+
+@pytest.mark.parametrize(("forward", "name"), [(_marked, "mark"), (lambda self, x: Counted(x + 1), "count")])
+def test_what_is_in_a_slot_that_the_constructor_does_not_take_is_not_lost(forward, name):
+    with pytest.raises(fxopt.TraceError, match=rf"carries \['{name}'\] besides its fields"):
+        fxopt.trace(Does(forward), (X,), verify=False)
+    assert torch.equal(fxopt.trace(Does(lambda self, x: Slotted(x + 1)), (X,))(X).value, X + 1)
+
+
+def test_a_change_of_an_input_with_slots_is_refused():
+    def forward(self, given):
+        given.value = given.value + 1
+        return given.value
+
+    with pytest.raises(fxopt.TraceError, match=r"the forward changes its input args\[0\]"):
+        fxopt.trace(Does(forward), (Slotted(X),))

@@ -29,7 +29,7 @@ from fxopt.capture.nodes.source_location import RunningCode, describe_location, 
 from fxopt.effects import written_by
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
-from fxopt.objects import build_object, is_open, set_attributes, set_items, tensors_in
+from fxopt.objects import attributes, build_object, is_open, set_attributes, set_items, tensors_in
 from fxopt.operators import Fact, facts_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
@@ -154,7 +154,7 @@ class GraphWriter:
     def _construct(self, value: Any) -> torch.fx.Node:
         """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
         fields = [field for field in dataclasses.fields(value) if field.init]
-        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})  # it may have slots
+        held = value if isinstance(value, dict) else attributes(value)
         extra = set(held) - {field.name for field in fields}
         if extra:
             raise TraceError(

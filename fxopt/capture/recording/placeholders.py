@@ -36,7 +36,7 @@ from fxopt.capture.runtime.input_specs import (
 )
 from fxopt.capture.runtime.size_guards import python_expression
 from fxopt.errors import TraceError
-from fxopt.objects import entries, is_mutable, is_open, key_kind, rebuilt
+from fxopt.objects import attributes, entries, is_mutable, is_open, key_kind, rebuilt
 
 
 class Placeholders:
@@ -130,7 +130,7 @@ class Placeholders:
             named_tuple = hasattr(value, "_fields")
             container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
         else:
-            container = items if type(value) is dict else type(value)(**items)
+            container = items if type(value) is dict else _filled(type(value), items)
         self._fixed.append((_where(name, path), container, _entries(container)))
         return container
 
@@ -324,8 +324,18 @@ def _hides_tensors(value: Any, depth: int = 3) -> bool:
     return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
 
 
+def _filled(cls: Any, items: dict[str, Any]) -> Any:
+    """A mapping with these keys, or a dataclass with these fields, also where its `__init__` does not take them."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    later = {field.name for field in fields if not field.init}
+    made = cls(**{name: item for name, item in items.items() if name not in later})
+    for name in later & items.keys():
+        object.__setattr__(made, name, items[name])  # it may be frozen
+    return made
+
+
 def _entries(container: Any) -> list[tuple[Any, int]]:
     items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
     if items is None:
-        items = (container if isinstance(container, dict) else vars(container)).items()
+        items = (container if isinstance(container, dict) else attributes(container)).items()
     return [(key, id(value)) for key, value in items]
