@@ -55,7 +55,7 @@ def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
     copies = dict(copied.named_modules())
     for name, module in model.named_modules():
         # A copied GraphModule takes tensors that are plain attributes for buffers.
-        for buffer in copies[name]._buffers.keys() - module._buffers.keys():
+        for buffer in {*copies[name]._buffers.keys()} - {*module._buffers.keys()}:  # lists, in torch.jit
             copies[name].__dict__[buffer] = copies[name]._buffers.pop(buffer)
     return copied
 
