@@ -226,3 +226,8 @@ def test_the_smallest_wrong_part_is_the_wrong_site(deep: tuple[Oracle, GraphModu
     assert value.shape == (5, 6)
     assert len(graph.graph.nodes) == 29
     assert minified(graph, [MergeLinears(), FuseBiasInLinear()], [x(5, 6).double()]) is None
+
+
+def test_inputs_on_which_the_graph_itself_fails_are_no_right_ones(deep: tuple[Oracle, GraphModule]) -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        minified(deep[1], [ForgetsBias(of=("8",))], [x(5, 6)])

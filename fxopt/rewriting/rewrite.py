@@ -96,6 +96,9 @@ class Rewrite(Transformation, Generic[S]):
     def commit(self, graph_module: GraphModule) -> Explanation:
         """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.
 
+        Call `recompile` before the graph module runs. Passes of its history stay there: undoing one gives what it was made
+        of with this rewrite still in place, or raises `UndoError` where that took the nodes away.
+
         Example:
             >>> import torch, fxopt
             >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()))
@@ -103,7 +106,7 @@ class Rewrite(Transformation, Generic[S]):
             RemoveIdentity: 1 sites, 0 refused
               _1  1  rewritten
             >>> fxopt.history(traced)
-            ()
+            0 applied
         """
         check_graph_module(self, graph_module)
         rows, _ = self._rewrite_sites(Rewriter(graph_module), False)

@@ -39,7 +39,11 @@ def minified(
         rtol: how far a right output may be off, relative to the largest value of its tensor.
 
     Returns:
-        The smallest graph and its inputs, which are what flowed there; None where the passes are right on these inputs.
+        The smallest graph and its inputs, which are what flowed there; None where the passes raise, or are right on these
+        inputs.
+
+    Raises:
+        Exception: what the graph itself raises on these inputs.
 
     Example:
         >>> import torch
@@ -67,6 +71,7 @@ def minified(
             return False
 
     values = [mapped(value, Tensor.clone) for value in bound.arguments.values()]
+    run_call(graph, Call(tuple(values), {}))
     if not wrong(graph, values):
         return None
     with contextlib.redirect_stderr(io.StringIO()):  # it tells each step
