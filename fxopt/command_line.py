@@ -134,6 +134,8 @@ def _captured(options: argparse.Namespace) -> GraphModule:
 
 
 def _trace(options: argparse.Namespace) -> int:
+    if options.draw and not options.draw.endswith((".svg", ".dot")):
+        raise UsageError(f"--draw {options.draw}: .svg or .dot")
     traced = _captured(options)
     if options.save:
         save(traced, options.save)

@@ -81,14 +81,14 @@ def _input(text: str) -> tuple[str, Tensor]:
     dtype = getattr(torch, dtype_name or "float32", None)
     try:
         shape = [int(size) for size in sizes.split(",") if size]
-    except ValueError:
-        dtype = None
-    if not name.isidentifier() or not what or not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input {text}: write it as x=2,3 or ids=2,16:int64")
-    generator = torch.Generator().manual_seed(0)
-    if dtype.is_floating_point or dtype.is_complex:
-        return name, torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
-    return name, torch.randint(0, 2, shape, generator=generator).to(dtype)
+        if not name.isidentifier() or not what or not isinstance(dtype, torch.dtype):
+            raise ValueError(text)
+        generator = torch.Generator().manual_seed(0)
+        if dtype.is_floating_point or dtype.is_complex:
+            return name, torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+        return name, torch.randint(0, 2, shape, generator=generator).to(dtype)
+    except (ValueError, RuntimeError) as error:  # torch's: a size below 0, a dtype of quantised tensors
+        raise UsageError(f"--input {text}: write it as x=2,3 or ids=2,16:int64") from error
 
 
 def _shown(error: Exception) -> str:

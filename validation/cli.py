@@ -63,7 +63,10 @@ def compare_command(
     What is worse, and by how much it may move, validation/metric.py says of each metric.
     """
     with one_line_errors():
-        changes = compare.compare(store.read_run(baseline), store.read_run(current), part=part)
+        before, after = store.read_run(baseline), store.read_run(current)
+        if set(before["id"]).isdisjoint(after["id"]):
+            raise store.ReportError(f"{current}: has no case of {baseline}, so that nothing can be compared")
+        changes = compare.compare(before, after, part=part)
     if as_json:
         typer.echo(changes.to_json(orient="records", indent=1))
     elif markdown:
@@ -118,7 +121,7 @@ def baseline_command(
     run: Run,
     directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
 ) -> None:
-    """Makes a run the one that others are compared with; refuses one in which cases failed, unless it is a sweep.
+    """Makes a run the one that others are compared with; refuses a part, and one in which cases failed, unless it is a sweep.
 
     The baseline of a sweep says what is captured and what is not: it is kept with its page.
     """
@@ -128,6 +131,9 @@ def baseline_command(
         failed = int(table["outcome"].isin(FAILING).sum())
         if failed and not sweep:
             raise store.ReportError(f"{run}: {failed} cases failed, so that it cannot be a baseline")
+        if lacking := store.missing(table):
+            text = f"a part of a run, which lacks {lacking:,} planned cases; `fxopt merge` joins parts"
+            raise store.ReportError(f"{run}: {text}")
         directory.mkdir(parents=True, exist_ok=True)
         store.replace(
             directory / f"{'architectures' if sweep else 'records'}.parquet", store.file_of(run).read_bytes()
@@ -142,12 +148,15 @@ def baseline_command(
 def history_command(
     directory: Annotated[Path, typer.Argument(help="The directory with one Parquet file a run.")],
     case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
-    measurement: Annotated[str, typer.Option(help="What to follow of it.")] = "latency_ratio",
+    measurement: Annotated[str | None, typer.Option(help="What to follow. Default: latency_ratio.")] = None,
     as_json: Json = False,
 ) -> None:
     """One line a run, oldest first, and what drifted; with --case, one measurement of it run by run."""
     with one_line_errors():
         table = store.history(directory)
+        if measurement:
+            trend.check_name(table, measurement)
+        measurement = measurement or "latency_ratio"
         lines = trend.follow(table, case, measurement) if case else trend.runs(table)
     drifted = trend.drift(table, measurement)
     if as_json:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -35,7 +36,16 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_json(data: object) -> None:
-    typer.echo(json.dumps(data, indent=1))
+    """JSON has neither NaN nor infinities: they become null."""
+    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def print_table(table: pd.DataFrame) -> None:

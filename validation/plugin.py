@@ -81,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
         for case in plan(zoo, passes, devices)
         if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
+    # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
+    if not cases and config.getoption("--fx-part") is None:
+        raise pytest.UsageError(f"no case is chosen: the options leave {len(zoo)} of {len(whole)} models")
     directory = config.getoption("--fx-report-dir") or root(config) / "reports"
     seconds = seconds_by_group(directory / "baseline")
     limit: float | None = config.getoption("--fx-timeout")

@@ -32,13 +32,18 @@ def runs(history: pd.DataFrame) -> pd.DataFrame:
 
 def follow(history: pd.DataFrame, case: str, measurement: str) -> pd.DataFrame:
     """One measurement of one case, run by run, with the outcome; raises `ReportError` for an unknown name."""
-    if measurement not in measurements_of(history):
-        known = ", ".join(measurements_of(history))
-        raise ReportError(f"no run in this history has a measurement {measurement!r}; there are: {known}")
+    check_name(history, measurement)
     rows = history[history["id"] == case]
     if rows.empty:
         raise ReportError(f"no run in this history has a case {case!r}")
     return rows[["run", "commit", "torch", "device_name", "outcome", measurement]].reset_index(drop=True)
+
+
+def check_name(history: pd.DataFrame, measurement: str) -> None:
+    """Raises `ReportError` for a measurement that no run has."""
+    if measurement not in measurements_of(history):
+        known = ", ".join(measurements_of(history))
+        raise ReportError(f"no run in this history has a measurement {measurement!r}; there are: {known}")
 
 
 def drift(

@@ -169,6 +169,10 @@ def test_effect_goes_by_what_changed_and_not_by_marks(
     assert finding.measurements["sites"] == sites
 
 
+def test_effect_of_passes_that_all_find_nothing_is_no_op() -> None:
+    assert run_pipeline(Check.EFFECT, Idle, Refuses).outcome is Outcome.NO_OP
+
+
 def test_what_marks_nothing_is_compared_like_others() -> None:
     assert run(Check.EQUIVALENCE, Unmarked).outcome is Outcome.PASS
     assert run(Check.EQUIVALENCE, RoundUnmarked).outcome is Outcome.FAIL

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 import fxopt.passes
-from validation import store
+from validation import console, store
 from validation.cli import app
 from validation.records import Check, Outcome, Record
 from validation.run import Runner
@@ -146,6 +147,12 @@ def test_a_failure_is_not_accepted_but_told_where_it_belongs(runs, call):
     assert 'known_failures: [{check: "parity", pipeline: "", stage: "compare"' in result.stderr
 
 
+def test_history_names_the_measurements_that_there_are(runs, call):
+    result = call("history", runs[0].parent / "history", "--measurement", "latency_rato")
+    assert result.exit_code == 2
+    assert "no run in this history has a measurement 'latency_rato'; there are: " in result.stderr
+
+
 def test_history_passes_over_a_broken_file_with_a_warning(runs, run, call):
     (runs[0].parent / "history/broken.parquet").write_bytes(b"PAR1 nothing PAR1")
     result = call("history", runs[0].parent / "history")
@@ -173,6 +180,31 @@ def test_a_run_with_failures_is_no_baseline(runs, call, tmp_path):
     assert result.exit_code == 2
     assert "1 cases failed" in result.stderr
     assert not (tmp_path / "baseline").exists()
+
+
+def test_a_part_of_a_run_is_no_baseline(records, run, call, tmp_path):
+    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    passing = [record for record in records if record.outcome is Outcome.PASS][:3]
+    store.write_table(store.table_of(passing, run), tmp_path / "latest")
+    result = call("baseline", tmp_path / "latest", "--directory", tmp_path / "baseline")
+    assert result.exit_code == 2
+    assert "a part of a run, which lacks" in result.stderr
+    assert not (tmp_path / "baseline").exists()
+
+
+def test_runs_that_have_no_case_in_common_are_not_compared(records, run, call, tmp_path):
+    for name, some in (("before", records[:3]), ("after", records[3:6])):
+        store.write_table(store.table_of(some, run), tmp_path / name)
+    result = call("compare", tmp_path / "before", tmp_path / "after", "--part")
+    assert result.exit_code == 2
+    assert "so that nothing can be compared" in result.stderr
+
+
+def test_json_is_what_programs_read(capsys):
+    console.print_json({"cases": [{"ulps": math.inf, "cosine": math.nan, "sites": 2}]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "cases": [{"ulps": None, "cosine": None, "sites": 2}]
+    }
 
 
 def test_history_lists_runs(runs, run, call):

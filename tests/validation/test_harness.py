@@ -327,6 +327,14 @@ def test_a_run_that_selects_nothing_keeps_the_last_report(harness: Harness) -> N
     assert harness.records().equals(before)
 
 
+def test_options_that_leave_no_case_are_a_mistake(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness.zoo("Error", "Good")
+    assert harness.run("--fx-tag", "tame", "--fx-model", "error") == pytest.ExitCode.USAGE_ERROR
+    assert "no case is chosen: the options leave 0 of 2 models" in capsys.readouterr().err
+
+
 def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
     harness.zoo("Error", "Good", recorded={})
     harness.run("--collect-only", "-q", "--fx-tag", "tame", "--fx-pass", "MergeLinears")

@@ -31,10 +31,10 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 def _wrong_count(subject: Subject, pipeline: tuple[str, ...], rewritten: Rewritten) -> str:
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
-    model, found = subject.entry.name, rewritten.sites[0]
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
-    if recorded is None or found == recorded:
+    if recorded is None or rewritten.sites == (recorded,):
         return ""
+    model, (found,) = subject.entry.name, rewritten.sites
     why = Counter(reason for _, _, reason in rewritten.refusals).most_common(1)
     refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
     return (
