@@ -103,7 +103,7 @@ def test_a_repository_runs_its_own_pass_on_its_own_zoo(installed: Installed) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["outcomes"] == {"pass": 4}
+    assert found["outcomes"] == {"pass": 5}
     table = json.loads(installed.run("fxopt", "history", "reports/history", "--json").stdout or "{}")
     assert table == {}  # a part of the plan is no night
     assert (installed.repository / "reports/latest/report.html").is_file()

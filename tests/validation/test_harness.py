@@ -172,7 +172,7 @@ def test_a_crash_that_is_known_does_not_fail_the_run(harness: Harness) -> None:
 def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: Harness) -> None:
     assert harness.run(*ONE_PASS) == pytest.ExitCode.OK
     checks = harness.stamps().id.str.rpartition("-")[2].str.removesuffix("]").tolist()
-    assert checks == ["effect", "equivalence", "trip", "latency"]
+    assert checks == ["effect", "equivalence", "trip", "usable", "latency"]
     rows = harness.records()
     latency = rows.loc["good-FuseBiasInLinear-cpu-latency"]
     assert 0 < latency.latency_ratio_low <= latency.latency_ratio <= latency.latency_ratio_high
@@ -387,7 +387,7 @@ def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(
     harness.zoo("Good", **fields)
     assert harness.run(*ONE_PASS) == pytest.ExitCode.OK
     rows = harness.records()
-    assert set(rows.check) == {"effect", "equivalence", "round-trip", "latency"}
+    assert set(rows.check) == {"effect", "equivalence", "round-trip", "usable", "latency"}
     assert set(zip(rows.outcome, rows.stage, rows.reason, strict=True)) == {
         ("skip", "load", "half_a_package cannot be imported: RuntimeError: operator nms does not exist")
     }
