@@ -168,9 +168,10 @@ def test_writes_to_the_input_between_merged_layers(write, tracer):
 def test_writes_to_the_input_before_the_layer_behind_a_norm(write):
     def use(m, x):
         h = x * 1
+        seen = h[:]  # so that an activation in place writes into the memory
         y = m.norm(h)
         WRITES[write](h)
-        return m.a(y)
+        return m.a(y) + seen.sum()
 
     with torch.no_grad():
         unsafe(SITES["norm-linear"], SITES["norm-linear"].model(use).eval(), "own", "may write into")
