@@ -220,6 +220,7 @@ def test_a_run_that_is_stopped_keeps_what_ran_and_ends_the_workers(
     assert set(rows.model) == {"good"}
     assert set(rows.outcome) <= {"pass", "no-op"}
     assert harness.history() == []
+    assert len([*journals.glob("*.jsonl")]) == 1  # `--fx-resume` goes on with it
     deadline = time.monotonic() + 10
     while left := in_session(run.pid):
         assert time.monotonic() < deadline, left
