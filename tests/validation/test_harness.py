@@ -336,6 +336,15 @@ def test_options_that_leave_no_case_are_a_mistake(
     assert "no case is chosen: the options leave 0 of 2 models" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--fx-timeout", "--fx-budget"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_time_that_is_none_is_a_mistake(
+    harness: Harness, capsys: pytest.CaptureFixture[str], option: str, seconds: str
+) -> None:
+    assert harness.run(f"{option}={seconds}", "--collect-only") == pytest.ExitCode.USAGE_ERROR
+    assert "is not a number of seconds above 0" in capsys.readouterr().err
+
+
 def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
     harness.zoo("Error", "Good", recorded={})
     harness.run("--collect-only", "-q", "--fx-tag", "tame", "--fx-pass", "MergeLinears")
