@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["torch.export"],
         help="run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
     )
-    group.addoption("--fx-timeout", type=float, help="seconds that a case may take; default: the zoo's")
+    group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
     group.addoption(
         "--fx-engine",
         choices=["ray"],
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--fx-budget",
-        type=float,
+        type=_seconds,
         metavar="SECONDS",
         help="end the run after these; --fx-resume goes on with it",
     )
@@ -107,3 +107,11 @@ def _part(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/10 or 10/10")
     return int(found[1]), int(found[2])
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds; 0 would mean no limit, and below it nothing would run."""
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds

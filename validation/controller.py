@@ -56,7 +56,7 @@ class Controller:
         self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
         self._root, self._pool, self._workers, self._content = root, pool, workers, content
         self._end = time.monotonic() + budget if budget else math.inf
-        self._resume, self._spent = resume, False
+        self._resume = resume
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -72,6 +72,10 @@ class Controller:
             self._journal = store.Journal(self._directory, run, self._resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
+        for case, record in [*self._journal.earlier.items()]:
+            # A zoo that git does not know may have changed since, and the commit is the same.
+            if case.id in self._cases and record.content != self._content(case):
+                del self._journal.earlier[case]
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, _once) for number in ENDING}
 
@@ -102,7 +106,7 @@ class Controller:
                     item.ihook.pytest_runtest_logreport(report=each)
                 item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
                 if time.monotonic() > self._end and len(self._records) < len(items):
-                    left, self._spent = len(items) - len(self._records), True
+                    left = len(items) - len(self._records)
                     session.shouldstop = (
                         f"its budget is spent with {left} cases left; --fx-resume goes on with it"
                     )
@@ -143,9 +147,14 @@ class Controller:
             signal.signal(number, signal.SIG_IGN)
         if self._records:
             self._write(session)
-        self._journal.close(written=not self._problems and not self._spent)
+        left = {case.id for case in self._journal.earlier} - {*self._records}
+        self._journal.close(written=not self._problems and not left and not self._is_cut(session))
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def _is_cut(self, session: pytest.Session) -> bool:
+        """By its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed."""
+        return session.exitstatus == pytest.ExitCode.INTERRUPTED
 
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None

@@ -220,6 +220,7 @@ def test_a_run_that_is_stopped_keeps_what_ran_and_ends_the_workers(
     assert set(rows.model) == {"good"}
     assert set(rows.outcome) <= {"pass", "no-op"}
     assert harness.history() == []
+    assert len([*journals.glob("*.jsonl")]) == 1  # `--fx-resume` goes on with it
     deadline = time.monotonic() + 10
     while left := in_session(run.pid):
         assert time.monotonic() < deadline, left
@@ -333,6 +334,15 @@ def test_options_that_leave_no_case_are_a_mistake(
     harness.zoo("Error", "Good")
     assert harness.run("--fx-tag", "tame", "--fx-model", "error") == pytest.ExitCode.USAGE_ERROR
     assert "no case is chosen: the options leave 0 of 2 models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--fx-timeout", "--fx-budget"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_time_that_is_none_is_a_mistake(
+    harness: Harness, capsys: pytest.CaptureFixture[str], option: str, seconds: str
+) -> None:
+    assert harness.run(f"{option}={seconds}", "--collect-only") == pytest.ExitCode.USAGE_ERROR
+    assert "is not a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_options_select(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import time
@@ -42,6 +43,30 @@ def test_a_run_whose_budget_is_spent_goes_on_where_it_ended(harness: Harness) ->
     assert harness.records().run.nunique() == 1
     assert (harness.records().started.iloc[0].timestamp()) < begun  # the run that was cut
     assert not journal.exists()
+
+
+def test_what_is_not_chosen_when_a_run_goes_on_is_not_lost(harness: Harness) -> None:
+    options = [*RESUMABLE, "-n", "1", *ONE_PASS]
+    assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
+    (journal,) = (harness.folder / "reports/running").glob("*.jsonl")
+    done = json.loads(journal.read_text().splitlines()[1])["case"]["check"]
+    other = "equivalence" if done != "equivalence" else "effect"
+    assert harness.run(*options, "--fx-resume", "-k", other) == pytest.ExitCode.OK
+    assert f'"check": "{done}"' in journal.read_text()
+    assert harness.run(*options, "--fx-resume") == pytest.ExitCode.OK
+    assert not journal.exists()
+
+
+def test_a_model_that_was_changed_since_is_not_resumed(harness: Harness) -> None:
+    options = [*RESUMABLE, "-n", "1", *ONE_PASS]
+    assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
+    (before,) = harness.records()["started"].unique()
+    done = harness.records()["seconds"]
+    harness.zoo("Good", inputs={"x": {"shape": [3, 4]}})
+    assert harness.run(*options, "--fx-resume") == pytest.ExitCode.OK
+    after = harness.records()
+    assert (after["started"] == before).all()
+    assert (after["seconds"][done.index] != done).all()
 
 
 def test_a_cluster_whose_driver_is_killed_and_restarted_gives_the_table_of_one_machine(
