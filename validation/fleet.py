@@ -86,6 +86,9 @@ class Fleet:
                 while waiting and (place := self._place(waiting[0], running)) is not None:
                     chunk = waiting.popleft()
                     running[self._submit(chunk, place)] = chunk, place
+                if not running:
+                    time.sleep(1.0)  # no node is there for what waits; Ray may be starting one
+                    continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
                 for task in ready:
                     chunk, place = running[task]
@@ -128,19 +131,20 @@ class Fleet:
         if any(not place for _, place in running.values()):
             return None
         taken = {place for _, place in running.values()}
+        needed = "GPU" if _on_gpu(chunk) else "CPU"
         nodes = [
-            node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")
+            node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(needed)
         ]
         return next((node for node in nodes if node not in taken | self._gone), None)
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
-        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0}
-        if chunk.cases[0].device.partition(":")[0] == "cuda":
-            options["num_gpus"] = 1
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
         if place:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
-        return self._run.options(**options).remote(self._parts, list(chunk.cases))
+        return self._run.options(**options).remote(
+            self._parts, list(chunk.cases), 0.0 if chunk.lost else HELD_BACK
+        )
 
     def _heard(self, task: Any, chunk: _Chunk, place: str) -> Iterator[Record | None]:
         """The records that a task has sent, and None when it has ended, or its node has."""
@@ -169,14 +173,23 @@ class Fleet:
                 yield record
 
 
-def _run(parts: tuple[Make, Any, Any, Collection[str]], cases: Sequence[Case]) -> Iterator[list[Record]]:
-    """What a task does on its node: a pool of one process, and its records as they arrive."""
+def _on_gpu(chunk: _Chunk) -> bool:
+    return chunk.cases[0].device.partition(":")[0] == "cuda"
+
+
+def _run(
+    parts: tuple[Make, Any, Any, Collection[str]], cases: Sequence[Case], held_back: float
+) -> Iterator[list[Record]]:
+    """What a task does on its node: a pool of one process, and its records as they arrive.
+
+    After a loss nothing is held back: the first case without a record is then the one that was running.
+    """
     make, limit, judged, preload = parts
     held: list[Record] = []
     since = time.monotonic()
     for record in Pool(make, limit, judged=judged, preload=preload).run(cases, 1):
         held.append(record)
-        if time.monotonic() - since >= HELD_BACK:
+        if time.monotonic() - since >= held_back:
             yield held
             held, since = [], time.monotonic()
     if held:
@@ -229,10 +242,16 @@ def _check_versions(ray: Any) -> None:
     }
     differences = []
     for node, answer in asked.items():
-        with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # lost meanwhile
+        try:
             theirs = ray.get(answer)
-            wrong = [name for name, version in ours.items() if theirs.get(name) != version]
-            differences += [f"{node} has {name} {theirs.get(name, 'not at all')}" for name in wrong]
+        except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
+            continue
+        except ray.exceptions.RayError as error:  # such as of a node without this package
+            raise FleetError(
+                f"the harness cannot run on {node}: {str(error).strip().splitlines()[-1]}"
+            ) from error
+        wrong = [name for name, version in ours.items() if theirs.get(name) != version]
+        differences += [f"{node} has {name} {theirs.get(name, 'not at all')}" for name in wrong]
     if differences:
         here = ", ".join(f"{name} {version}" for name, version in ours.items())
         raise FleetError(f"the nodes differ from this machine ({here}): {'; '.join(differences)}")

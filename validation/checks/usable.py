@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import fxopt
 from fxopt.errors import GuardError, SaveError
@@ -51,7 +52,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 actual = subject.run(made, dtype)
                 # What torch makes of a graph may return other containers of the same.
                 if name in TORCH:
-                    limit = ROUNDING * torch.finfo(dtype).eps
+                    limit = ROUNDING * _rounding(module, dtype)
                     _compare(dict(leaves(expected)), dict(leaves(actual)), limit)
                 else:
                     _compare(expected, actual)
@@ -127,7 +128,18 @@ def _compiled(module: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
+    if isinstance(
+        module, GraphModule
+    ):  # torch.export takes keywords of any graph module in the order of its inputs
+        names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        inputs = {name: inputs[name] for name in names if name in inputs}
     return torch.export.export(module, (), dict(inputs), strict=False).module()
+
+
+def _rounding(module: nn.Module, dtype: torch.dtype) -> float:
+    """The unit of rounding of the narrowest dtype that a module computes in."""
+    dtypes = {tensor.dtype for tensor in tensors(module).values() if tensor.is_floating_point()}
+    return max(torch.finfo(each).eps for each in {dtype, *dtypes})
 
 
 TORCH: dict[str, Way] = {"compile": _compiled, "export": _exported}
