@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import re
 import sys
@@ -109,7 +110,7 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
     status, out, _ = call("doctor", "--json")
     found = json.loads(out)
     assert (status, found["problems"]) == (0, [])
-    assert found["facts"]["torch"] == torch.__version__
+    assert found["facts"]["torch"] == importlib.metadata.version("torch")
     monkeypatch.setattr(doctor, "undo", lambda module: (_ for _ in ()).throw(PassError("no record")))
     status, out, _ = call("doctor")
     assert status == 1
