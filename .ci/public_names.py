@@ -1,4 +1,4 @@
-"""What users of the last release would miss: public names and arguments that are gone or have changed.
+"""Lists what users of the last release would miss: public names and arguments that are gone or have changed.
 
 Public is what `fxopt`, `fxopt.testing`, `fxopt.optimization` and `fxopt.tuning` name. A version that only changes its last
 number may break none.

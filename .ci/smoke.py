@@ -1,4 +1,4 @@
-"""What a new user does first, in an environment with fxopt and torch alone: optimise, look, undo, save and load, own pass."""
+"""The first steps of a new user, in an environment with fxopt and torch alone: optimise, look, undo, save and load, own pass."""
 
 import importlib.util
 import sys

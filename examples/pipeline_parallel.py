@@ -77,7 +77,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def run(rank: int, address: str, inputs: list[Tensor], out: Path) -> None:
-    """What each process does: capture, split, keep one part, compute; the last one writes the logits down."""
+    """Do the work of one process: capture, split, keep one part, compute; the last one writes the logits down."""
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=PARTS)
     traced = fxopt.symbolic_trace(llama(), input_names=["input_ids", "attention_mask"])
     part = Part(split(traced, PARTS), rank)

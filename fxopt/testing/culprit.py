@@ -1,4 +1,4 @@
-"""Which passes of a pipeline make a graph wrong, and at which of their sites: the smallest sets that do."""
+"""Finds the passes of a pipeline that make a graph wrong, and their sites: the smallest sets that do."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class CaptureShapeEnv(ShapeEnv):
 
     @property
     def state(self) -> tuple[int, ...]:
-        """What differs once more is known of sizes, or a question was asked that only data or `settle_at_one` can answer."""
+        """A value that changes when more is known of sizes, or a question was asked that only data or `settle_at_one` can answer."""
         open_at_one = len(self._questions or ())
         return self._version_counter, len(self.var_to_range), self._open_questions, open_at_one
 

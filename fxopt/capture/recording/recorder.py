@@ -151,7 +151,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     @makes_calls
     def _result(self, call: Call) -> Any:
-        """What a call gives on fake tensors."""
+        """The result of a call on fake tensors."""
         if is_write_name(call.name):
             return call.function(*call.args, **call.kwargs)
         known = self.memo.function_call(call.function, call.args, call.kwargs)
@@ -223,7 +223,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     @makes_calls
     def _layer_result(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a layer gives on fake tensors."""
+        """The result of a layer on fake tensors."""
         call = self.memo.layer_call(module, args, kwargs)
         if call is not None and call.known:
             return call.recall()

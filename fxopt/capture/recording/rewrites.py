@@ -1,4 +1,4 @@
-"""What is tried on a call of torch before it runs as it is: a table by name and by function.
+"""Rewrites of a call of torch, tried before it runs as it is: a table by name and by function.
 
 Each rewrite takes the recorder and a call, and gives the value of the call, an equal call to go on with, or
 NotImplemented. A rewrite makes other calls by `recorder.call`, which come through this table, too.
@@ -41,7 +41,7 @@ _KEEP_NO_INPUT = {
 
 
 def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
-    """What is tried on a call, in this order."""
+    """The rewrites of a call, in the order in which they are tried."""
     name = call.name
     if name in ("__get__", "__set__"):
         name = f"{property_name(call.function)}.{name}"

@@ -1,4 +1,4 @@
-"""What the body of a data-dependent branch uses and writes, and whether it may run where the forward would leave it out."""
+"""The effects of the body of a data-dependent branch: what it uses and writes, and if it may run where the forward would leave it out."""
 
 from __future__ import annotations
 
