@@ -39,7 +39,7 @@ CAPTURE = (
     Fault("module tree: one container becomes two", "capture/fakes/module_tree.py", "            if id(child) not in made:", "            if True:"),
     Fault("module tree: buffers become persistent", "capture/fakes/module_tree.py", "persistent=name not in old._non_persistent_buffers_set", "persistent=True"),
     Fault("module tree: training flags are lost", "capture/fakes/module_tree.py", "        new.training = old.training", "        pass"),
-    Fault("call cache: the memo forgets strides", "capture/fakes/call_cache.py", "        tuple(map(_expression, tensor.stride())),\n", ""),
+    Fault("call cache: the memo forgets strides", "capture/fakes/call_metadata.py", "        tuple(map(_expression, tensor.stride())),\n", ""),
     Fault("call cache: the memo forgets the grad mode", "capture/fakes/call_cache.py", "torch.is_grad_enabled(), torch.get_default_dtype())", "torch.get_default_dtype())"),
     Fault("fake mode: dropout of attention is not counted", "capture/fakes/fake_mode.py", "_dropout(func, args, kwargs or {}) != 0.0:", "_dropout(func, args, kwargs or {}) is None:"),
     Fault("call cache: nothing need be known of the sizes", "capture/fakes/call_cache.py", "        facts, _ = self._shape_env.facts(self._symbols)\n", "        facts = next(iter(self._earlier[self._key]))\n"),

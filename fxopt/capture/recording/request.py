@@ -24,7 +24,7 @@ class Request:
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
     `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
-    inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `knows_keys` says that sizes
+    inputs if `specialize` is set. `knows_keys` says that sizes
     which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
     them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
     the state of the model that an earlier call left, `known` the values of tensors in it, by identity, and `hooks` are the
@@ -40,7 +40,6 @@ class Request:
     specialize: bool
     at_one: Set[tuple[str, int | None]] = frozenset()
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
-    reads_texts: bool = False
     knows_keys: bool = False
     moving: Set[str] = frozenset()
     shared_inputs: bool = False

@@ -110,7 +110,6 @@ class ForwardRun:
             self.fake_mode,
             request.answers,
             self._example,
-            request.reads_texts,
             request.raising,
             request.knows_keys,
         )
