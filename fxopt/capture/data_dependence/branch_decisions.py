@@ -112,7 +112,7 @@ class BranchDecisions:
         return self._example is not None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function`, one of `READS`, gives on tensors."""
+        """Give the value that `function`, one of `READS`, reads of tensors."""
         kind = READS[name]
         if len(args) == 1 and not kwargs and name != "__contains__":
             node = self._writer.argument(args[0])

@@ -47,7 +47,7 @@ Earlier = dict[Any, dict[frozenset[Any], Any]]
 
 
 class CallCache:
-    """What the calls of one capture (one ShapeEnv) gave; `earlier` is what those of other captures of the forward gave."""
+    """The results of the calls of one run (one ShapeEnv); `earlier` has those of other runs of the forward."""
 
     def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
         self._fake_mode = fake_mode
@@ -209,7 +209,7 @@ class CachedCall:
         )
 
     def _sources(self) -> list[torch.Tensor]:
-        """What a new tensor depends on for autograd."""
+        """The tensors on which a new one depends for autograd."""
         return [tensor for tensor in (*self._inputs, *self._parameters) if tensor.requires_grad]
 
 

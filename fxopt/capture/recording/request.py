@@ -1,4 +1,4 @@
-"""What a capture is asked, and how the forward takes the inputs of it."""
+"""The request of a run, and how the forward takes its inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxopt.errors import TraceError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What one run of a forward is to be recorded for.
+    """The options of the user and the assumptions of one run.
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
@@ -87,7 +87,7 @@ class Request:
         return args, kwargs
 
     def default(self, name: str) -> dict[str, Any]:
-        """What equals the forward's own default can be left out, where no input without one follows."""
+        """The default of a placeholder: an input that equals the forward's own can be left out, where none without one follows."""
         parameters = inspect.signature(self.model.forward).parameters
         rest = list(self.inputs)[list(self.inputs).index(name) :]
         if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):
