@@ -105,7 +105,7 @@ class Placeholders:
         }
 
     def final(self, queries: PropertyReads) -> list[InputSpec]:
-        """What is expected, with the sizes that are left free after the whole forward."""
+        """Give the specs of the inputs, with the sizes that are left free after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
 
     def identity_matters(self, queries: PropertyReads) -> bool:

@@ -1,4 +1,4 @@
-"""What a graph expects of each input: a description, made at capture and compared with what it is given."""
+"""Descriptions of the inputs of a graph, made at capture and compared with what it is given."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
-    """What a dtype must share with the one of the capture: floating, integer, complex or bool."""
+    """The kind that a dtype must share with the one of the capture: floating, integer, complex or bool."""
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
