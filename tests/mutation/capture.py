@@ -65,7 +65,7 @@ CAPTURE = (
     Fault("input guard: dtypes are not checked", "capture/runtime/input_guard.py", "    if value.dtype != expected.dtype and (", "    if False and ("),
     Fault("size nodes: the wrong dimension is read", "capture/nodes/size_nodes.py", 'self._graph.call_method("size", (node(), dim))', 'self._graph.call_method("size", (node(), 0))'),
     Fault("forward run: what .item() is assumed to be is not checked", "capture/runs/forward_run.py", "                self._check_values()\n", ""),
-    Fault("placeholders: changed containers are not seen", "capture/recording/placeholders.py", "changed = [where for where, container, before in self._fixed if _entries(container) != before]", "changed = []"),
+    Fault("placeholders: changed containers are not seen", "capture/recording/placeholders.py", "changed = [where for where, container, before in self._fixed if identities(container) != before]", "changed = []"),
     Fault("torch functions: a changed default dtype is not seen", "capture/patches/torch_functions.py", "if active() and dtype != torch.get_default_dtype():", "if False:"),
     Fault("eager comparison: a second call is not compared", "capture/runs/eager_comparison.py", "_CALLS = 2", "_CALLS = 1"),
     Fault("eager comparison: any difference is one of a model that does not repeat itself", "capture/runs/eager_comparison.py", "self._at(call, self._model())) is not None:", "self._at(call, self._model())) is None:"),

@@ -30,7 +30,7 @@ from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
-from fxopt.capture.nodes.source_location import model_frame
+from fxopt.capture.nodes.source_location import describe_origin, model_frame
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.objects import tensors_in
 
@@ -264,7 +264,7 @@ class BranchDecisions:
     def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
         return question(
             f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
-            f"{self._writer.origin(node)}. Capture with specialize=True, which takes the decision that the example "
+            f"{describe_origin(node)}. Capture with specialize=True, which takes the decision that the example "
             "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
             "or make the module a leaf (leaf_modules=...).",
             kind,

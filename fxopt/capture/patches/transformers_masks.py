@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.nodes.source_location import describe_origin
 from fxopt.capture.patches.replaced import replaced
 from fxopt.capture.recording.recorder import Recorder
 
@@ -143,7 +144,7 @@ class _SkippableMasks:
             self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
         for made in self._origins[node]:
             if (made.is_written or not _is_part(node, self._made)) and not _is_there(self._recorder, made):
-                self._recorder.fail(_changed(type(module).__name__, self._recorder.writer.origin(node)))
+                self._recorder.fail(_changed(type(module).__name__, describe_origin(node)))
         return self._origins[node]
 
     def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:

@@ -65,9 +65,11 @@ InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
 
 def describe(expected: InputSpec) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
-    return expected.name + "".join(
-        f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path
-    )
+    return describe_path(expected.name, expected.path)
+
+
+def describe_path(name: str, path: Path) -> str:
+    return name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in path)
 
 
 def structure_keys(value: Any) -> tuple[Any, ...]:
