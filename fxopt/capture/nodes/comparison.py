@@ -1,4 +1,4 @@
-"""Whether two captures of one model made the same calls."""
+"""Equality of two graphs of one model: the same calls, however sizes are written and unbacked symbols are named."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _expression(value: Any) -> Any:
 
 
 def _facts(value: Any, original: bool = False) -> Iterator[Any]:
-    """What is known of a result: sizes as sympy expressions, dtypes, and how many there are.
+    """All that is known of a result: sizes as sympy expressions, dtypes, and how many there are.
 
     `original` sizes are as they were made, before more was learned of them.
     """

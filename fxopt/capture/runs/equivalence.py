@@ -109,7 +109,7 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
 
 
 def _same_size(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
-    """What compares a size of `capture` with one of another capture, which is translated first."""
+    """A function that compares a size of `capture` with one of another capture, which is translated first."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
@@ -133,7 +133,7 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
 
 
 def _translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
-    """What rewrites a size of `other` in the symbols of `capture`.
+    """A function that rewrites a size of `other` in the symbols of `capture`.
 
     `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
     """
