@@ -6,6 +6,7 @@ the metadata of the nodes around it knows the shapes and dtypes of what flows in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -70,11 +71,20 @@ class Verifier:
         """
         self.enter(made[e.name] for e in edits if isinstance(e, NodeEdit) and e.before is None)
         try:
-            piece = Piece(self._graph_module, self._nodes, self._readers, edits, around=self._preserves)
-            return self._compared(piece)
+            reason = self._compared(self._piece(edits))
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
+        # A changed node may make up for another by way of nodes that nobody changed.
+        whole = self._piece(edits, whole=True) if reason else None
+        if whole and whole.between:
+            with contextlib.suppress(_CannotRun):
+                return self._compared(whole)
+        return reason
+
+    def _piece(self, edits: Sequence[Edit], *, whole: bool = False) -> Piece:
+        around = self._preserves
+        return Piece(self._graph_module, self._nodes, self._readers, edits, around=around, whole=whole)
 
     def enter(self, nodes: Iterable[Node]) -> None:
         """Take note of nodes that the graph has now."""

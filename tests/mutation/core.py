@@ -216,5 +216,8 @@ CORE = (
     Fault("verification: what cannot be run stays around", _VERIFICATION, "if stopped.name in piece.around and", "if False and"),
     Fault("verification: what knows no float64 is not run", _VERIFICATION, "ways = [Numbers(None, integers=2), ", "ways = ["),
     Fault("verification: what cannot be run is not told", _VERIFICATION, '            self.unverified[graph.place(error.node) if error.node else ""] = str(error)\n', ""),
+    Fault("verification: untouched nodes between changed ones are not run", _VERIFICATION, "        if whole and whole.between:", "        if False:"),
+    Fault("verification: untouched nodes between changed ones are not told", _PIECE, "core |= self.between", "pass"),
+    Fault("verification: what writes among untouched nodes is not run", _PIECE, "        return set() if writes else between", "        return between"),
     Fault("verification: dtypes may differ", _VERIFICATION, "elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):", "elif a.shape != b.shape:"),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.nodes.comparison import (
+    Aliases,
     Pairs,
     matched_unbacked_symbols,
     paired_calls,
@@ -17,6 +18,7 @@ from fxopt.capture.nodes.comparison import (
     same_constants,
     same_expression,
     same_results,
+    views_of_same_shape,
 )
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.size_guards import SizeGuard
@@ -96,7 +98,11 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
     def translated(expression: Any) -> Any:
         return at_one(translation(expression))
 
-    if not _same_graph(capture, other, lambda mine, size: same_expression(at_one(mine), translated(size))):
+    # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
+    idle = views_of_same_shape(capture.graph, at_one) | views_of_same_shape(other.graph, translated)
+    if not _same_graph(
+        capture, other, lambda mine, size: same_expression(at_one(mine), translated(size)), idle
+    ):
         return None
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
@@ -150,7 +156,10 @@ def _same_dimensions(capture: RunResult, other: RunResult, translated: Callable[
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
 
-def _same_graph(capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool]) -> bool:
+def _same_graph(
+    capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool], idle: Aliases | None = None
+) -> bool:
+    """Tell whether both graphs make the same calls on the same constants, but for `idle` views."""
     constants, others = capture.constants, other.constants
-    pairs = paired_calls(capture.graph, other.graph)
-    return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)
+    pairs = paired_calls(capture.graph, other.graph, idle)
+    return pairs is not None and same_calls(pairs, same_size, idle) and same_constants(constants, others)
