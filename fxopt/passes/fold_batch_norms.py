@@ -11,17 +11,9 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt import batch_norm, graph
+from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
-from fxopt.passes.folding import (
-    Fold,
-    Folding,
-    each_layer_once,
-    folding_obstacle,
-    layer_before,
-    layer_obstacle,
-    layers_behind,
-    use_obstacle,
-)
+from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
 
