@@ -27,7 +27,7 @@ from fxopt.testing.probes import not_finite
 
 from . import build, plan
 from .capturing import Captured, capture, capture_first, ways
-from .rewritten import Rewritten, rewrite
+from .rewritten import Refusals, Rewritten, refusals, rewrite
 from .zoo import Entry
 
 FLOOR = 8.0
@@ -179,6 +179,11 @@ class Subject:
             with self.entering("transform"):
                 self._rewritten[pipeline, dtype] = rewrite(traced, self.members(pipeline))
         return self._rewritten[pipeline, dtype]
+
+    def refusals(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Refusals:
+        """List what the passes of a pipeline leave alone, and why."""
+        with self.entering("explain"):
+            return refusals(self.traced(dtype), self.members(pipeline))
 
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """What running each site by itself says against the pass of a pipeline of one."""

@@ -1,4 +1,4 @@
-"""What a forward asks besides sizes and values: strides, gradients, dtypes, global modes. A graph holds for those answers alone."""
+"""The properties that a forward reads besides sizes and values: strides, gradients, dtypes, global modes. They become guards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PropertyReads:
         self.modes_read.setdefault(mode, (answer, self._writer.location()))
 
     def answers(self) -> Any:
-        """What was asked, with the answers, to compare with another forward."""
+        """The properties that were read, with their values, to compare with another run."""
         answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
 

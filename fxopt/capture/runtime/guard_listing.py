@@ -50,7 +50,7 @@ class Guard:
 
 
 def guards(gm: torch.fx.GraphModule) -> list[Guard]:
-    """What `gm` assumes of its inputs and checks on entry.
+    """List what `gm` assumes of its inputs and checks on entry.
 
     Args:
         gm: a captured graph module, also after passes, `copy.deepcopy` or pickling.

@@ -1,4 +1,4 @@
-"""What a graph assumes of its inputs, checked on entry.
+"""The first node of a graph: checks on entry what the graph assumes of its inputs.
 
 The check is a module without parameters, called by the first node after the placeholders: it travels with
 the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.

@@ -1,4 +1,4 @@
-"""What a graph expects of each input: a description, made at capture and compared with what it is given."""
+"""Descriptions of the inputs of a graph, made at capture and compared with what it is given."""
 
 from __future__ import annotations
 
@@ -65,9 +65,11 @@ InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
 
 def describe(expected: InputSpec) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
-    return expected.name + "".join(
-        f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path
-    )
+    return describe_path(expected.name, expected.path)
+
+
+def describe_path(name: str, path: Path) -> str:
+    return name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in path)
 
 
 def structure_keys(value: Any) -> tuple[Any, ...]:
@@ -82,7 +84,7 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
-    """What a dtype must share with the one of the capture: floating, integer, complex or bool."""
+    """The kind that a dtype must share with the one of the capture: floating, integer, complex or bool."""
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
