@@ -19,7 +19,7 @@ from fxopt.operators import name_of
 
 @dataclasses.dataclass
 class Scores:
-    """What was done to scores so far."""
+    """The factor and the masks of scores so far."""
 
     scale: float = 1.0
     masks: list[Mask] = dataclasses.field(default_factory=list)

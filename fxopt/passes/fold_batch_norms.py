@@ -72,7 +72,7 @@ class FoldBatchNorms(Folding):
         return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)
 
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """What the normalization multiplies each channel by, and what it adds."""
+        """The factor by which the normalization multiplies each channel, and the summand that it adds."""
         return batch_norm.scale_and_shift(graph_module.get_submodule(str(node.target)))
 
     def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:

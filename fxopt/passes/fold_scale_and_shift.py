@@ -67,7 +67,7 @@ class FoldScaleAndShift(Folding):
         return bool(sites)
 
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> ScaleAndShift:
-        """What the operator multiplies by, and what it adds: one number, or one for each channel."""
+        """The factor and the summand of the operator: one number, or one for each channel."""
         operands = _operands(node)
         assert operands is not None
         return _scale_and_shift(node, _constant(graph_module, operands[1]).flatten())
@@ -105,7 +105,7 @@ def _scale_and_shift(node: Node, constant: Tensor) -> ScaleAndShift:
 
 
 def _operands(node: Node) -> tuple[Node, Node | float] | None:
-    """What changes from run to run, and the constant, of an operator on two of these; None for any other node."""
+    """The operand that changes from run to run, and the constant one; None where a node has not one of each."""
     name, operands = name_of(node), [*node.args, *node.kwargs.values()]
     if name not in _OPERATORS or len(operands) != 2 or not set(node.kwargs) <= {"other"}:
         return None

@@ -52,10 +52,10 @@ class Folding(ReversibleRewrite[Fold]):
 
     @abc.abstractmethod
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """What a call multiplies each channel by, and what it adds then: a number for all, or one for each."""
+        """The factor of each channel, and the summand that follows: a number for all, or one for each."""
 
     def value(self, node: Node) -> Node | None:
-        """What takes the place of a call that scales and shifts; None where it stays, and does less."""
+        """The value that takes the place of a call that scales and shifts; None where the call stays, and does less."""
         return node.all_input_nodes[0]
 
     @abc.abstractmethod

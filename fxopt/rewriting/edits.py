@@ -184,7 +184,7 @@ def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
 
 
 class _Touched:
-    """What changes touch, as pairs of the name of a node, or of the path of a module, and an aspect of it.
+    """The places that changes touch: pairs of the name of a node, or the path of a module, and an aspect of it.
 
     Attributes:
         sets: what they set, in the place of what was there.

@@ -168,7 +168,7 @@ class Verifier:
         return None
 
     def _value(self, node: Node) -> Any:
-        """What describes the value of a node."""
+        """A tensor without data, or a number, that describes the value of a node."""
         if node.op == "get_attr":
             return attribute(self._graph_module, str(node.target))
         value = self._values.get(node.name, graph.value_of(node))
