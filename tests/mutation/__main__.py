@@ -54,7 +54,12 @@ _FIRST = {
     "passes/fold_batch_norms.py": _FOLDS,
     "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
     "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
-    "attention.py": ["tests/passes/test_fuse_attention.py"],
+    "foldable.py": [
+        *_FOLDS,
+        *(f"tests/passes/test_fold_{name}.py" for name in ("norm_weights", "scale_and_shift")),
+    ],
+    "parameter_constants.py": ["tests/passes/test_fold_scale_and_shift.py"],
+    "attention": ["tests/passes/test_fuse_attention.py"],
     "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "layouts.py": ["tests/passes/test_packing.py"],
