@@ -235,8 +235,8 @@ PACKING = (
     Fault(
         "optimize: slower graphs are used",
         _PREPARE,
-        "        if speedup < LEAST_SPEEDUP:\n            return",
-        "        if False:\n            return",
+        '            if facts["speedup"] < LEAST_SPEEDUP:',
+        "            if False:",
     ),
     Fault("optimize: counters count the checks", _PREPARE, "    if writer is not None:", "    if False:"),
     Fault(
@@ -287,7 +287,7 @@ PACKING = (
     ),
     Fault(
         "optimize: checks write into caches",
-        _PREPARE,
+        "optimizing/inputs.py",
         "        args, kwargs = copy.deepcopy(given, tensors)\n        return Inputs(args, kwargs)",
         "        return self",
     ),
