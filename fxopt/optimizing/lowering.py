@@ -20,6 +20,7 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
+from fxopt.optimizing.huge_pages import move_to_huge_pages
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
@@ -80,6 +81,7 @@ def lowered(
         evict()
 
     function = _function(traced, packed, settle)
+    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())
     return Lowered(traced, function, packed, tuple(given_up))
 
 

@@ -36,6 +36,12 @@ PACKING = (
         "        and index.memory.gives_new_memory(other)\n",
         "",
     ),
+    Fault(
+        "lowering: packed weights stay in small pages",
+        _LOWERING,
+        "    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())\n",
+        "",
+    ),
     Fault("lowering: modes are not switched back", _LOWERING, " or None in effects", ""),
     Fault("lowering: hooks are left out", _LOWERING, "    if hooks_of(module):", "    if False:"),
     Fault(
