@@ -13,7 +13,6 @@ from .passes import passes
 from .peers import peers
 from .presets import presets
 from .runs import runs
-from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,7 +31,6 @@ app.command()(passes)
 app.command()(peers)
 app.command()(presets)
 app.command()(runs)
-app.command()(verification)
 
 if __name__ == "__main__":
     app()
