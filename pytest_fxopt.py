@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="only pipelines with this pass, repeatable: its name, or mypackage.passes.MyPass",
     )
+    group.addoption(
+        "--fx-pipeline",
+        action="append",
+        help="only this pipeline, repeatable: a name in the zoo, all, exact, or passes joined by +",
+    )
     group.addoption("--fx-tag", action="append", help="only models with this tag, repeatable")
     group.addoption("--fx-model", action="append", help="only the model of this name, repeatable")
     group.addoption(

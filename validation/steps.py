@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from fxopt.submodules import sharing_copy
 
-from .plan import ALL, EXACT
 from .rewritten import sites_of
 from .subject import Subject
 from .timing import in_random_order, ratio, seconds_of
@@ -46,7 +45,7 @@ class Step:
 
 def note(subject: Subject, pipeline: tuple[str, ...]) -> None:
     """Make the steps of a full pipeline, in the first dtype of the model, a fact of its row."""
-    if pipeline in ((ALL,), (EXACT,)):
+    if _is_named(subject, pipeline):
         dtype = subject.dtypes[0]
         oracle = subject.oracle(dtype)
         with subject.entering("steps"):
@@ -59,7 +58,7 @@ def note(subject: Subject, pipeline: tuple[str, ...]) -> None:
 
 def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> None:
     """Make it a fact by what each pass of a full pipeline changes the time of the graph: name, ratio, 95 % interval."""
-    if pipeline not in ((ALL,), (EXACT,)):
+    if not _is_named(subject, pipeline):
         return
     dtype, before = subject.dtypes[0], torch.get_num_threads()
     inputs = subject.inputs(dtype)
@@ -82,6 +81,11 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
         for earlier, name in itertools.pairwise(times)
     ]
     subject.facts[LATENCY] = json.dumps(found)
+
+
+def _is_named(subject: Subject, pipeline: tuple[str, ...]) -> bool:
+    """True of one name for several passes: a full pipeline, or one that the zoo names."""
+    return len(pipeline) == 1 < len(subject.members(pipeline))
 
 
 def noted(text: str) -> list[Step]:

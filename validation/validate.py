@@ -48,6 +48,9 @@ def validate(
         list[str] | None,
         typer.Option("--pass", help="Only pipelines with this: a name, or my.passes.MyPass."),
     ] = None,
+    pipeline: Annotated[
+        list[str] | None, typer.Option(help="Only this: a name in the zoo, all, exact, or A+B.")
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only this, repeatable.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Only models with this tag, repeatable.")] = None,
     device: Annotated[list[str] | None, typer.Option(help="cpu or cuda. Default: all there are.")] = None,
@@ -74,7 +77,7 @@ def validate(
     """
     single = {"zoo": zoo, "part": part, "timeout": timeout, "timing": timing, "report-dir": report_dir}
     single |= {"engine": engine, "address": address, "budget": budget}
-    many = {"pass": passes, "model": model, "tag": tag, "device": device}
+    many = {"pass": passes, "pipeline": pipeline, "model": model, "tag": tag, "device": device}
     options = [f"--fx-{name}={value}" for name, value in single.items() if value is not None]
     options += [f"--fx-{name}={value}" for name, values in many.items() for value in values or ()]
     options += ["--fx-resume"] * resume

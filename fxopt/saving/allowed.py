@@ -1,4 +1,4 @@
-"""What a saved graph may call or make, by name.
+"""The functions and classes that a saved graph may call or make, by name.
 
 A file is data from anywhere: a name in it is looked up in a table of operators that compute, or is a class of a kind
 that only holds values. Nothing else is found, and no attribute of anything is followed. So `os.system`, `torch.load`
@@ -93,7 +93,7 @@ class NameRefused(Exception):
 
 
 class Names:
-    """What has a name in a saved graph.
+    """The objects that have a name in a saved graph.
 
     Args:
         trusted: classes, functions and operators of the user that have one, too.
@@ -112,7 +112,7 @@ class Names:
         return name
 
     def find(self, name: str) -> Any:
-        """What has a name; NameRefused where nothing has, or where it may not be named."""
+        """The object that has a name; NameRefused where there is none, or where it may not be named."""
         if not isinstance(name, str):
             raise NameRefused(f"{name!r}, which is no name")
         if name in self._trusted:
@@ -128,7 +128,7 @@ class Names:
         return self._class(name, object)
 
     def target(self, name: str) -> Any:
-        """What a graph may call by a name: an operator, or a class of values."""
+        """The operator or class of values that a graph may call by a name."""
         found = self.find(name)
         if isinstance(found, type) and issubclass(found, torch.nn.Module | Transformation):
             raise NameRefused(f"{name}, which a graph cannot call")

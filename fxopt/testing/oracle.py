@@ -162,7 +162,7 @@ class Oracle:
         return parting_place_of(reference, graph, self._calls)
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
-        """What a candidate does on the inputs of `expected`."""
+        """Run a candidate on the inputs of `expected`."""
         return observe(candidate, self._calls)
 
     def error(self, candidate: nn.Module) -> Difference:

@@ -51,7 +51,7 @@ class Call:
 
 @dataclasses.dataclass
 class Observation:
-    """What one call did.
+    """The effects of one call.
 
     Attributes:
         output: a copy of the result, made before the next call.
@@ -176,7 +176,7 @@ def input_guard(graph: nn.Module | None) -> InputGuard | None:
 
 
 def run_call(module: Callable[..., Any], call: Call) -> Any:
-    """What a module gives for a copy of the inputs, without gradients and always under the same seed."""
+    """Run a module on a copy of the inputs, without gradients and always under the same seed."""
     return _run(module, call.fresh(), call.name)
 
 
