@@ -87,7 +87,7 @@ class WrongAndRough(Wrong):
 
 
 class NoWayBack(Wrong):
-    """What it writes is right to the last bit but one; it is still there after the undo."""
+    """Writes what is right to the last bit but one; it is still there after the undo."""
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         node = self.division(graph_module)
