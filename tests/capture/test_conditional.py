@@ -155,6 +155,16 @@ def keeps(self, x):
     return torch.cond(positive(x), one, torch.sin, (x,)) + made[0]
 
 
+def shares(self, x):
+    made = []
+
+    def one(y):
+        made.append(y * 2)
+        return made[0] + 1
+
+    return torch.cond(positive(x), one, lambda y: y + made[0], (x,))
+
+
 def without_gradients(y):
     with torch.no_grad():
         return y * 2
@@ -189,6 +199,7 @@ REFUSED = {
         "depends on values",
     ),
     "what a branch leaves": (keeps, "out of sight"),
+    "what the other branch made": (shares, "the other one has made"),
 }
 
 

@@ -61,6 +61,8 @@ def conditional(
         *map(_described, other.outputs)
     ]:
         recorder.fail("the branches of torch.cond give tensors of different shapes, strides or dtypes")
+    if not set(taken.nodes).isdisjoint(other.operands):
+        recorder.fail("a branch of torch.cond uses what the other one has made")
     needed = list(dict.fromkeys([*taken.operands, *other.operands]))
     target = Conditional(*(_graph_module(branch, needed, writer) for branch in branches))
     for branch in reversed(branches):
