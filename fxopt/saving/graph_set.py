@@ -1,4 +1,4 @@
-"""What comes back of a saved module of `fxopt.optimize`: its graphs, with kernels chosen for the machine that loads them."""
+"""A saved module of `fxopt.optimize` that was loaded: its graphs, with kernels chosen for the machine that loads them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from .modes import memory
 from .passes import passes
 from .peers import peers
 from .presets import presets
+from .profile import profile
 from .runs import runs
 from .verification import verification
 
@@ -31,6 +32,7 @@ app.command()(memory)
 app.command()(passes)
 app.command()(peers)
 app.command()(presets)
+app.command()(profile)
 app.command()(runs)
 app.command()(verification)
 

@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
 
 class Cluttered(nn.Module):
-    """What changes nothing, what is computed twice, and what nothing uses."""
+    """A layer with operators that change nothing, are computed twice, or are not used."""
 
     def __init__(self) -> None:
         super().__init__()

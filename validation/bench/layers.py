@@ -1,4 +1,4 @@
-"""Whether a capture takes the same time for each layer, however many there are."""
+"""The time that a capture takes for each layer, the same however many there are."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def verification(
     rounds: Annotated[int, typer.Option(help="Counted rounds.")] = 5,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens in a run of the model.")] = 1,
 ) -> None:
-    """What verification adds to each pass on BERT-base, as multiples of one run of the model.
+    """The time that verification adds to each pass on BERT-base, as multiples of one run of the model.
 
     In processor time of one thread, which other work on the machine changes little.
     """

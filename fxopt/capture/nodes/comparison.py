@@ -61,7 +61,9 @@ def paired_calls(
     return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
 
 
-def views_of_same_shape(graph: torch.fx.Graph, size: Callable[[Any], Any]) -> Aliases:
+def views_of_same_shape(
+    graph: torch.fx.Graph, size: Callable[[Any], Any]
+) -> dict[torch.fx.Node, torch.fx.Node]:
     """The views that have the shape of what they view, with the node of that; `size` rewrites expressions of sizes first.
 
     They are left out where either is written, which may give one of both another shape.
