@@ -88,6 +88,7 @@ CAPTURE = (
     Fault("diagnostic text: a text that is kept is a message", "capture/data_dependence/diagnostic_text.py", 'name.removesuffix("_once") in _TELLERS or', "True or"),
     Fault("source location: only one room of the capture is its own code", "capture/nodes/source_location.py", 'sys.modules["fxopt.capture"].__path__[0]', "os.path.dirname(__file__)"),
     Fault("source location: the library is the model's code", "capture/nodes/source_location.py", 'sys.modules["fxopt"].__path__[0]', 'sys.modules["fxopt.capture"].__path__[0]'),
+    Fault("branch decisions: a specialised capture decides the text of messages", "capture/data_dependence/branch_decisions.py", "if self.specialised and number and not message:", "if self.specialised and number:"),
     Fault("failures: texts of values are not refused", "capture/runs/failures.py", "    if recorder.decisions.open or recorder.decisions.text_question:", "    if recorder.decisions.open:"),
     Fault("comparison: a division that leaves a rest is divided out", "capture/nodes/comparison.py", "if all(term.is_integer and count % denominator == 0 for term, count in terms):", "if True:"),
     Fault("completion: keywords pass", "capture/nodes/completion.py", "if keyword.iskeyword(name) or json", "if json"),
