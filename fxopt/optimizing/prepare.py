@@ -24,11 +24,10 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.speed import speedup, times
-from fxopt.optimizing.worthwhile import FoldScaleBehindLayers, MergeFasterLinears
+from fxopt.optimizing.worthwhile import FoldBatchNormsOneByOne, FoldScaleBehindLayers, MergeFasterLinears
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
-from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
@@ -97,7 +96,7 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
-        exact, own = in_float64(traced, inputs.bound(traced)), inputs.call(model)
+        exact, own = in_float64(traced, inputs.bound(traced), evict), inputs.call(model)
         # With `memory="low"` the model's weights are not there while the graph's are.
         before = times(model, inputs) if options.tune and options.memory == "low" else []
         evict()
@@ -140,7 +139,7 @@ def _rewritten(
 ) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
     facts["explanations"] = explanations = list[Explanation]()
-    for pass_ in pipeline(options):
+    for pass_ in pipeline(options, evict):
         explanations.append(pass_.commit(traced))
         evict()
     traced.recompile()
@@ -163,13 +162,13 @@ def _timed(
     return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs, before))
 
 
-def pipeline(options: Options) -> list[Rewrite[Any]]:
-    """The passes of `optimize`, in order."""
+def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewrite[Any]]:
+    """The passes of `optimize`, in order; `evict` is called after each layer that is made anew."""
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
-        FoldBatchNorms(reversible=False),
+        FoldBatchNormsOneByOne(reversible=False, evict=evict),
         FoldScaleBehindLayers(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
