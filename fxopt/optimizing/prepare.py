@@ -188,7 +188,9 @@ def _fix_dtypes(traced: GraphModule) -> None:
     for guard in traced.modules():
         if isinstance(guard, InputGuard):
             guard.inputs = tuple(
-                dataclasses.replace(each, strict_dtype=True) if isinstance(each, TensorSpec) else each
+                dataclasses.replace(each, strict_dtype=True, any_dtype=False)
+                if isinstance(each, TensorSpec)
+                else each
                 for each in guard.inputs
             )
 

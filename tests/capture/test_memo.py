@@ -120,7 +120,7 @@ def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypat
 
 
 class Norms(nn.Module):
-    """What is computed in a short way where its input is contiguous, on such and other inputs."""
+    """A result that is computed in a short way where its input is contiguous, on such and other inputs."""
 
     def __init__(self):
         super().__init__()

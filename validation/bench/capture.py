@@ -27,7 +27,7 @@ def capture(
     ] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
 ) -> None:
-    """The time and memory of `fxopt.trace`, beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
+    """Measure `fxopt.trace` beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
 
     The ratio is that of a capture with `verify=False`, as torch.export does not compare; the default is beside it.
     `runs` is how often a capture runs the forward.

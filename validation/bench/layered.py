@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
 
 class Cluttered(nn.Module):
-    """A layer with operators that change nothing, are computed twice, or are not used."""
+    """A dropout that changes nothing, a value that is computed twice, and one that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()

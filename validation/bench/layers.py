@@ -1,4 +1,4 @@
-"""The time that a capture takes for each layer, the same however many there are."""
+"""The time of a capture for each layer, from few layers to many."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
-from fxopt.capture.nodes.source_location import model_frame
+from fxopt.capture.nodes.source_location import describe_origin, model_frame
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.objects import tensors_in
 
@@ -71,8 +71,7 @@ class BranchAtLine:
 class BranchDecisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
-    `answers` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
-    messages of errors, which ask nothing: what stands in them is decided only with `reads_texts`.
+    `answers` answers the first questions, and `example`, where there is one, the others.
     """
 
     def __init__(
@@ -82,13 +81,12 @@ class BranchDecisions:
         fake_mode: CaptureFakeMode,
         answers: Outcomes,
         example: ExampleRun | None = None,
-        reads_texts: bool = False,
         raising: dict[tuple[Any, str], bool] | None = None,
         knows_keys: bool = False,
     ) -> None:
         self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
         self._shape_env: Any = fake_mode.shape_env
-        self._answers, self._example, self._reads_texts = answers, example, reads_texts
+        self._answers, self._example = answers, example
         # Whether a size is known where it is the key of a dict; there is none otherwise.
         self.knows_keys = knows_keys
         self._answered = 0
@@ -114,7 +112,7 @@ class BranchDecisions:
         return self._example is not None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function`, one of `READS`, gives on tensors."""
+        """Give the value that `function`, one of `READS`, reads of tensors."""
         kind = READS[name]
         if len(args) == 1 and not kwargs and name != "__contains__":
             node = self._writer.argument(args[0])
@@ -143,10 +141,11 @@ class BranchDecisions:
         return answer
 
     def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
-        """What `__format__` or `__repr__` gives for a tensor."""
-        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        """Give the text that `__format__` or `__repr__` makes of a tensor; in a message, any text will do."""
+        message = is_diagnostic(model_frame(sys._getframe(1)))
         number = name == "__format__" and not tensor.dim() and not tensor.is_complex()
-        if self._reads_texts and number:
+        if self.specialised and number and not message:
+            kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
             return format(self.read(f"__{kind.__name__}__", None, (tensor,), {}), specification)
         self.note_text(tensor)
         return object.__format__(tensor, "")
@@ -264,7 +263,7 @@ class BranchDecisions:
     def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
         return question(
             f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
-            f"{self._writer.origin(node)}. Capture with specialize=True, which takes the decision that the example "
+            f"{describe_origin(node)}. Capture with specialize=True, which takes the decision that the example "
             "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
             "or make the module a leaf (leaf_modules=...).",
             kind,

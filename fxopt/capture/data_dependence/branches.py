@@ -29,7 +29,7 @@ class DataDependentLoop(DataDependentBranch):
 
 
 class PlaceError(TraceError):
-    """What a loop does at a place is an error of the model's: `error`, as for an index that is out of range."""
+    """The body of a loop raises an error of the model's at a place: `error`, as for an index that is out of range."""
 
     def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
         super().__init__(message)

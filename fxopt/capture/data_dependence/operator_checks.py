@@ -69,7 +69,7 @@ class OperatorChecks:
 
     @makes_calls
     def result_of(self, call: functools.partial[T]) -> T:
-        """What a call gives."""
+        """Make a call and return its result."""
         self._left_open = set()
         shape_env: Any = self._fake_mode.shape_env
         while True:
@@ -100,7 +100,7 @@ class OperatorChecks:
 
 
 def _kind(function: Any, question: Any) -> tuple[Any, str]:
-    """What is alike in the questions of a function about one size or another."""
+    """A condition with its size left open: a function asks the same of one size and another."""
     symbols = sorted(question.free_symbols, key=str)
     return function, str(question.xreplace({s: sympy.Symbol(f"n{i}") for i, s in enumerate(symbols)}))
 

@@ -67,7 +67,7 @@ class CaptureShapeEnv(ShapeEnv):
         return symbol
 
     def conditions(self) -> list[tuple[Any, str]]:
-        """What was assumed so far: sympy conditions, each with the line of the model that needs it."""
+        """List what was assumed so far: sympy conditions, each with the line of the model that needs it."""
         guards = [(guard.expr, origin) for guard, origin in zip(self.guards, self._origins, strict=True)]
         return self._relaxed + guards
 
@@ -229,7 +229,7 @@ class CaptureShapeEnv(ShapeEnv):
         return value
 
     def _described(self, value: Any, one: dict[Any, Any]) -> Any:
-        """What can be seen of a result: shapes and strides at size 1, types, and other values as they are."""
+        """All that can be seen of a result: shapes and strides at size 1, types, and other values as they are."""
 
         def at_one(size: Any) -> Any:
             expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

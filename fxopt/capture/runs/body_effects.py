@@ -66,7 +66,7 @@ _MODES = {
 
 
 class BodyEffects:
-    """What the bodies that may be left out use and write."""
+    """The nodes that the bodies which may be left out use and write."""
 
     def __init__(self, capture: RunResult, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
         self._capture = capture

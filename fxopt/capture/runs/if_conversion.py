@@ -81,7 +81,7 @@ def _aligned(
 
 
 def _made_at(node: torch.fx.Node) -> tuple[Any, ...]:
-    """What a node calls, and where in the model."""
+    """The target of a node, and its line of the model."""
     modules = list(node.meta.get("nn_module_stack", ()))
     return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
 

@@ -1,4 +1,4 @@
-"""What a graph checks while it runs: numbers that it computes, and decisions on values. They are targets of nodes."""
+"""Checks that a graph makes while it runs: of numbers that it computes, and of decisions on values. They are targets of nodes."""
 
 from __future__ import annotations
 
