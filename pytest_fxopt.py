@@ -51,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
     group.addoption(
+        "--fx-timing",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long all that is timed of one model may take turns at most; default: 8",
+    )
+    group.addoption(
         "--fx-engine",
         choices=["ray"],
         help="run the cases on a Ray cluster; default: processes of this machine",

@@ -180,7 +180,7 @@ def _on_gpu(chunk: _Chunk) -> bool:
 def _run(
     parts: tuple[Make, Any, Any, Collection[str]], cases: Sequence[Case], held_back: float
 ) -> Iterator[list[Record]]:
-    """What a task does on its node: a pool of one process, and its records as they arrive.
+    """Work on a task on its node: a pool of one process, and its records as they arrive.
 
     After a loss nothing is held back: the first case without a record is then the one that was running.
     """

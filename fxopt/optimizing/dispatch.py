@@ -16,9 +16,10 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
+from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.offloading import Offloaded, trim
-from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
+from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
     Shapes,

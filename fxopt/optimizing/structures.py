@@ -16,7 +16,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def structure_of(value: Any, *, inside: bool = False) -> Any:
-    """What calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+    """Describe an input by what calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
 
     Args:
         value: an input, or a dict of all inputs.

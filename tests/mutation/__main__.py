@@ -1,6 +1,6 @@
 """Plants faults one after the other and runs the tests: `python -m tests.mutation [--guards] [names ...]`.
 
-Prints a line a fault and the score; exits with 1 if a fault survived. Each fault runs in a process forked from one that
+Prints a line a fault and the score; exits with 1 if a fault survived. The list is written to `reports/mutation`. Each fault runs in a process forked from one that
 has imported torch and transformers, on a copy of the code, so that the repository is not touched.
 
 With `--verify`, the faults by which a pass rewrites wrongly are planted, and no test runs: only the passes with
@@ -25,6 +25,7 @@ import pytest
 
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
+from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
 
 LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
@@ -103,8 +104,6 @@ _NO_FAULT_SEEN = {"test_names.py"}
 _IMPORT = "from __future__ import annotations\n"
 NO_FAULT = Fault("no fault", "errors.py", _IMPORT, f"{_IMPORT}\n")
 
-CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
-
 
 def main() -> int:
     """Run the faults that the command line names."""
@@ -116,27 +115,29 @@ def main() -> int:
     faults = [f for f in faults if not options.names or any(name in f.name for name in options.names)]
     first, of = (int(number) for number in options.part.split("/"))
     faults = faults[first - 1 :: of]
+    part = f"-{first}-of-{of}" if of > 1 else ""
     _import_all()
     if options.verify:
-        return _verify(faults)
+        return _verify(faults, f"verify{part}")
     for unchanged in _no_faults(faults) if options.soon else [NO_FAULT]:
         outcome, failed = _run(unchanged, options.soon)
         if outcome != SURVIVED:
             print(f"without a fault, {failed} fails: the score would say nothing")
             return 1
-    results = {}
+    results = list[Outcome]()
+    name, title = ("guards", "Guards, disabled") if options.guards else ("faults", "Planted faults")
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
         outcome, seen_by = _run(fault, options.soon)
-        results[fault.name] = outcome
+        results.append(Outcome(fault, outcome, seen_by))
+        write(f"{name}{part}", title, results)
         took = time.monotonic() - started
         print(f"{number:3}/{len(faults)} {outcome:8} {took:5.0f} s  {fault.name}  {seen_by}", flush=True)
-    caught = sum(outcome == CAUGHT for outcome in results.values())
-    print(f"mutation score: {caught} of {len(results)} caught")
-    for name, outcome in results.items():
-        if outcome != CAUGHT:
-            print(f"  {outcome}: {name}")
-    return int(caught < len(results))
+    missed = [each for each in results if each.outcome != CAUGHT]
+    print(f"mutation score: {len(results) - len(missed)} of {len(results)} caught")
+    for each in missed:
+        print(f"  {each.outcome}: {each.fault.name}")
+    return int(bool(missed))
 
 
 def _no_faults(faults: list[Fault]) -> list[Fault]:
@@ -169,15 +170,17 @@ def _import_all() -> None:
     torch.set_num_threads(1)
 
 
-def _verify(faults: list[Fault]) -> int:
+def _verify(faults: list[Fault], name: str) -> int:
     """Print which faults the validation of sites alone finds, and its share."""
     found, why = _found_by_validation(NO_FAULT)
     if found != SURVIVED:
         print(f"without a fault, site validation says: {why}. The share would say nothing")
         return 1
-    results: dict[Fault, str] = {}
+    results, outcomes = dict[Fault, str](), list[Outcome]()
     for number, fault in enumerate(faults, 1):
         results[fault], why = _found_by_validation(fault)
+        outcomes.append(Outcome(fault, results[fault], why))
+        write(name, "Wrong rewrites that site validation alone finds", outcomes)
         print(
             f"{number:3}/{len(faults)} {results[fault]:8} {fault.rewrites:6} {fault.name}  {why}", flush=True
         )
