@@ -190,7 +190,7 @@ def _ready(model: nn.Module) -> nn.Module:
 
 
 def findings() -> Iterator[str]:
-    """What the validation of sites says, or how a pass ends, for each case where that is not nothing."""
+    """Gives what the validation of sites says, or how a pass ends, for each case where that is something."""
     torch.manual_seed(0)
     for name, pass_, model, x in _cases():
         # A graph of torch.fx has no shapes: they come from the input.
