@@ -51,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
     group.addoption(
+        "--fx-timing",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long all that is timed of one model may take turns at most; default: 8",
+    )
+    group.addoption(
         "--fx-engine",
         choices=["ray"],
         help="run the cases on a Ray cluster; default: processes of this machine",
@@ -93,7 +99,9 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         try:
             harness = importlib.import_module(f"{HARNESS}.plugin")
         except ImportError as error:
-            raise pytest.UsageError(f"the harness needs `pip install fxopt[validation]`: {error}") from error
+            raise pytest.UsageError(
+                f'the harness needs `pip install "fxopt[validation]"`: {error}'
+            ) from error
         harness.prepare(config)
         config.pluginmanager.register(harness, "fxopt-harness")
     return (yield)

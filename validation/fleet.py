@@ -188,7 +188,7 @@ def _run(
     held_back: float,
     died: Counter[tuple[str, str]],
 ) -> Iterator[list[Record]]:
-    """What a task does on its node: a pool of one process, and its records as they arrive.
+    """Work on a task on its node: a pool of one process, and its records as they arrive.
 
     After a loss nothing is held back: the first case without a record is then the one that was running.
     """

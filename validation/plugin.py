@@ -25,6 +25,7 @@ from .pool import Pool
 from .records import Case, Outcome
 from .run import Runner, in_worker
 from .store import seconds_by_group
+from .subject import TIMING
 from .sweep import SOURCES, architectures, marked
 from .zoo import Entry, judged, load_zoo
 
@@ -34,7 +35,7 @@ WORKERS = pytest.StashKey[int]()
 
 
 def prepare(config: pytest.Config) -> None:
-    """What must be so before other plugins read the options.
+    """Prepare what other plugins must find when they read the options.
 
     `-n` is the number of processes in the pool: pytest-xdist is left with nothing to do. And models and passes of
     the repository that pytest runs in can be imported from its root, as with `python -m`.
@@ -89,9 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds = seconds_by_group(directory / "baseline")
     limit: float | None = config.getoption("--fx-timeout")
     config.stash[CASES] = cases
-    config.stash[RUNNER] = Runner(zoo, passes)
+    timing: float = config.getoption("--fx-timing") or TIMING
+    config.stash[RUNNER] = Runner(zoo, passes, timing=timing)
     arguments: Any = {
-        "make": functools.partial(in_worker, zoo, passes),
+        "make": functools.partial(in_worker, zoo, passes, timing),
         "limit": lambda case: limit or entries[case.model].timeout,
         "expected": lambda group: seconds.get("-".join(group), 0.0),
         "judged": lambda record: marked(

@@ -25,7 +25,7 @@ Run = Callable[[Case], Record]
 Make = Callable[[Callable[[Case, str], None]], Run]
 """Makes what runs cases, in a worker: it is given what to tell each stage that a case enters."""
 
-PRELOADED = ["torch._dynamo", "torch.export", "transformers"]
+PRELOADED = ["torch._dynamo", "torch.export", "transformers", f"{__package__}.run"]
 """Imported once, in the process that all workers are forked from: a new worker is there in a moment."""
 
 MOST_DEATHS = 2
@@ -265,7 +265,7 @@ def _place(log: str) -> str:
 
 
 def _work(connection: Connection, make: Make, log: str) -> None:
-    """What a worker does: cases come in, stages and records go out."""
+    """Work in a process of the pool: cases come in, stages and records go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size

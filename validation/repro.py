@@ -122,7 +122,7 @@ ENDINGS = {
     Check.ACCURACY: FORM,
     Check.ROUND_TRIP: UNDONE,
 }
-"""What has to hold, by check; others are about more than one model and its graph, and have no script."""
+"""The condition that has to hold, by check; others are about more than one model and its graph, and have no script."""
 
 NEEDED = {
     Check.PARITY: ["Oracle", "minified"],

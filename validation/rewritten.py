@@ -31,13 +31,11 @@ class Rewritten:
         module: the rewritten graph module.
         sites: for a pass alone, how many sites it rewrote (`sites_of`); for each of several that did something, in
             order, how many nodes it marked, or 1.
-        refusals: what the passes left alone, as (pass, node, reason).
         tampered: the tensors and modules of the graph it was made from that a pass changed in place.
     """
 
     module: GraphModule
     sites: tuple[int, ...]
-    refusals: Refusals
     tampered: tuple[str, ...]
 
 
@@ -46,22 +44,31 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
     kept, kept_tensors = dict(module.named_modules()), tensors(module)
-    # A pass that only has `transform` explains nothing.
-    explained: list[tuple[str, Explanation]] = []
     if len(passes) == 1:
-        ((name, whole),) = passes
-        if explain := getattr(whole, "explain", None):
-            explained = [(name, explain(module))]
+        whole = passes[0][1]
         module = whole(module)
         sites = [sites_of(whole, traced, module)]
     else:
-        whole = compose(*(pass_ for _, pass_ in passes))
-        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
-        explained = [*zip(rewrites, whole.explain(module), strict=True)]
-        module = whole(module)
+        module = compose(*(pass_ for _, pass_ in passes))(module)
         sites = [step.nodes or 1 for step in history(module)]
-    refusals = [(name, node, reason) for name, found in explained for node, _, reason in found.refusals]
-    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept, kept_tensors)))
+    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
+
+
+def refusals(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Refusals:
+    """List what passes leave alone in a graph, each after those before it, as (pass, node, reason)."""
+    module = copy.deepcopy(traced)
+    explained: list[tuple[str, Explanation]] = []
+    if len(passes) == 1:
+        # A pass that only has `transform` explains nothing.
+        ((name, whole),) = passes
+        if explain := getattr(whole, "explain", None):
+            explained = [(name, explain(module))]
+    else:
+        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
+        explained = [*zip(rewrites, compose(*(each for _, each in passes)).explain(module), strict=True)]
+    if differ(traced, module):
+        raise AssertionError("explaining the passes changes the graph")
+    return tuple((name, node, reason) for name, found in explained for node, _, reason in found.refusals)
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:

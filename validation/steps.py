@@ -1,4 +1,4 @@
-"""What each pass of a full pipeline adds: its sites, and the error and the latency of the graph after it."""
+"""The steps of a full pipeline: of each pass its sites, and the error and the latency of the graph after it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .timing import in_random_order, ratio, seconds_of
 FACT, LATENCY = "steps", "latency_steps"
 """The facts in which rows have them: those that compare outputs, and those that are timed."""
 
-FEWEST, SECONDS = 7, 2.0
-"""Rounds go on for these seconds, but there are at least so many: they tell which pass it is, not by how much to a percent."""
+FEWEST, SHARE = 7, 0.25
+"""Rounds go on for this share of the seconds in which pipelines are timed, but there are at least so many: they tell which
+pass it is, not by how much to a percent.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
             for run in runs.values():
                 run()
             turns = {name: functools.partial(seconds_of, run, wait) for name, run in runs.items()}
-            times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0))
+            times = in_random_order(turns, FEWEST, SHARE * subject.timing, np.random.default_rng(0))
     finally:
         torch.set_num_threads(before)
     found = [

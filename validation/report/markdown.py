@@ -92,7 +92,7 @@ REPEATED = (
 
 
 def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
-    """What one check measured: each check has numbers of its own, and all of them in one table are too wide to read."""
+    """The measurements of one check: each check has numbers of its own, and all of them in one table are too wide to read."""
     measured = tables.measurements(rows)
     same = [name for name in ("model", "device", "check", "dtype") if measured[name].nunique() <= 1]
     return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []

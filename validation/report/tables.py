@@ -16,7 +16,7 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
-    """What the run was made with; of several runs whose cases stand together, all of it."""
+    """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
     devices = table.groupby("device")["device_name"].first()
     started, lacking = table["started"].min(), missing(table)
     return {
@@ -141,7 +141,7 @@ def measurements(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy(table: pd.DataFrame) -> pd.DataFrame:
-    """What was measured of passes that do not preserve the computation, in all models; not of compositions."""
+    """The measurements of passes that do not preserve the computation, in all models; not of compositions."""
     composed = table["pipeline"].str.contains("+", regex=False)
     return measurements(table[(table["check"] == Check.ACCURACY) & ~composed]).drop(columns="check")
 

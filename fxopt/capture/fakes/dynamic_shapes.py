@@ -24,7 +24,7 @@ def is_backed(size: Any) -> bool:
 def symbolic_context(
     tensor: torch.Tensor, dimensions: dict[int, Dimension]
 ) -> StatelessSymbolicContext[Any, Any]:
-    """Which dimensions of `tensor` become symbols of the ShapeEnv."""
+    """Say which dimensions of `tensor` become symbols of the ShapeEnv."""
     return StatelessSymbolicContext(
         dynamic_sizes=[
             DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())

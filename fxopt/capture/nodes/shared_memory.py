@@ -1,4 +1,4 @@
-"""Which tensors of a capture share memory."""
+"""The memory that tensors of a capture share."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
+from fxopt.capture.nodes.dtype_use import takes_any_dtype
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import compares_identity
 from fxopt.capture.recording.input_objects import (
@@ -105,7 +106,7 @@ class Placeholders:
         }
 
     def final(self, queries: PropertyReads) -> list[InputSpec]:
-        """What is expected, with the sizes that are left free after the whole forward."""
+        """Give the specs of the inputs, with the sizes that are left free after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
 
     def identity_matters(self, queries: PropertyReads) -> bool:
@@ -264,10 +265,17 @@ class Placeholders:
             shape=shape,
             fixed_by=fixed,
             strict_dtype=expected.dtype in queries.dtypes_read_at,
+            any_dtype=self._takes_any_dtype(expected, queries),
             layout=expected.layout if queries.layout_read_at is not None else None,
             requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
             same_as=expected.same_as if self.identity_matters(queries) else None,
         )
+
+    def _takes_any_dtype(self, expected: TensorSpec, queries: PropertyReads) -> bool:
+        if expected.path or expected.dtype in queries.dtypes_asked:
+            return False
+        placeholders = self._writer.graph.find_nodes(op="placeholder")
+        return any(str(n.target) == expected.name and takes_any_dtype(n) for n in placeholders)
 
     def _resolved(self, size: Any) -> int | str:
         expression = self._shape_env.replace(sympy.sympify(size))

@@ -12,7 +12,6 @@ from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
     DataDependentBranch,
-    DataDependentText,
     Outcomes,
     SizeAsKeyError,
 )
@@ -72,11 +71,6 @@ def _settled(request: Request, like: Outcomes | None = None) -> RunResult:
         nonlocal request
         try:
             made = ForwardRun(dataclasses.replace(request, answers=answers)).record()
-        except DataDependentText:
-            if request.reads_texts or not request.specialize:
-                raise
-            request = dataclasses.replace(request, reads_texts=True)
-            return record(answers)
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
             return record(answers)
@@ -158,7 +152,7 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
 def _captured_with_ones(made: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
-    request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
+    request = dataclasses.replace(made.request, at_one=narrowed)
     try:
         other = _settled(request, made.request.answers)
     except TraceError:
