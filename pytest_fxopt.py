@@ -99,7 +99,9 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         try:
             harness = importlib.import_module(f"{HARNESS}.plugin")
         except ImportError as error:
-            raise pytest.UsageError(f"the harness needs `pip install fxopt[validation]`: {error}") from error
+            raise pytest.UsageError(
+                f'the harness needs `pip install "fxopt[validation]"`: {error}'
+            ) from error
         harness.prepare(config)
         config.pluginmanager.register(harness, "fxopt-harness")
     return (yield)

@@ -459,6 +459,7 @@ class Doubled(fxopt.Rewrite):
         (lambda m, x: m.with_bias(x * 3) / 5, False),
         (lambda m, x: ((y := x * 3), (z := m.layer(y)), z.add_(1), z / 5)[3], False),
         (lambda m, x: ((y := x * 3), (z := m.layer(y)), z[0].fill_(1), z / 5)[3], False),
+        (lambda m, x: ((y := x * 3), (z := m.layer(y)), z[0].floor_(), z / 5)[3], False),
     ],
 )
 def test_untouched_nodes_between_changed_ones_are_run_with_them(use, is_right, divided):

@@ -82,7 +82,9 @@ def validate(
     options += [f"--fx-{name}={value}" for name, values in many.items() for value in values or ()]
     options += ["--fx-resume"] * resume
     found = _Records()
-    arguments = ["-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
+    # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         ended = pytest.main(arguments, plugins=[found])
     status = STATUS.get(pytest.ExitCode(ended), int(ended))

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from fxopt import objects
 from fxopt.capture.runtime import checks, modes
+from fxopt.capture.runtime.conditional import Conditional
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
@@ -48,26 +49,8 @@ _OPERATORS = {
     *(name for name in operator.__all__ if f"__{name.strip('_')}__" in vars(operator) and name != "call"),
 }
 BUILTINS = (
-    *(
-        abs,
-        all,
-        any,
-        bool,
-        complex,
-        dict,
-        divmod,
-        float,
-        getattr,
-        int,
-        len,
-        list,
-        max,
-        min,
-        pow,
-        range,
-        round,
-    ),
-    *(slice, str, sum, tuple),
+    *(abs, all, any, bool, complex, dict, divmod, float, getattr, int, len, list, max, min, pow, range),
+    *(round, slice, str, sum, tuple),
 )
 _OWN = (
     *(objects.build_object, objects.find, objects.set_attributes, objects.set_items),
@@ -106,6 +89,8 @@ class Names:
         """The name of a function, operator or class; NameRefused where it has none."""
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
+        if isinstance(value, Conditional):
+            raise NameRefused("torch.cond, whose branches are graphs of their own")
         name = _names().get(value) or qualified_name(value)
         if self.find(name) != value:
             raise NameRefused(f"{name}, which is no longer found by that name")
@@ -238,12 +223,8 @@ def _names() -> dict[Any, str]:
 def _methods() -> frozenset[str]:
     """The methods of tensors that a graph may call."""
     public = {n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n))}
-    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS} | {
-        "__len__",
-        "__bool__",
-        "__int__",
-        "__float__",
-    }
+    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS}
+    spelled |= {f"__{name}__" for name in ("len", "bool", "int", "float")}
     reflected = {f"__r{name.strip('_')}__" for name in _OPERATORS}
     dunder = {name for name in spelled | reflected if hasattr(torch.Tensor, name)}
     return frozenset((public | dunder | {*_PRIVATE_METHODS}) - _DENIED_METHODS)
@@ -271,11 +252,8 @@ def _operator(name: str) -> Any:
         with contextlib.suppress(ImportError):
             importlib.import_module(_NAMESPACES[namespace])
         found = _overload(namespace, *path)
-    overloads = (
-        [getattr(found, each) for each in found.overloads()]
-        if isinstance(found, torch._ops.OpOverloadPacket)
-        else [found]
-    )
+    packet = isinstance(found, torch._ops.OpOverloadPacket)
+    overloads = [getattr(found, each) for each in found.overloads()] if packet else [found]
     for each in overloads:
         if not isinstance(each, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(each._name):
             raise NameRefused(name)

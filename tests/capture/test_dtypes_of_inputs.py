@@ -1,4 +1,4 @@
-"""Which dtypes of an input a graph takes: those with which the model makes the same calls."""
+"""A graph takes those dtypes of an input with which the model makes the same calls."""
 
 import pytest
 import torch

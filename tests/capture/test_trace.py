@@ -1,4 +1,4 @@
-"""What `fxopt.trace` records, on modules small enough to read."""
+"""`fxopt.trace` records calls, shown on modules small enough to read."""
 
 import operator
 

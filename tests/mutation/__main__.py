@@ -96,7 +96,7 @@ _FIRST = {
         *("tests/test_verification.py", "tests/test_transformation.py"),
     ],
 }
-"""What sees most faults of a file or folder, and soon."""
+"""The tests that see most faults of a file or folder, and soon."""
 
 _NO_FAULT_SEEN = {"test_names.py"}
 """Tests that read no code."""
@@ -159,7 +159,7 @@ def _options() -> argparse.Namespace:
 
 
 def _import_all() -> None:
-    """What takes long to import, and is not the code under test."""
+    """Import what takes long and is not the code under test."""
     import hypothesis  # noqa: F401
     import torch.export
     import torch.fx.experimental.symbolic_shapes
@@ -208,7 +208,7 @@ def _share(outcomes: Sequence[str]) -> str:
 
 
 def _found_by_validation(fault: Fault) -> tuple[str, str]:
-    """Whether the validation of sites finds the fault, and what it says."""
+    """Tell whether the validation of sites finds the fault, and what it says."""
     with _copy_with(fault) as copy:
         status = _in_fork(copy, _validate)
         said = (copy / "failed").read_text(encoding="utf-8") if (copy / "failed").exists() else ""
@@ -227,7 +227,7 @@ def _validate(copy: Path) -> int:
 
 
 def _run(fault: Fault, soon: bool = False) -> tuple[str, str]:
-    """Whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
+    """Tell whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
     try:
         with _copy_with(fault) as copy:
             for tests in _stages(fault, soon):
@@ -258,7 +258,7 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
 
 
 def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
-    """What is run until a test fails: the test of the file, those beside it, and all other tests of the library.
+    """Gives the runs to make until a test fails: the test of the file, those beside it, and all other tests of the library.
 
     Where `soon` is on, without all others.
     """
@@ -280,7 +280,7 @@ def _pytest(copy: Path, tests: list[str]) -> int:
 
 
 def _in_fork(copy: Path, function: Callable[[Path], int]) -> int | str:
-    """What a function gives in a process of its own, which imports the code out of the copy."""
+    """Call a function in a process of its own, which imports the code out of the copy."""
     child = os.fork()
     if child == 0:
         os.setsid()

@@ -1,4 +1,4 @@
-"""What a fault is: a piece of the code, and what stands there instead."""
+"""A fault: a piece of the code, and what stands there instead."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ HALVES = {
 """The files outside of `passes` that one pass alone imports, and that pass."""
 
 TOGETHER = {"passes/change_precision.py": 350}
-"""What a pass and its halves may have together, where one of them has more than others."""
+"""The lines that a pass and its halves may have together, where one of them has more than others."""
 
 NOT_LINES = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -12,6 +12,7 @@ from .modes import memory
 from .passes import passes
 from .peers import peers
 from .presets import presets
+from .profile import profile
 from .runs import runs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -30,6 +31,7 @@ app.command()(memory)
 app.command()(passes)
 app.command()(peers)
 app.command()(presets)
+app.command()(profile)
 app.command()(runs)
 
 if __name__ == "__main__":
