@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from fxopt import objects
 from fxopt.capture.runtime import checks, modes
+from fxopt.capture.runtime.conditional import Conditional
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
@@ -88,6 +89,8 @@ class Names:
         """The name of a function, operator or class; NameRefused where it has none."""
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
+        if isinstance(value, Conditional):
+            raise NameRefused("torch.cond, whose branches are graphs of their own")
         name = _names().get(value) or qualified_name(value)
         if self.find(name) != value:
             raise NameRefused(f"{name}, which is no longer found by that name")

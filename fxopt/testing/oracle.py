@@ -145,7 +145,16 @@ class Oracle:
             before: a graph of the reference, with the names of nodes that passes began with.
             after: the candidate.
             float64: both in float64; by default, converted deep copies.
+
+        Raises:
+            TypeError: one of them is no graph module.
         """
+        for graph in (before, after, *(float64 or ())):
+            if not isinstance(graph, GraphModule):
+                raise TypeError(
+                    f"first_divergence compares node by node, and a {type(graph).__name__} has no nodes: "
+                    "give graph modules, such as fxopt.trace(model, inputs), or compare outputs with assert_equivalent"
+                )
         step = epsilon(self.expected[0].output)
         rounded = float64 is None and has_new_weights(self._tensors, after)
         wide_before, wide_after = float64 or (in_float64(before), in_float64(after))

@@ -78,6 +78,23 @@ def test_a_model_that_died_twice_is_not_tried_again() -> None:
     assert later.reason == UNTRIED
 
 
+def test_the_deaths_of_an_earlier_part_of_the_run_count() -> None:
+    earlier = list(pool().run([case("bad", 0, "exit"), case("good")], 1))
+    run = pool()
+    run.remember(earlier)
+    found = list(run.run([case("bad", number, "exit") for number in range(1, 4)], 1))
+    assert [record.reason == UNTRIED for record in found] == [False, True, True]
+    last = pool()
+    last.remember([*earlier, *found])
+    assert [record.reason for record in last.run([case("bad", 9)], 1)] == [UNTRIED]
+
+
+def test_a_case_that_ran_out_of_memory_in_its_process_is_no_death() -> None:
+    run = pool()
+    run.remember([Record(case("bad", n), Outcome.MEMORY, dtype="float32") for n in range(5)])
+    assert [record.outcome for record in run.run([case("bad", 9)], 1)] == [Outcome.PASS]
+
+
 def test_deaths_that_are_expected_do_not_count() -> None:
     def judged(record: Record) -> Record:
         return dataclasses.replace(record, outcome=Outcome.EXPECTED)

@@ -17,7 +17,7 @@ from torch.fx import Interpreter, Node
 import fxopt
 from fxopt.capture import TracedModule
 from fxopt.operators import name_of
-from fxopt.optimizing.lowering import functions_of
+from fxopt.optimizing.lowering import functions_of, lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from .. import store
@@ -61,6 +61,7 @@ def _section(name: str, workload: Workload, precision: str, seconds: float, rows
     for pass_ in pipeline(Options(precision, tune=True)):
         pass_.commit(traced)
     traced.recompile()
+    lowered(traced)  # packs the weights, and moves them to huge pages
     others = machine.Others()
     with torch.no_grad():
         table = _timed(traced, workload.inputs, seconds)

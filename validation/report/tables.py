@@ -26,6 +26,7 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
         "python": _all(table["python"]),
         "torch": _all(table["torch"]),
         "transformers": _all(table["transformers"]),
+        "fxopt": _all(table["fxopt"]) or "unknown",
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
         "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",

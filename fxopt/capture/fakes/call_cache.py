@@ -140,7 +140,7 @@ class CachedCall:
         """Tell whether another capture made this call, with the same knowledge of the sizes."""
         if self._key not in self._earlier:
             return False
-        facts, _ = self._shape_env.facts(self._symbols)
+        facts, _ = self._shape_env.facts.about(self._symbols)
         if facts not in self._earlier[self._key]:
             return False
         known = self._earlier[self._key][facts]
@@ -163,7 +163,7 @@ class CachedCall:
 
     def _keep(self, known: Any) -> None:
         """Keep what the call gave for other captures."""
-        facts, related = self._shape_env.facts(self._symbols)
+        facts, related = self._shape_env.facts.about(self._symbols)
 
         def expression(size: Any) -> Any:
             if not size.node.expr.free_symbols <= related:

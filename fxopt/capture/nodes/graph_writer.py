@@ -13,7 +13,7 @@ import enum
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -172,6 +172,10 @@ class GraphWriter:
         """The node that made a tensor; None for the model's own, and for a part of what a node made."""
         origin = self._values.get(id(tensor))
         return origin.node if origin is not None and not origin.path else None
+
+    def forget(self, nodes: Collection[torch.fx.Node]) -> None:
+        """Forget what these nodes made."""
+        self._values = {key: value for key, value in self._values.items() if value.source not in nodes}
 
     def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Take what made the one tensor for what made the other."""

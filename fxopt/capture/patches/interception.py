@@ -40,7 +40,7 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
         stack.enter_context(replaced(torch.compiler, "_is_exporting_flag", True))
-        # It logs each error of an operator before raising it, and some are answers to questions asked here.
+        # It logs each error of an operator before raising it, and some only decide a condition here.
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         patch_torch(stack, recorder, active)
         patch_compilation(stack, active)

@@ -45,7 +45,7 @@ def _lengths(stack: contextlib.ExitStack, active: Any) -> None:
 def _extremes(stack: contextlib.ExitStack, decisions: BranchDecisions, active: Any) -> None:
     """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
 
-    Of sizes that only a run knows, the graph computes them; if it is specialised, they are decided.
+    Of unbacked sizes, the graph computes them; if it is specialised, they are decided.
     """
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
         original: Any = getattr(builtins, name)
@@ -73,7 +73,7 @@ def _extremes(stack: contextlib.ExitStack, decisions: BranchDecisions, active: A
 
 
 def _rounding(stack: contextlib.ExitStack, active: Any) -> None:
-    """`round` of a number that only a run knows: torch has no symbol for it, so the number is decided, as by `float`."""
+    """`round` of an unbacked number: torch has no symbol for it, so the number is decided, as by `float`."""
     original: Any = torch.SymFloat.__dict__["__round__"]
 
     def __round__(self: Any, digits: int | None = None) -> Any:

@@ -176,7 +176,7 @@ def _conversions(stack: contextlib.ExitStack, active: Any) -> None:
 
 
 def _queries(stack: contextlib.ExitStack, queries: PropertyReads, active: Any) -> None:
-    """The model's own questions after global modes, whose answers the graph takes for granted."""
+    """Take note of global modes that the model reads, which the graph takes for granted."""
     for name, mode in _MODES.items():
         original: Any = getattr(torch, name)
 
@@ -191,7 +191,7 @@ def _queries(stack: contextlib.ExitStack, queries: PropertyReads, active: Any) -
 
 
 def _lists(stack: contextlib.ExitStack, active: Any) -> None:
-    """The numbers in a tensor, which only a run knows, are the same each time that they are listed until it is written."""
+    """Give the same unbacked numbers each time that a tensor is listed, until it is written."""
     original: Any = FakeTensor.tolist
     # Tensors, kept alive, and what `tolist` gave, by identity and version.
     known: dict[tuple[int, int], Any] = {}

@@ -27,7 +27,7 @@ _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 
 class PropertyReads:
-    """The questions of one forward whose answers the graph takes for granted, and where it asked first."""
+    """The properties that one forward has read, with their values, which the graph takes for granted, and where it read them first."""
 
     def __init__(self, writer: GraphWriter) -> None:
         self._writer = writer

@@ -23,13 +23,12 @@ class Request:
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
-    `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
-    inputs if `specialize` is set. `knows_keys` says that sizes
-    which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
+    `at_one` says which of the free sizes are 1 this time. `answers` is the script of outcomes of branches; with `specialize`
+    the example inputs decide the others. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
     them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
     the state of the model that an earlier call left, `known` the values of tensors in it, by identity, and `hooks` are the
     hooks of each module, before and after its forward. Shared by all captures are `raising`, whether functions of torch
-    were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that made
+    were seen to raise for one outcome of a condition, `results`, what calls gave, and `running`, the functions that made
     calls.
     """
 

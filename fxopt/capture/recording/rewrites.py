@@ -24,6 +24,7 @@ from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.call_targets import property_name
 from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.recording.conditional import conditional
 from fxopt.capture.recording.higher_order import expansion
 from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
 from fxopt.capture.recording.recorder import Call, Recorder, Rewrite
@@ -225,7 +226,9 @@ def _assert(recorder: Recorder, call: Call) -> Any:
 
 
 def _expand(recorder: Recorder, call: Call) -> Any:
-    """Record the calls that a higher-order operator stands for."""
+    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
+    if call.function is torch.ops.higher_order.cond:
+        return conditional(recorder, *call.args, **call.kwargs)
     expanded = expansion(call.function)
     if expanded is None:
         raise TraceError(

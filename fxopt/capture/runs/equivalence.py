@@ -99,7 +99,7 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
         return at_one(translation(expression))
 
     # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
-    idle = views_of_same_shape(capture.graph, at_one) | views_of_same_shape(other.graph, translated)
+    idle = {**views_of_same_shape(capture.graph, at_one), **views_of_same_shape(other.graph, translated)}
     if not _same_graph(
         capture, other, lambda mine, size: same_expression(at_one(mine), translated(size)), idle
     ):
@@ -119,7 +119,7 @@ def _free(capture: RunResult) -> dict[tuple[str, int | None], Any]:
 
 
 def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
-    """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
+    """The conditions on unbacked sizes, and their limits, with other names for their symbols."""
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
     inputs = {free.symbol for free in capture.free.dimensions}
@@ -135,7 +135,7 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
 def _translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
     """A function that rewrites a size of `other` in the symbols of `capture`.
 
-    `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
+    `names` has the unbacked symbols of `capture`, where they are called otherwise.
     """
     mine = _free(capture)
     all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}

@@ -18,7 +18,7 @@ _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
 def classify_error(error: Exception, recorder: Recorder) -> Exception:
-    """Give the error to raise for an exception of the forward: an open question, or a TraceError with the model's line."""
+    """Give the error to raise for an exception of the forward: an open branch, or a TraceError with the model's line."""
     decisions = recorder.decisions
     if decisions.open:
         return decisions.open

@@ -10,6 +10,7 @@ import torch
 from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.capture.runtime import modes
+from fxopt.capture.runtime.conditional import Conditional
 from fxopt.effects import is_write
 from fxopt.objects import find
 
@@ -67,7 +68,7 @@ class _Importable:
     @classmethod
     def of(cls, node: torch.fx.Node) -> Any:
         target: Any = node.target
-        if isinstance(target, modes.ApplyFunction):
+        if isinstance(target, (modes.ApplyFunction, Conditional)):
             return target  # pickled as the class that it holds
         name = (
             f"{target.__module__}.{target.__qualname__}"
