@@ -54,6 +54,12 @@ pictures: docs/images/capture.svg docs/images/call.svg
 docs/images/%.svg: docs/images/%.dot
 	dot -Tsvg $< -o $@
 
+# The picture of a report in the README, of the last run that wrote one; it needs chromium.
+RUN ?= reports/latest
+picture:
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1150 --screenshot=docs/images/report.png \
+		"file://$(abspath $(RUN))/report.html"
+
 clean:
 	rm -rf $(VENV)
 
