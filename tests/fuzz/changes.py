@@ -1,4 +1,4 @@
-"""What happens to a graph module besides passes: it is rewritten before them, and handled by a user between."""
+"""Changes of a graph module besides passes: it is rewritten before them, and handled by a user between."""
 
 from __future__ import annotations
 

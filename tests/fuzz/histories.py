@@ -139,11 +139,11 @@ class Player:
         return [step.key for step in fxopt.history(self.graph_module)]
 
     def _state(self, keys: Sequence[str], known: Sequence[str]) -> GraphModule | None:
-        """What the graph module must be, if these applications are the first ones."""
+        """The state that the graph module must be in, if these applications are the first ones."""
         return self.states[len(keys)] if [*keys] == [*known[: len(keys)]] else None
 
     def _names_another(self, message: str, keys: Sequence[str], left: Sequence[str]) -> bool:
-        """Whether the refusal names what has to be undone first, and that is applied."""
+        """True where the refusal names what has to be undone first, and that is applied."""
         found = re.search(r"Undo (.+) first$", message)
         steps = {step.key: step.name for step in fxopt.history(self.graph_module)}
         return bool(found) and {*found[1].split(", then ")} <= {steps[key] for key in left}

@@ -1,4 +1,4 @@
-"""What must hold for every program: the judges of a fuzz run."""
+"""The judges of a fuzz run: promises that hold for every program."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check(program: Program, plan: Plan) -> collections.Counter[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run gave: the leaves of the output, gradients of the inputs, and buffers afterwards."""
+    """The results of a run: the leaves of the output, gradients of the inputs, and buffers afterwards."""
 
     outputs: list[Any]
     gradients: list[Any]
@@ -187,7 +187,7 @@ def _sorted_nodes(graph_module: GraphModule) -> list[str]:
 
 
 def _fingerprint(model: nn.Module) -> list[object]:
-    """What a pass must not change of the user's model: objects, values, flags, hooks."""
+    """The facts of the user's model that no pass may change: objects, values, flags, hooks."""
     facts: list[object] = []
     for name, module in model.named_modules(remove_duplicate=False):
         tables = {key: list(value) for key, value in vars(module).items() if isinstance(value, dict)}

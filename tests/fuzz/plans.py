@@ -1,4 +1,4 @@
-"""What is done to a program: which passes are applied, in which compositions, and how they are undone."""
+"""Plans say what is done to a program: which passes are applied, in which compositions, and how they are undone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Action = int | Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is done to a program.
+    """A plan for one program.
 
     Attributes:
         own_trace: captured by `fxopt.trace`, else by `torch.fx.symbolic_trace`.
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def reversible(self) -> bool:
-        """Whether all passes can be undone."""
+        """True where all passes can be undone."""
         return all(PASSES[text]().reversible for text in self.passes)
 
     def smaller(self) -> Iterator[Plan]:

@@ -66,11 +66,11 @@ class Program:
         return [x.to(getattr(torch, self.dtype)) if x.is_floating_point() else x for x in made]
 
     def writes(self) -> bool:
-        """Whether a statement may write in place, so that the order of statements matters."""
+        """True where a statement may write in place, so that the order of statements matters."""
         return bool(re.search(r"_\(|inplace=True|out=|\] = |[+*]= ", "\n".join(self.body)))
 
     def stateful(self) -> bool:
-        """Whether a call may change the model."""
+        """True where a call may change the model."""
         return bool(re.search(r"\.train\(|self\.state|max_norm", "\n".join((*self.setup, *self.body))))
 
     def smaller(self) -> Iterator[Program]:

@@ -284,6 +284,7 @@ def test_the_summary_has_every_section_that_has_something_to_say(table):
         "Fastest pipeline of each model",
         "Verdicts",
         "Compositions",
+        "Where the order matters",
         "Latency, by that of the graph, with 95 % intervals",
     ]
     sections += ["Accuracy", "Cases by outcome", "Failed as expected", "Why sites were refused"]

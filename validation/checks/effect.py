@@ -81,7 +81,7 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
 
 
 def _wrong_again(subject: Subject, pipeline: tuple[str, ...], once: Rewritten) -> str:
-    """What is wrong with a pass that is applied to what it has made; a fact says what it does there."""
+    """Apply a pass to what it has made, and say what is wrong with that; a fact says what it does there."""
     ((_, pass_),) = subject.members(pipeline)
 
     def twice(dtype: torch.dtype) -> GraphModule:

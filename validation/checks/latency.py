@@ -43,7 +43,7 @@ EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What came of the arms of one model.
+    """The times of the arms of one model.
 
     Attributes:
         times: the seconds of each round, by the name of the arm.
@@ -77,7 +77,7 @@ class Measured:
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """What the arm of a pipeline took beside the graph and the model; without a pipeline, the graph beside the model.
+    """The times of the arm of a pipeline beside the graph and the model; without a pipeline, of the graph beside the model.
 
     All arms of a model are timed for its first case, so that each is in the same rounds as all others.
     """
@@ -121,7 +121,7 @@ def timing_threads() -> int:
 
 
 def synchronise(device: str) -> Callable[[], None]:
-    """What waits until the device has done all its work; a CPU always has."""
+    """Make a function that waits until the device has done all its work; a CPU always has."""
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 
 
@@ -193,7 +193,7 @@ def measure(subject: Subject) -> Measured:
 
 
 def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[], object] | None]]:
-    """What makes the run of each arm; `None` comes of a pipeline that finds nothing to rewrite."""
+    """The functions that make the run of each arm; one gives `None` where its pipeline finds nothing to rewrite."""
     dtype = subject.dtypes[0]
     inputs = subject.inputs(dtype)
 
@@ -245,7 +245,7 @@ def _interval(name: str, found: Ratio) -> dict[str, float]:
 
 
 def _engines(subject: Subject, measured: Measured) -> dict[str, float]:
-    """What the other engines took beside the model; what is left out becomes a fact, with the reason."""
+    """The times of the other engines beside the model; one that is left out becomes a fact, with the reason."""
     left_out = [f"{name}: {measured.failed[name][1]}" for name in ENGINES if name in measured.failed]
     if left_out:
         subject.facts["engines_left_out"] = "; ".join(left_out)

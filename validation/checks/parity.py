@@ -47,7 +47,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 
 def _became(subject: Subject) -> dict[str, str]:
-    """What became of each size that the inputs of a sweep can have: whether it is free, or what forbids it."""
+    """Try each size that the inputs of a sweep can have, and say whether it is free, or what forbids it."""
     way = subject.captured(subject.wide).way
     if not way.shapes and free_sizes(subject.entry, subject.model(subject.wide)):
         return dict.fromkeys(OTHER_SIZES, FIXED)
@@ -61,7 +61,7 @@ def _became(subject: Subject) -> dict[str, str]:
 
 
 def _at(subject: Subject, sizes: dict[str, int]) -> str:
-    """What became of one size; raises `AssertionError` where the graph takes it, and gives something else."""
+    """Say what became of one size; raises `AssertionError` where the graph takes it, and gives something else."""
     dtype = subject.wide
     given = {name: value.shape for name, value in subject.inputs(dtype).items()}
     with subject.entering("other sizes"):

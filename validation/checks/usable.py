@@ -162,7 +162,7 @@ def _compare(expected: object, actual: object, limit: float = 0.0) -> None:
 
 
 def _strangers(traced: nn.Module, model: nn.Module) -> list[str]:
-    """What is wrong with exchanging weights between the model and its graph."""
+    """Exchange weights between the model and its graph, and say what is wrong with that."""
     try:
         traced.load_state_dict(model.state_dict(), strict=True)
         model.load_state_dict(traced.state_dict(), strict=True)

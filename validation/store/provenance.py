@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What all records of one run share.
+    """The facts that all records of one run share.
 
     `devices` maps a device of the cases (`cpu`, `cuda`) to the name of the hardware, `threads` is the
     number of threads that timed cases ran with. `Run.now` fills it in for the running process.

@@ -23,7 +23,7 @@ def read_run(path: Path) -> pd.DataFrame:
 
 
 def read_table(path: Path) -> pa.Table:
-    """What `read_run` reads, with every column of this version; the new ones are empty in a file of an older one."""
+    """The table that `read_run` reads, with every column of this version; the new ones are empty in a file of an older one."""
     file = file_of(path)
     if not file.is_file():
         raise ReportError(f"{file}: no such file; `fxopt validate` writes one")
