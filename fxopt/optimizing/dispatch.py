@@ -42,7 +42,8 @@ MOST_GRAPHS = 8
 _MOST_FAILURES = 2  # how often to try for one structure
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_FORGOTTEN = 8  # how often weights or modules may change
-_EVERY = 16  # in how many calls of a model without graphs to ask once if it has changed, and to try again then
+# In how many calls of a model without graphs to ask once if it has changed, and to try again then.
+_EVERY = 16
 
 
 @dataclasses.dataclass

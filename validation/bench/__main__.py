@@ -14,6 +14,7 @@ from .peers import peers
 from .presets import presets
 from .profile import profile
 from .runs import runs
+from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,6 +34,7 @@ app.command()(peers)
 app.command()(presets)
 app.command()(profile)
 app.command()(runs)
+app.command()(verification)
 
 if __name__ == "__main__":
     app()
