@@ -18,7 +18,7 @@ FOLDER = ROOT / "reports" / "mutation"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one planted fault.
+    """The outcome of one planted fault.
 
     Attributes:
         fault: the fault.
