@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.objects import is_open
 
 _SEQUENCES = (list, collections.deque)
@@ -21,40 +22,44 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `kept` is the object itself, and `tensors` are those in it: None if there are free sizes."""
+    """All that is in an object; `kept` is the object itself, `tensors` and `sizes` are the tensors and free sizes in it."""
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)
-    tensors: tuple[torch.Tensor, ...] | None = dataclasses.field(default=(), compare=False)
+    tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
+    sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
 
 
 class SnapshotMaker:
-    """Describes objects; `named` gives the name of a tensor. One object is described once."""
+    """Describes objects; `named` gives the name of a tensor, `sized` that of a size. One object is described once."""
 
-    def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
-        self._named = named
+    def __init__(self, named: Callable[[torch.Tensor], Any], sized: Callable[[Any], Any] = str) -> None:
+        self._named, self._sized = named, sized
         self._known: dict[int, Snapshot] = {}
         # Objects that can be changed, in the order in which they were met in the one described now.
         self._met: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
-        self._has_sizes = False
+        self._sizes: list[Any] = []
 
     def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
-            self._tensors, self._has_sizes, self._met = [], False, {}
+            self._tensors, self._sizes, self._met = [], [], {}
             parts = self._parts(value)
-            self._known[id(value)] = Snapshot(parts, value, None if self._has_sizes else tuple(self._tensors))
+            self._known[id(value)] = Snapshot(parts, value, tuple(self._tensors), tuple(self._sizes))
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
+        if type(value) is UnusableNumber:
+            self._sizes.append(value)
+            return "a size of an earlier call"
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
         if isinstance(value, torch.Tensor):
             self._tensors.append(value)
             return self._named(value)
         if isinstance(value, SymbolicNumber):
-            self._has_sizes = True
-            return str(value)
+            self._sizes.append(value)
+            return self._sized(value)
         kind = type(value).__qualname__
         if id(value) in self._met:
             return kind, self._met[id(value)]

@@ -27,8 +27,8 @@ class Request:
     inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `knows_keys` says that sizes
     which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
     them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
-    the state of the model that an earlier call left, `known` the values of tensors in it, by identity, and `hooks` are the
-    hooks of each module, before and after its forward. Shared by all captures are `raising`, whether functions of torch
+    the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
+    are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared by all captures are `raising`, whether functions of torch
     were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that made
     calls.
     """
@@ -45,8 +45,9 @@ class Request:
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
     earlier: Changes | None = None
-    known: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
     running: RunningCode = dataclasses.field(default_factory=RunningCode)

@@ -62,7 +62,14 @@ class ForwardRun:
         request, shape_env = self.request, self.shape_env
         request.running.runs += 1
         device = request.device()
-        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier, request.known)
+        shell = FakeModel(
+            request.model,
+            self.fake_mode,
+            request.layers,
+            request.earlier,
+            request.known,
+            self._refuse_earlier,
+        )
         writer = GraphWriter(self.graph, self.sizes, shell, device, request.running)
         example = None
         if request.specialize:
@@ -131,10 +138,17 @@ class ForwardRun:
             state=state,
             hooks=shell.hooks(),
             written=shell.written(),
+            originals=shell.originals,
             unchanged_buffers=shell.unchanged_buffers(),
             changed_outside=changed_outside,
             moved=self.placeholders.moved() | tensor_sizes.written(),
         )
+
+    def _refuse_earlier(self) -> None:
+        reason = "the forward reads what an earlier call has left"
+        if not hasattr(self, "recorder"):
+            raise TraceError(f"{reason}.")  # as the key of a dict, which is being copied
+        self.recorder.fail(reason)
 
     def _fake_inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """Write the placeholders; the arguments of the forward, with fakes for the examples."""
