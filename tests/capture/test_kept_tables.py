@@ -1,6 +1,7 @@
 """Tables that a forward keeps in the model for later calls: made anew by the graph where sizes and constants decide on them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -221,3 +222,72 @@ def test_what_a_call_at_size_one_leaves_does_not_reach_other_sizes(forward):
     traced = fxopt.trace(model, (torch.randn(2, 5, 4).double(),), dynamic_shapes=({0: Dim.AUTO},))
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
         traced(torch.randn(1, 5, 4).double())
+
+
+class Slots:
+    __slots__ = ("length", "table")
+
+    def __init__(self):
+        self.length, self.table = 0, None
+
+    def first(self, x):
+        if self.table is None:
+            self.table = rows(x.shape[1], x).sum()
+        return self.table
+
+
+def in_a_closure():
+    table = None
+
+    def first(x):
+        nonlocal table
+        if table is None:
+            table = rows(x.shape[1], x).sum()
+        return table
+
+    return first
+
+
+def first_in_a_list(self, x):
+    if self.kept[0].numel() == 0:
+        self.kept[0] = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.kept[0]
+
+
+def first_of_an_object(self, x):
+    return self.dense(x) + self.kept.first(x)
+
+
+def first_of_a_function(self, x):
+    return self.dense(x) + self.kept(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "kept"),
+    [
+        (first_in_a_list, [torch.zeros(0)]),
+        (first_of_an_object, Slots()),
+        (first_of_a_function, Slots().first),
+        (first_of_a_function, functools.partial(Slots.first, Slots())),
+        (first_of_a_function, in_a_closure()),
+    ],
+    ids=["list", "slots", "method", "partial", "closure"],
+)
+def test_what_the_first_call_keeps_is_refused_wherever_it_is_kept(forward, kept):
+    model = module(forward, dense=nn.Linear(4, 4), kept=kept)
+    with pytest.raises(fxopt.TraceError, match="the forward assigns to 'kept'"):
+        fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
+
+
+def test_a_table_in_slots_is_made_anew():
+    def forward(self, x):
+        if self.kept.table is None or self.kept.length < x.shape[1]:
+            self.kept.table, self.kept.length = rows(x.shape[1], x), x.shape[1]
+        return self.dense(x) + self.kept.table[: x.shape[1]]
+
+    model = module(forward, dense=nn.Linear(4, 4), kept=Slots()).double()
+    eager = copy.deepcopy(model)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4).double(),), dynamic_shapes=({1: Dim.DYNAMIC},))
+    for length in LENGTHS:
+        x = torch.randn(2, length, 4, dtype=torch.float64)
+        torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)

@@ -83,16 +83,28 @@ class FakeModel:
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
+        self._held: dict[int, tuple[Any, ...]] = {}
         self._containers = recorded_modules(self.model, self._layers)
         self._own = {
             id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
         }
+        # Tensors that are in lists, dicts and objects at first: another one in their place is a change.
+        snapshots = [value for value in self.state({}).values() if isinstance(value, Snapshot)]
+        held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
+        self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
             if isinstance(value, Snapshot):
+                if value.in_closure and (value.tensors or value.sizes):
+                    raise TraceError(
+                        f"a function that {key!r} holds keeps a tensor or a size for a later call."
+                    )
                 stand_ins = self._stand_ins(value, known or {}, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
-            setattr(self.model.get_submodule(name), key, value)
+            if type(value) is UnusableNumber:
+                vars(self.model.get_submodule(name))[key] = value  # `nn.Module` would ask what it is
+            else:
+                setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
@@ -130,7 +142,8 @@ class FakeModel:
         """
 
         def named(tensor: torch.Tensor) -> Any:
-            return self._own.get(id(aliases.get(id(tensor), tensor)), MADE)
+            key = id(aliases.get(id(tensor), tensor))
+            return self._own.get(key) or self._held.get(key, (MADE,))[0]
 
         state: Changes = {}
         contents = SnapshotMaker(named)

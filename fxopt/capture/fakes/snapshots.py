@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import pickle
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.unusable_number import UnusableNumber
-from fxopt.objects import is_open
+from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
@@ -22,12 +24,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `kept` is the object itself, `tensors` and `sizes` are the tensors and free sizes in it."""
+    """All that is in an object; `kept` is the object itself, `tensors` and `sizes` are the tensors and free sizes in it.
+
+    `in_closure` says that a function in it holds variables, which `copy.deepcopy` does not copy.
+    """
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)
     tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
     sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+    in_closure: bool = dataclasses.field(default=False, compare=False)
 
 
 class SnapshotMaker:
@@ -40,12 +46,15 @@ class SnapshotMaker:
         self._met: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[Any] = []
+        self._in_closure = False
 
     def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
-            self._tensors, self._sizes, self._met = [], [], {}
+            self._tensors, self._sizes, self._met, self._in_closure = [], [], {}, False
             parts = self._parts(value)
-            self._known[id(value)] = Snapshot(parts, value, tuple(self._tensors), tuple(self._sizes))
+            self._known[id(value)] = Snapshot(
+                parts, value, tuple(self._tensors), tuple(self._sizes), self._in_closure
+            )
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
@@ -76,6 +85,18 @@ class SnapshotMaker:
             return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
         if is_open(value):
             return kind, self._parts(vars(value))
+        if isinstance(value, functools.partial):
+            return kind, self._parts((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return kind, self._parts((value.__self__, value.__func__))
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            self._in_closure = True
+            filled = [cell.cell_contents for cell in value.__closure__ if cell != types.CellType()]
+            return kind, self._parts(tuple(filled))
+        if isinstance(value, bytearray):
+            return kind, bytes(value)
+        if "__slots__" in vars(type(value)):
+            return kind, self._parts(attributes(value))
         return kind  # nothing more is known about it
 
     def _parts_of_one(self, item: Any) -> Any:

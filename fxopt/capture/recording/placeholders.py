@@ -223,7 +223,8 @@ class Placeholders:
         given = copy.deepcopy(value)
         if not same_value(given, value):
             raise TraceError(
-                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one."
+                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one. "
+                "Give tensors, numbers, and tuples, lists, dicts, dataclasses and plain objects of them."
             )
         if path and value == self._writer.device:
             return given  # where an object lives; another device is no error in itself

@@ -19,6 +19,11 @@ from fxopt.capture.runtime.input_specs import same_value
 from fxopt.effects import written_by
 from fxopt.operators import is_torch_function
 
+# Calls that read the dtype, device and sizes of the tensor at this place, and none of its numbers.
+_READ_NO_NUMBERS = dict.fromkeys(
+    ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"), 0
+)
+_READ_NO_NUMBERS |= dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), 1)
 # Numbers in a tensor above which nothing is computed.
 _MOST_NUMBERS = 2**25
 
@@ -89,6 +94,7 @@ class PartialEvaluation:
             return self._run.request.device()
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
         if node.op in ("call_function", "call_method"):
+            args, kwargs = _without_data(node, args, kwargs)
             written = written_by(node, None)
             if not _holds_results((args, kwargs)) and written is not None:
                 computed = self._computed(node, args, kwargs)
@@ -157,6 +163,19 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (_Result, _Own)):
         return bool(one == other)
     return not isinstance(other, (torch.Tensor, _Result, _Own)) and same_value(one, other)
+
+
+def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with an empty tensor for what a step gives of which only dtype, device and sizes are read."""
+    place = _READ_NO_NUMBERS.get(getattr(node.target, "__name__", str(node.target)))
+    read = node.args[place] if place is not None and place < len(node.args) else None
+    like = read.meta.get("val") if isinstance(read, torch.fx.Node) else None
+    if place is None or not isinstance(args[place], (_Result, _Own)) or not isinstance(like, torch.Tensor):
+        return args, kwargs
+    if _is_large(like) or any(_hint(size) < 0 for size in like.shape):
+        return args, kwargs
+    empty = torch.empty(tuple(map(_hint, like.shape)), dtype=like.dtype, device=like.device)
+    return (*args[:place], empty, *args[place + 1 :]), kwargs
 
 
 def _holds_results(value: Any) -> bool:
