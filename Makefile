@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 export HF_HUB_OFFLINE = 1
 
-.PHONY: validate test fuzz mutation lint docs links clean
+.PHONY: validate test fuzz mutation lint docs links pictures clean
 
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
@@ -48,6 +48,11 @@ docs: $(INSTALLED)
 
 links: docs
 	$(SPHINX) --builder linkcheck docs docs/_build/links
+
+# The pictures of docs/capture.md, with Graphviz.
+pictures: docs/images/capture.svg docs/images/call.svg
+docs/images/%.svg: docs/images/%.dot
+	dot -Tsvg $< -o $@
 
 clean:
 	rm -rf $(VENV)

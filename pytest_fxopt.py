@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="only pipelines with this pass, repeatable: its name, or mypackage.passes.MyPass",
     )
+    group.addoption(
+        "--fx-pipeline",
+        action="append",
+        help="only this pipeline, repeatable: a name in the zoo, all, exact, or passes joined by +",
+    )
     group.addoption("--fx-tag", action="append", help="only models with this tag, repeatable")
     group.addoption("--fx-model", action="append", help="only the model of this name, repeatable")
     group.addoption(
@@ -45,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
     )
     group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
+    group.addoption(
+        "--fx-timing",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long all that is timed of one model may take turns at most; default: 8",
+    )
     group.addoption(
         "--fx-engine",
         choices=["ray"],
@@ -88,7 +99,9 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         try:
             harness = importlib.import_module(f"{HARNESS}.plugin")
         except ImportError as error:
-            raise pytest.UsageError(f"the harness needs `pip install fxopt[validation]`: {error}") from error
+            raise pytest.UsageError(
+                f'the harness needs `pip install "fxopt[validation]"`: {error}'
+            ) from error
         harness.prepare(config)
         config.pluginmanager.register(harness, "fxopt-harness")
     return (yield)

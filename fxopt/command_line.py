@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
@@ -43,7 +43,7 @@ OF_THE_HARNESS = {
     "zoo": "check a zoo file; record how many sites each pass has in its models",
 }
 
-LACKING = "the harness is not installed: `pip install fxopt[validation]`"
+LACKING = 'the harness is not installed: `pip install "fxopt[validation]"`'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line which argument is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
     epilog = (
         "Of the harness, each with --help of its own:\n"
@@ -79,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\nExit status: 0 all is well; 1 the answer is no: not captured, a case fails, something got worse;\n"
         "2 a mistake in the command or in a file that it names; 130 interrupted."
     )
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "fxopt",
         description="Capture models as torch.fx graphs, rewrite them, and validate that.",
         epilog=epilog,

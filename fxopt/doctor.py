@@ -1,4 +1,4 @@
-"""What is installed here, and whether fxopt works with it."""
+"""Tells which versions are installed here, and whether fxopt works with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules a graph calls and shares, and why one may not be replaced there."""
+"""Finds the modules that a graph calls and shares, and the reasons why one may not be replaced there."""
 
 from __future__ import annotations
 

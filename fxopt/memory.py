@@ -1,4 +1,4 @@
-"""Which values of a graph may share memory, and which nodes write into it.
+"""Finds the values of a graph that may share memory, and the nodes that write into it.
 
 Answers are conservative: what cannot be shown to be apart may share memory.
 """
@@ -23,7 +23,7 @@ from fxopt.submodules import attribute
 
 
 class Memory:
-    """What the values of one graph share, and what is written when; a part of `GraphIndex`.
+    """The memory that values of one graph share, and when it is written; a part of `GraphIndex`.
 
     Args:
         graph_module: the module to ask about.
@@ -265,7 +265,7 @@ class Memory:
         return self._modules[str(node.target)] if node.op == "call_module" else None
 
     def _memory(self, node: Node) -> int:
-        """What memory an input of the graph may share: one number for all placeholders."""
+        """The memory that an input of the graph may share: one number for all placeholders."""
         if node.op == "placeholder":
             return 0
         value = attribute(self._graph_module, str(node.target))
@@ -282,7 +282,7 @@ _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells whether tensors share memory: the same number for all that do, as long as they live."""
+    """A number that is the same for all tensors that share memory, as long as they live."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a subclass without storage

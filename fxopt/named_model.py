@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,14 @@ def _imported(name: str) -> Callable[[], Any] | nn.Module:
 
 
 def _called(name: str, factory: Callable[[], Any]) -> Any:
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"{name}: {error}; name a function of your own that takes none and returns the model"
+        ) from error
+    except ValueError:
+        pass  # what is written in C has no signature: the call tells
     try:
         return factory()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What each node of a graph gives when the graph is run."""
+"""The value of each node of a graph that is run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def entries(container: Any) -> dict[Any, Any]:
-    """What is in a list, a dict or an open object, by index, key or name."""
+    """The parts of a list, a dict or an open object, by index, key or name."""
     if isinstance(container, list):
         return dict(enumerate(container))
     return dict(container if isinstance(container, dict) else vars(container))

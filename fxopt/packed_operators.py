@@ -43,11 +43,13 @@ class Packed:
     Attributes:
         run: computes a layer with it.
         nbytes: the memory that it takes.
+        address: where that is.
         unpack: gives the weight that was packed, bit for bit; None where the packed one does not tell.
     """
 
     run: Run
     nbytes: int
+    address: int
     unpack: Callable[[], Tensor] | None = None
 
 
@@ -118,7 +120,7 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
             return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
         return finished(run(input, packed, bias, "none", [], ""), other, activation)
 
-    return Packed(compute, torch.ops.mkldnn._nbytes(packed), packed.to_dense)
+    return Packed(compute, *_memory(packed), packed.to_dense)
 
 
 def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
@@ -132,7 +134,7 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         return finished(run(input, packed, weight, bias, rows), other, activation)
 
     # What torch tells of its size is what MKL reserves; it fills about as much as the weight takes.
-    return Packed(compute, weight.nbytes)
+    return Packed(compute, weight.nbytes, _memory(packed)[1])
 
 
 def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
@@ -151,7 +153,7 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
             value = value + bias
         return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
 
-    return Packed(compute, packed.nbytes + scale.nbytes)
+    return Packed(compute, packed.nbytes + scale.nbytes, packed.data_ptr())
 
 
 def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
@@ -177,7 +179,12 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
             return finished(value, None, activation)
         return finished(run(input, packed, bias, *options, "none", [], ""), other, activation)
 
-    return Packed(compute, torch.ops.mkldnn._nbytes(packed), packed.to_dense)
+    return Packed(compute, *_memory(packed), packed.to_dense)
+
+
+def _memory(packed: Tensor) -> tuple[int, int]:
+    """How many bytes a tensor of oneDNN takes, and where."""
+    return torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
 
 
 def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Which values of a graph run in a lower precision, and where they are cast: what ChangePrecision follows."""
+"""Plans for `ChangePrecision` which values of a graph run in a lower precision, and where they are cast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAYERS_WITHOUT = (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What changes, for the whole graph.
+    """All changes of a graph.
 
     Attributes:
         node: the first call of a layer or read of a parameter that changes.

@@ -15,7 +15,7 @@ from fxopt.operators import Fact
 
 
 class Rounding:
-    """Which values of a graph are floating, and what makes a large error of a small one.
+    """Knows the floating values of a graph, and the nodes that make a large error of a small one.
 
     Answers are conservative: what is not known to be floating, or to keep an error small, counts as if it did not.
 

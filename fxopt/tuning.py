@@ -141,7 +141,7 @@ def _fastest_layer(layer: nn.Module, shape: Sequence[int]) -> nn.Module:
 
 
 def _key(layer: nn.Module, shape: Sequence[int]) -> str:
-    """What the times depend on: the layer, its input, the machine, torch and its threads."""
+    """All that the times depend on: the layer, its input, the machine, torch and its threads."""
     weight = layer.get_parameter("weight")
     what = f"{layer!r} {weight.dtype} {'x'.join(map(str, shape))}"
     return f"{what}; {_machine()}"

@@ -1,4 +1,4 @@
-"""What tests of passes share: before -> after, judged in every way that a pass promises."""
+"""Tests of passes share this: before -> after, judged in every way that a pass promises."""
 
 from __future__ import annotations
 

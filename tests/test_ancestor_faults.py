@@ -23,7 +23,7 @@ ROWS = torch.randn(5, 4, dtype=torch.float64)
 
 
 def same_outputs(pass_, model, *inputs, sites):
-    """Whether the pass rewrites `sites` places of a float64 model, and the outputs stay."""
+    """Tell whether the pass rewrites `sites` places of a float64 model, and the outputs stay."""
     model = randomise(model).double().eval()
     traced = trace(model, inputs)
     before = copy.deepcopy(traced)

@@ -139,6 +139,13 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (["passes", "--pass", f"{HERE}.Two"], 2, "'Two', which is no pass that takes no arguments"),
         (["passes", "--pass", f"{HERE}.Three"], 2, "has no class 'Three'"),
         (["passes", "--pass", f"{HERE}.MergeLinears"], 2, "has a pass of the same name"),
+        (["trace"], 2, "the following arguments are required: MODEL; see `fxopt trace --help`"),
+        (["doctor", "--loud"], 2, "unrecognized arguments: --loud; see `fxopt --help`"),
+        (
+            ["trace", "torch.nn:Linear"],
+            2,
+            "missing a required argument: 'in_features'; name a function of your own",
+        ),
         (["trance"], 2, "no command 'trance'; there are trace, .*validate"),
         (["trace", "net", "--zoo", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
     ],
@@ -162,7 +169,7 @@ def test_with_torch_alone_one_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "typer", None)
     status, out, err = call(*command)
     assert (status, out) == (2, "")
-    assert err.startswith("error: the harness is not installed: `pip install fxopt[validation]`")
+    assert err.startswith('error: the harness is not installed: `pip install "fxopt[validation]"`')
     assert len(err.splitlines()) == 1
     assert call("doctor")[0] == 0
 

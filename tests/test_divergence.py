@@ -231,3 +231,13 @@ def test_the_smallest_wrong_part_is_the_wrong_site(deep: tuple[Oracle, GraphModu
 def test_inputs_on_which_the_graph_itself_fails_are_no_right_ones(deep: tuple[Oracle, GraphModule]) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         minified(deep[1], [ForgetsBias(of=("8",))], [x(5, 6)])
+
+
+def test_what_is_no_graph_has_no_nodes_to_compare() -> None:
+    model = nn.Linear(2, 2)
+    graph = torch.fx.symbolic_trace(nn.Sequential(model))
+    for pair in ((model, graph), (graph, model)):
+        with pytest.raises(
+            TypeError, match=r"a Linear has no nodes: give graph modules, such as fxopt\.trace"
+        ):
+            first_divergence(*pair, [torch.ones(1, 2)])

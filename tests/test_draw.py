@@ -1,4 +1,4 @@
-"""What a drawing shows: modules as nested frames, layers and operations as boxes, tensors as labelled arrows."""
+"""A drawing shows modules as nested frames, layers and operations as boxes, tensors as labelled arrows."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What is left when a pass, or an undo, fails: the graph module as it was."""
+"""A pass, or an undo, that fails leaves the graph module as it was."""
 
 import copy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.rewriting.record import fingerprint
+from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.signature import stable_text
 
 

@@ -1,4 +1,4 @@
-"""What is written when, and what shares memory."""
+"""Order of writes, and memory that tensors share."""
 
 import operator
 

@@ -300,7 +300,7 @@ def test_what_depends_on_the_layout():
 
 
 def at_one_place(name, function, args):
-    """Whether a change of one element changes no other; `None` where shapes do not allow the question."""
+    """Tell whether a change of one element changes no other; `None` where shapes do not allow the question."""
     before = outcome(function, args)
     inputs = tensors(args)
     if {t.shape for t in inputs} != {(3, 4)} or not isinstance(before, Tensor) or before.shape != (3, 4):
@@ -320,7 +320,7 @@ def test_elementwise():
 
 
 def grows(name, function, args):
-    """Whether an error of 1e-12 grows to more than 1e-9, or makes infinite numbers of finite ones."""
+    """Tell whether an error of 1e-12 grows to more than 1e-9, or makes infinite numbers of finite ones."""
     in_first = Fact.SMOOTH_IN_FIRST in TABLE[name]
     second = args[1] if in_first else None
     if (
@@ -370,7 +370,7 @@ def test_smooth():
 
 
 def mixes(name, function, args):
-    """Whether one element of the value depends on several elements of an input."""
+    """Tell whether one element of the value depends on several elements of an input."""
     return any(_mixes(function, copied(args), number) for number in range(len(floating(args))))
 
 

@@ -1,4 +1,4 @@
-"""What a release says of itself, and that it needs torch and safetensors alone."""
+"""A release tells its version and types, and needs torch and safetensors alone."""
 
 import importlib.metadata
 import os

@@ -20,7 +20,8 @@ from fxopt import (
     history,
     undo,
 )
-from fxopt.rewriting.record import MARKS, fingerprint
+from fxopt.rewriting.fingerprint import fingerprint
+from fxopt.rewriting.record import MARKS
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
 from fxopt.testing import assert_round_trip, randomise

@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is one clear error, and nothing of the old folder is lost."""
+"""A thing that cannot be saved or loaded is one clear error, and nothing of the old folder is lost."""
 
 import copy
 import json
@@ -290,7 +290,7 @@ def test_a_forged_graph(edit, folder, monkeypatch):
 
 
 def test_a_forged_record(tmp_path, monkeypatch):
-    """What undo would do is held against the same rules as what the graph does."""
+    """The steps of an undo are held against the same rules as what the graph does."""
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran a command"))
     model, inputs = small_models.bert()
     fxopt.save(fxopt.MergeLinears()(fxopt.symbolic_trace(model.eval(), list(inputs))), tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""What the first version undid too much of, or not at all: compositions, signatures, hand-written transformations."""
+"""Undone too much or not at all by the first version: compositions, signatures, hand-written transformations."""
 
 import copy
 import operator

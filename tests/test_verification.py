@@ -430,6 +430,48 @@ def test_right_passes_are_found_right(name):
 
 
 @dataclasses.dataclass(frozen=True)
+class Doubled(fxopt.Rewrite):
+    """Twice the number in each multiplication, and in each division so many times that of before."""
+
+    divided: float
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield graph_module.graph.output_node()
+
+    def apply(self, rewriter, _):
+        for target, factor in ((operator.mul, 2), (operator.truediv, self.divided)):
+            for node in rewriter.graph.find_nodes(op="call_function", target=target):
+                rewriter.set(node, args=(node.args[0], factor * node.args[1]))
+
+
+@pytest.mark.parametrize("divided", [2, 3])
+@pytest.mark.parametrize(
+    ("use", "is_right"),
+    [
+        (lambda m, x: m.layer(x * 3) / 5, True),
+        (lambda m, x: m.layer(m.layer(x * 3).relu()) / 5, True),
+        (lambda m, x: m.layer((x * 3).relu_()) / 5 + 1, True),
+        (lambda m, x: (m.layer(x * 3) / 5).exp().floor(), True),
+        (lambda m, x: ((y := m.layer(x * 3)) / 5, y), False),
+        (lambda m, x: (x * 3).sigmoid() / 5, False),
+        (lambda m, x: m.with_bias(x * 3) / 5, False),
+        (lambda m, x: ((y := x * 3), (z := m.layer(y)), z.add_(1), z / 5)[3], False),
+        (lambda m, x: ((y := x * 3), (z := m.layer(y)), z[0].fill_(1), z / 5)[3], False),
+        (lambda m, x: ((y := x * 3), (z := m.layer(y)), z[0].floor_(), z / 5)[3], False),
+    ],
+)
+def test_untouched_nodes_between_changed_ones_are_run_with_them(use, is_right, divided):
+    layers = {"layer": nn.Linear(4, 4, bias=False), "with_bias": nn.Linear(4, 4)}
+    said = verified(Doubled(divided), use, X, **layers)
+    if is_right and divided == 2:
+        assert isinstance(said, torch.fx.GraphModule), said
+    else:
+        assert "differs by" in said
+
+
+@dataclasses.dataclass(frozen=True)
 class Promises(FuseBiasInLinear):
     limit: int = 0
 

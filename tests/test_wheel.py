@@ -99,7 +99,8 @@ def test_a_repository_runs_its_own_pass_on_its_own_zoo(installed: Installed) -> 
     own = installed.run("python", "-m", "pytest", "-q")
     assert own.returncode == 0, own.stdout + own.stderr
     done = installed.run(
-        "fxopt", "validate", "--pass", "RemoveRepeatedReLU", "-k", "RemoveRepeatedReLU", "--json"
+        *("fxopt", "validate", "--pass", "RemoveRepeatedReLU", "-k", "RemoveRepeatedReLU"),
+        *("--timing", "0.1", "--json"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

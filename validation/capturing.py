@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -42,11 +43,25 @@ class Captured:
 def capture(entry: Entry, model: nn.Module, inputs: Mapping[str, Tensor]) -> Captured:
     """Capture a model of a zoo file as its entry says."""
     started = time.process_time()
-    if entry.sizes == "dynamic":
+    if entry.sizes_are_free and not entry.dynamic_shapes:
         graph = fxopt.symbolic_trace(model, list(entry.inputs))
     else:
-        graph = fxopt.trace(model, kwargs=dict(inputs))
+        graph = fxopt.trace(model, kwargs=dict(inputs), dynamic_shapes=named_shapes(entry) or None)
     return Captured(graph, Way(), seconds=time.process_time() - started)
+
+
+def named_shapes(entry: Entry) -> Shapes:
+    """The `dynamic_shapes` of an entry, in the form that `fxopt.trace` and `torch.export` take."""
+    symbols = {symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}
+    dims = {
+        symbol: torch.export.Dim(symbol, **entry.dims[symbol].model_dump(exclude_none=True))
+        if symbol in entry.dims
+        else torch.export.Dim(symbol)
+        for symbol in symbols
+    }
+    return {
+        name: {d: dims[symbol] for d, symbol in free.items()} for name, free in entry.dynamic_shapes.items()
+    }
 
 
 def ways(shapes: Shapes | None) -> list[Way]:

@@ -116,8 +116,9 @@ class Controller:
     def _recorded(
         self, cases: Sequence[Case], begun: Callable[[Case], None]
     ) -> Generator[Record, None, None]:
-        """What a run that was cut has found; then the cases that may share the machine; then, alone, the timed ones."""
+        """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
         earlier = self._journal.earlier if self._journal else {}
+        self._pool.remember(earlier.values())
         for case in [case for case in cases if case in earlier]:
             begun(case)
             yield earlier[case]
@@ -186,7 +187,7 @@ class Controller:
 
 
 def _stop_if_asked(session: pytest.Session) -> None:
-    """What pytest's own loop does after each test: `-x`, `--maxfail`, and plugins ask for it."""
+    """End the run as pytest's own loop does after a test: `-x`, `--maxfail`, and plugins ask for it."""
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
@@ -198,7 +199,7 @@ def is_timed(case: Case) -> bool:
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""What Ctrl-C, and `timeout` or a CI job that is over, send."""
+"""The signals that Ctrl-C, and `timeout` or a CI job that is over, send."""
 
 
 def _once(*_: object) -> None:

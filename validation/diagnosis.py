@@ -21,10 +21,10 @@ from .records import Case, Check, Finding, Outcome
 from .subject import Subject
 
 MOST_SECONDS = 60.0
-"""What a diagnosis may take, and no more than a third of what is left to its case."""
+"""The most that a diagnosis may take, and no more than a third of what is left to its case."""
 
 ALL_SECONDS = 300.0
-"""What those of a process may take together: where everything is wrong, the first ones say why."""
+"""The most that those of a process may take together: where everything is wrong, the first ones say why."""
 
 
 BEFORE_PASSES = ("load", "capture", "run the model")

@@ -8,11 +8,11 @@ import importlib.metadata
 import platform
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .pool import PRELOADED, Make, Pool
+from .pool import PRELOADED, Make, Pool, deaths
 from .records import Case, Check, Outcome, Record
 
 HELD_BACK = 0.05
@@ -73,7 +73,12 @@ class Fleet:
         self._parts = self._ray.put((make, limit, judged, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
         self._gone: set[str] = set()
+        self._deaths: Counter[tuple[str, str]] = Counter()
         _check_versions(self._ray)
+
+    def remember(self, records: Iterable[Record]) -> None:
+        """As of `Pool`."""
+        self._deaths += deaths(records)
 
     def run(
         self, cases: Iterable[Case], workers: int = 0, begun: Callable[[Case], None] = lambda case: None
@@ -143,7 +148,7 @@ class Fleet:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
         return self._run.options(**options).remote(
-            self._parts, list(chunk.cases), 0.0 if chunk.lost else HELD_BACK
+            self._parts, list(chunk.cases), 0.0 if chunk.lost else HELD_BACK, self._deaths
         )
 
     def _heard(self, task: Any, chunk: _Chunk, place: str) -> Iterator[Record | None]:
@@ -178,16 +183,20 @@ def _on_gpu(chunk: _Chunk) -> bool:
 
 
 def _run(
-    parts: tuple[Make, Any, Any, Collection[str]], cases: Sequence[Case], held_back: float
+    parts: tuple[Make, Any, Any, Collection[str]],
+    cases: Sequence[Case],
+    held_back: float,
+    died: Counter[tuple[str, str]],
 ) -> Iterator[list[Record]]:
-    """What a task does on its node: a pool of one process, and its records as they arrive.
+    """Work on a task on its node: a pool of one process, and its records as they arrive.
 
     After a loss nothing is held back: the first case without a record is then the one that was running.
     """
     make, limit, judged, preload = parts
     held: list[Record] = []
     since = time.monotonic()
-    for record in Pool(make, limit, judged=judged, preload=preload).run(cases, 1):
+    pool = Pool(make, limit, judged=judged, preload=preload, died=died)
+    for record in pool.run(cases, 1):
         held.append(record)
         if time.monotonic() - since >= held_back:
             yield held

@@ -30,7 +30,7 @@ def case_id(nodeid: str) -> str:
 
 
 def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Iterable[pytest.TestReport]:
-    """What pytest would report if it had run the case itself: the call, and that it was cleared up."""
+    """The reports that pytest would make if it had run the case itself: of the call, and that it was cleared up."""
     outcome = "passed"
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:

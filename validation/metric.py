@@ -84,10 +84,10 @@ _SHARE = Metric("accuracy", "higher", difference=0.02)
 _SIZE = Metric("size", factor=1.1)
 
 UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
-"""What a word in the name of a measurement says of its unit."""
+"""The units that words in the names of measurements stand for."""
 
 UNKNOWN = Metric("undeclared", factor=1.1)
-"""What no pattern knows: its changes are told, and that nobody has said whether they are good."""
+"""A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
 
 METRICS: dict[str, Metric] = {
     "*_error_original*": Metric("error", factor=math.inf),  # the model's own, whatever passes make of it

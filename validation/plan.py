@@ -37,7 +37,7 @@ def _without_collector() -> Iterator[None]:
 @_without_collector()
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
     """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it, × the full
-    pipelines `all` and `exact`; on each device. Those of a sweep, of which there are hundreds, go through each
+    pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
@@ -48,7 +48,7 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
     for entry in sorted(zoo, key=lambda entry: entry.name):
         # Many models have sites of the same passes, and so the same pipelines and checks, hundreds of them.
         sites = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
-        kind = (entry.given, getattr(entry, "peer", False), sites)
+        kind = (entry.given, getattr(entry, "peer", False), sites, tuple(entry.pipelines.items()))
         if kind not in known:
             known[kind] = sorted(
                 (pipeline, sorted(checks(entry, pipeline, passes)))
@@ -77,7 +77,7 @@ def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: S
 
 def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
     """A digest of what a case is made of: the definition of its model, and its passes with their options."""
-    fields = {"model", "config", "weights", "inputs", "sizes", "dtypes"}
+    fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dims", "dtypes"}
     made = entry.model_dump_json(include=fields)
     made += "".join(_options(passes[name]) for name in members(entry, case.pipeline, passes))
     return hashlib.sha256(made.encode()).hexdigest()[:12]
@@ -88,21 +88,30 @@ def _options(pass_: Transformation) -> str:
 
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
-    """The pipelines that are applied to a model; `all` and `exact` by name."""
+    """The pipelines that are applied to a model; `all`, `exact` and those of the zoo by name."""
     if not entry.given:
         return [(name,) for name in passes]
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
+    named += [(name,) for name in entry.pipelines]
     return [*((name,) for name in passes), *itertools.permutations(with_sites, 2), *named]
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
-    """The passes that a pipeline stands for, in order: `all` and `exact` lack those recorded with no sites."""
+    """The passes that a pipeline stands for, in order.
+
+    `all` and `exact` lack those recorded with no sites, and those with options: each pass is in them once.
+    """
     if pipeline not in ((ALL,), (EXACT,)):
-        return pipeline
+        return entry.pipelines.get(pipeline[0], pipeline) if len(pipeline) == 1 else pipeline
     ordered = dict.fromkeys([*(name for name in entry.sites if name in passes), *passes])
-    have_sites = [name for name in ordered if entry.sites.get(name) != 0]
+    have_sites = [name for name in ordered if entry.sites.get(name) != 0 and not _has_options(name, passes)]
     return tuple(n for n in have_sites if pipeline == (ALL,) or passes[n].preserves_computation)
+
+
+def _has_options(name: str, passes: Mapping[str, Transformation]) -> bool:
+    """True of a pass that a zoo file gives options: it is not called by its class alone."""
+    return name.startswith(f"{type(passes[name]).__name__}_")
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:

@@ -19,13 +19,15 @@ from fxopt.rewriting.transformation import Transformation
 from .controller import Controller, is_timed
 from .fleet import Fleet, FleetError
 from .gather import received
+from .passes import ZooError, passes_of
 from .plan import content, members, plan, unmet
 from .pool import Pool
 from .records import Case, Outcome
 from .run import Runner, in_worker
 from .store import seconds_by_group
+from .subject import TIMING
 from .sweep import SOURCES, architectures, marked
-from .zoo import Entry, ZooError, judged, load_zoo, own_passes
+from .zoo import Entry, judged, load_zoo
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()
@@ -33,7 +35,7 @@ WORKERS = pytest.StashKey[int]()
 
 
 def prepare(config: pytest.Config) -> None:
-    """What must be so before other plugins read the options.
+    """Prepare what other plugins must find when they read the options.
 
     `-n` is the number of processes in the pool: pytest-xdist is left with nothing to do. And models and passes of
     the repository that pytest runs in can be imported from its root, as with `python -m`.
@@ -78,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     entries = {entry.name: entry for entry in zoo}
     cases = {
         case.id: case
-        for case in plan(zoo, passes, devices)
+        for case in _of_pipelines(config, plan(zoo, passes, devices))
         if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
     # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
@@ -88,9 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds = seconds_by_group(directory / "baseline")
     limit: float | None = config.getoption("--fx-timeout")
     config.stash[CASES] = cases
-    config.stash[RUNNER] = Runner(zoo, passes)
+    timing: float = config.getoption("--fx-timing") or TIMING
+    config.stash[RUNNER] = Runner(zoo, passes, timing=timing)
     arguments: Any = {
-        "make": functools.partial(in_worker, zoo, passes),
+        "make": functools.partial(in_worker, zoo, passes, timing),
         "limit": lambda case: limit or entries[case.model].timeout,
         "expected": lambda group: seconds.get("-".join(group), 0.0),
         "judged": lambda record: marked(
@@ -144,14 +147,21 @@ def _engine(config: pytest.Config, arguments: dict[str, Any]) -> Pool | Fleet:
 
 
 def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:
-    """All passes, with those that the zoo and `--fx-pass` name by their paths; and the names of those in `--fx-pass`."""
+    """All passes, with those that the zoo adds and `--fx-pass` names by their paths; and the names of those in `--fx-pass`."""
     wanted: list[str] = config.getoption("--fx-pass") or []
+    paths, source = [name for name in wanted if "." in name], _source(config)
     try:
-        own = [] if _source(config) in SOURCES else own_passes(Path(_source(config)))
-        passes = fxopt.passes.ready([*own, *(name for name in wanted if "." in name)])
+        passes = fxopt.passes.ready(paths) if source in SOURCES else passes_of(Path(source), paths)
     except (PassError, ZooError) as error:
         raise pytest.UsageError(str(error)) from error
     return passes, _chosen("--fx-pass", [name.rpartition(".")[2] for name in wanted], passes)
+
+
+def _of_pipelines(config: pytest.Config, cases: Sequence[Case]) -> list[Case]:
+    """The cases of the pipelines in `--fx-pipeline`: names, or those of passes joined by "+"."""
+    named = {case: "+".join(case.pipeline) for case in cases}
+    wanted = _chosen("--fx-pipeline", config.getoption("--fx-pipeline"), {*named.values()} - {""})
+    return [case for case in cases if not wanted or named[case] in wanted]
 
 
 def _source(config: pytest.Config) -> str:

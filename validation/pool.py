@@ -25,7 +25,7 @@ Run = Callable[[Case], Record]
 Make = Callable[[Callable[[Case, str], None]], Run]
 """Makes what runs cases, in a worker: it is given what to tell each stage that a case enters."""
 
-PRELOADED = ["torch._dynamo", "torch.export", "transformers"]
+PRELOADED = ["torch._dynamo", "torch.export", "transformers", f"{__package__}.run"]
 """Imported once, in the process that all workers are forked from: a new worker is there in a moment."""
 
 MOST_DEATHS = 2
@@ -48,6 +48,7 @@ class Pool:
         expected: the seconds that the cases of a model are expected to take; the longest come first.
         judged: the last word on the record of a case that hung or died, such as that it was expected.
         preload: the modules that all workers import.
+        died: how often models have hung or died before.
     """
 
     def __init__(
@@ -57,13 +58,18 @@ class Pool:
         expected: Callable[[tuple[str, str]], float] = lambda group: 0.0,
         judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED,
+        died: Counter[tuple[str, str]] | None = None,
     ) -> None:
         self._make, self._limit, self._expected, self._judged = make, limit, expected, judged
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload(list(preload))
-        self._deaths: Counter[tuple[str, str]] = Counter()
+        self._deaths = Counter(died or {})
+
+    def remember(self, records: Iterable[Record]) -> None:
+        """Counts the deaths among the records of an earlier part of the run."""
+        self._deaths += deaths(records)
 
     def run(
         self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
@@ -89,7 +95,7 @@ class Pool:
                         if self._deaths[_group(case)] < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
                         else:
-                            yield self._judged(Record(case, Outcome.CRASH, "not tried", UNTRIED))
+                            yield self._judged(Record(case, Outcome.CRASH, NOT_TRIED, UNTRIED))
                 busy = sum(worker.case is not None for worker in pool)
                 while len(pool) < min(workers, busy + len(waiting)):
                     pool.append(_Worker(self._context, self._make))
@@ -107,7 +113,19 @@ class Pool:
                 worker.end()
 
 
+NOT_TRIED = "not tried"
 UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
+
+
+def deaths(records: Iterable[Record]) -> Counter[tuple[str, str]]:
+    """How often each model has hung or died; its process alone knows the dtype, so that these records have none."""
+    return Counter(
+        _group(record.case)
+        for record in records
+        if record.outcome in (Outcome.TIMEOUT, Outcome.MEMORY, Outcome.CRASH)
+        and not record.dtype
+        and record.stage != NOT_TRIED
+    )
 
 
 def _group(case: Case) -> tuple[str, str]:
@@ -247,7 +265,7 @@ def _place(log: str) -> str:
 
 
 def _work(connection: Connection, make: Make, log: str) -> None:
-    """What a worker does: cases come in, stages and records go out."""
+    """Work in a process of the pool: cases come in, stages and records go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size

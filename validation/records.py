@@ -24,7 +24,7 @@ STAGES = (
     *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
     *("reverse", "usable", "task", "time"),
 )
-"""What a case goes through, in order; a record says where it ended."""
+"""The stages of a case, in order; a record says where it ended."""
 
 
 class Outcome(enum.StrEnum):

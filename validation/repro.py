@@ -58,6 +58,16 @@ inputs = {
 {%- endfor %}
 }
 
+{%- if dims %}
+dims = {
+{%- for name, value in dims.items() %}
+    {{ "%r: %s" % (name, value) }},
+{%- endfor %}
+}
+names = {{ shapes }}
+shapes = {name: {dim: dims[each] for dim, each in free.items()} for name, free in names.items()}
+{%- endif %}
+
 
 def prepared(dtype):
     """The model in a dtype, its inputs, its graph, and the graph after the passes."""
@@ -67,7 +77,7 @@ def prepared(dtype):
 {%- if dynamic %}
         graph = fxopt.symbolic_trace(own, list(given))
 {%- else %}
-        graph = fxopt.trace(own, kwargs=given)
+        graph = fxopt.trace(own, kwargs=given{{ ", dynamic_shapes=shapes" if dims }})
 {%- endif %}
     changed = copy.deepcopy(graph)
     for each in PASSES:
@@ -112,7 +122,7 @@ ENDINGS = {
     Check.ACCURACY: FORM,
     Check.ROUND_TRIP: UNDONE,
 }
-"""What has to hold, by check; others are about more than one model and its graph, and have no script."""
+"""The condition that has to hold, by check; others are about more than one model and its graph, and have no script."""
 
 NEEDED = {
     Check.PARITY: ["Oracle", "minified"],
@@ -159,10 +169,23 @@ def script(
         model="\n".join(_model(entry, name)),
         inputs=dict(_inputs(entry)),
         device=repr(case.device),
-        dynamic=entry.sizes == "dynamic",
+        dynamic=entry.sizes_are_free and not entry.dynamic_shapes,
+        dims=_dims(entry),
+        shapes=entry.dynamic_shapes,
         dtype=f"torch.{dtype}",
         ending=ENDINGS[case.check],
     )
+
+
+def _dims(entry: Entry) -> dict[str, str]:
+    """The expression of each free dimension that the entry names."""
+    made = {}
+    for symbol in sorted({symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}):
+        limits = entry.dims[symbol].model_dump(exclude_none=True) if symbol in entry.dims else {}
+        made[symbol] = (
+            f"torch.export.Dim({', '.join([repr(symbol), *(f'{k}={v}' for k, v in limits.items())])})"
+        )
+    return made
 
 
 def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from fxopt.rewriting.composition import compose
 from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.history import history
 from fxopt.rewriting.rewrite import Rewrite
+from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.transformation import Transformation
 
 Refusals = tuple[tuple[str, str, str], ...]
@@ -27,13 +31,11 @@ class Rewritten:
         module: the rewritten graph module.
         sites: for a pass alone, how many sites it rewrote (`sites_of`); for each of several that did something, in
             order, how many nodes it marked, or 1.
-        refusals: what the passes left alone, as (pass, node, reason).
         tampered: the tensors and modules of the graph it was made from that a pass changed in place.
     """
 
     module: GraphModule
     sites: tuple[int, ...]
-    refusals: Refusals
     tampered: tuple[str, ...]
 
 
@@ -42,22 +44,31 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
     kept, kept_tensors = dict(module.named_modules()), tensors(module)
-    # A pass that only has `transform` explains nothing.
-    explained: list[tuple[str, Explanation]] = []
     if len(passes) == 1:
-        ((name, whole),) = passes
-        if explain := getattr(whole, "explain", None):
-            explained = [(name, explain(module))]
+        whole = passes[0][1]
         module = whole(module)
         sites = [sites_of(whole, traced, module)]
     else:
-        whole = compose(*(pass_ for _, pass_ in passes))
-        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
-        explained = [*zip(rewrites, whole.explain(module), strict=True)]
-        module = whole(module)
+        module = compose(*(pass_ for _, pass_ in passes))(module)
         sites = [step.nodes or 1 for step in history(module)]
-    refusals = [(name, node, reason) for name, found in explained for node, _, reason in found.refusals]
-    return Rewritten(module, tuple(sites), tuple(refusals), tuple(_tampered(traced, kept, kept_tensors)))
+    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
+
+
+def refusals(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Refusals:
+    """List what passes leave alone in a graph, each after those before it, as (pass, node, reason)."""
+    module = copy.deepcopy(traced)
+    explained: list[tuple[str, Explanation]] = []
+    if len(passes) == 1:
+        # A pass that only has `transform` explains nothing.
+        ((name, whole),) = passes
+        if explain := getattr(whole, "explain", None):
+            explained = [(name, explain(module))]
+    else:
+        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
+        explained = [*zip(rewrites, compose(*(each for _, each in passes)).explain(module), strict=True)]
+    if differ(traced, module):
+        raise AssertionError("explaining the passes changes the graph")
+    return tuple((name, node, reason) for name, found in explained for node, _, reason in found.refusals)
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
@@ -71,6 +82,29 @@ def differ(before: GraphModule, after: GraphModule) -> bool:
         return True
     mine, its = tensors(before), tensors(after)
     return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
+
+
+def computation(module: GraphModule) -> str:
+    """A digest of what a graph computes: of its calls with their inputs, layers, and values bit for bit.
+
+    Neither names of nodes and modules nor the order of independent nodes are in it.
+    """
+    digests: dict[Node, str] = {}
+    for node in module.graph.nodes:
+        arguments = map_aggregate(
+            (node.args, node.kwargs), lambda a: digests[a] if isinstance(a, Node) else a
+        )
+        target: object = node.target if node.op != "output" else ""
+        if node.op == "call_module":
+            layer = module.get_submodule(str(target))
+            target = repr(layer), layer.training, stable_text(tensors(layer))
+        elif node.op == "get_attr":
+            target = stable_text(operator.attrgetter(str(target))(module))
+        elif callable(target):
+            target = stable_text(target)
+        text = repr((node.op, target, arguments))
+        digests[node] = hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()[:12]
 
 
 def _called(module: GraphModule) -> list[tuple[str, bool]]:

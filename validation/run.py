@@ -18,7 +18,7 @@ from fxopt.rewriting.transformation import Transformation
 from . import checks
 from .diagnosis import Diagnoses
 from .records import FAILING, Case, Check, Finding, Outcome, Record
-from .subject import Subject
+from .subject import TIMING, Subject
 from .sweep import marked
 from .zoo import Entry, judged, why_missing
 
@@ -30,6 +30,7 @@ class Runner:
         zoo: the entries that cases may name: of a zoo file, or of a sweep.
         passes: the passes that pipelines may name, ready to be applied.
         entered: is told each stage that a case enters, so that it is known even when the process dies.
+        timing: the seconds after which the turns of all that is timed of a model end.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class Runner:
         zoo: Sequence[Entry],
         passes: Mapping[str, Transformation],
         entered: Callable[[Case, str], None] = lambda case, stage: None,
+        timing: float = TIMING,
     ) -> None:
         self._zoo = {entry.name: entry for entry in zoo}
         self._passes = passes
         self._checks = checks.available()
-        self._entered = entered
+        self._entered, self._timing = entered, timing
         self._subject: Subject | None = None
         self._case: Case | None = None
         self._started = 0.0
@@ -49,7 +51,7 @@ class Runner:
         self._diagnoses = Diagnoses(_portable)
 
     def run(self, case: Case) -> Record:
-        """What came of `case`. Raises nothing but `KeyboardInterrupt`."""
+        """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
         subject.measurements, subject.facts = {}, {}
@@ -99,7 +101,9 @@ class Runner:
             self._subject = self._lost = None
             self._collect()
             gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
-            self._subject = Subject(self._zoo[case.model], case.device, self._passes, self._enter)
+            self._subject = Subject(
+                self._zoo[case.model], case.device, self._passes, self._enter, self._timing
+            )
         return self._subject
 
     def _enter(self, stage: str) -> None:
@@ -125,13 +129,14 @@ class Runner:
 def in_worker(
     zoo: Sequence[Entry],
     passes: Mapping[str, Transformation],
+    timing: float,
     entered: Callable[[Case, str], None],
 ) -> Callable[[Case], Record]:
-    """What runs the cases in a process of a pool."""
+    """Make ready what runs the cases in a process of a pool."""
     # Many workers share the machine, and what they find must not depend on how many; timing sets its own.
     torch.set_num_threads(1)
     gc.freeze()  # cases collect what models leave behind, which is much faster without what is imported
-    return Runner(zoo, passes, entered).run
+    return Runner(zoo, passes, entered, timing).run
 
 
 def _portable(text: str) -> str:
@@ -144,7 +149,7 @@ BEFORE = ("load", "run the model", "capture")
 
 
 def _lost(error: BaseException, finding: Finding, stage: str, check: Check) -> Finding:
-    """What is said of a model of a sweep that has no graph: a model that does not run says nothing about fxopt."""
+    """The finding for a model of a sweep that has no graph: a model that does not run says nothing about fxopt."""
     if stage != "capture" or check is not Check.PARITY:  # which says so, once
         return Finding(Outcome.SKIP, _text(error))
     return Finding(Outcome.REFUSED, _text(error)) if isinstance(error, TraceError) else finding

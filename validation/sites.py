@@ -8,12 +8,11 @@ from pathlib import Path
 
 import yaml
 
-import fxopt.passes
-
 from . import store
+from .passes import ZooError, passes_of
 from .records import FAILING, Case, Check
 from .run import Runner
-from .zoo import ZooError, load_zoo, own_passes, recorded_sites, sites_file
+from .zoo import load_zoo, recorded_sites, sites_file
 
 HEADER = """\
 # How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.
@@ -27,7 +26,7 @@ def record(zoo: Path, models: Sequence[str]) -> Iterator[str]:
     What cannot be counted, such as in a model whose package is missing, stays as it was recorded. Yields a line a
     model, and one at the end. Raises `ZooError` when the zoo file is wrong, has no such model, or a pass failed.
     """
-    passes = fxopt.passes.ready(own_passes(zoo))
+    passes = passes_of(zoo)
     entries, found, failed = load_zoo(zoo, passes), recorded_sites(zoo), []
     names = [entry.name for entry in entries]
     if unknown := [model for model in models if model not in names]:

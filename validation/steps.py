@@ -1,4 +1,4 @@
-"""What each pass of a full pipeline adds: its sites, and the error and the latency of the graph after it."""
+"""The steps of a full pipeline: of each pass its sites, and the error and the latency of the graph after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from fxopt.submodules import sharing_copy
 
-from .plan import ALL, EXACT
 from .rewritten import sites_of
 from .subject import Subject
 from .timing import in_random_order, ratio, seconds_of
@@ -23,8 +22,10 @@ from .timing import in_random_order, ratio, seconds_of
 FACT, LATENCY = "steps", "latency_steps"
 """The facts in which rows have them: those that compare outputs, and those that are timed."""
 
-FEWEST, SECONDS = 7, 2.0
-"""Rounds go on for these seconds, but there are at least so many: they tell which pass it is, not by how much to a percent."""
+FEWEST, SHARE = 7, 0.25
+"""Rounds go on for this share of the seconds in which pipelines are timed, but there are at least so many: they tell which
+pass it is, not by how much to a percent.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Step:
 
 def note(subject: Subject, pipeline: tuple[str, ...]) -> None:
     """Make the steps of a full pipeline, in the first dtype of the model, a fact of its row."""
-    if pipeline in ((ALL,), (EXACT,)):
+    if _is_named(subject, pipeline):
         dtype = subject.dtypes[0]
         oracle = subject.oracle(dtype)
         with subject.entering("steps"):
@@ -57,7 +58,7 @@ def note(subject: Subject, pipeline: tuple[str, ...]) -> None:
 
 def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> None:
     """Make it a fact by what each pass of a full pipeline changes the time of the graph: name, ratio, 95 % interval."""
-    if pipeline not in ((ALL,), (EXACT,)):
+    if not _is_named(subject, pipeline):
         return
     dtype, before = subject.dtypes[0], torch.get_num_threads()
     inputs = subject.inputs(dtype)
@@ -72,7 +73,7 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
             for run in runs.values():
                 run()
             turns = {name: functools.partial(seconds_of, run, wait) for name, run in runs.items()}
-            times = in_random_order(turns, FEWEST, SECONDS, np.random.default_rng(0))
+            times = in_random_order(turns, FEWEST, SHARE * subject.timing, np.random.default_rng(0))
     finally:
         torch.set_num_threads(before)
     found = [
@@ -80,6 +81,11 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
         for earlier, name in itertools.pairwise(times)
     ]
     subject.facts[LATENCY] = json.dumps(found)
+
+
+def _is_named(subject: Subject, pipeline: tuple[str, ...]) -> bool:
+    """True of one name for several passes: a full pipeline, or one that the zoo names."""
+    return len(pipeline) == 1 < len(subject.members(pipeline))
 
 
 def noted(text: str) -> list[Step]:

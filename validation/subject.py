@@ -27,13 +27,16 @@ from fxopt.testing.probes import not_finite
 
 from . import build, plan
 from .capturing import Captured, capture, capture_first, ways
-from .rewritten import Rewritten, rewrite
+from .rewritten import Refusals, Rewritten, refusals, rewrite
 from .zoo import Entry
 
 FLOOR = 8.0
 """In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place
 farther: the model may be exact by chance.
 """
+
+TIMING = 8.0
+"""The seconds after which the turns of all that is timed of a model end, whether their intervals are narrow or not."""
 
 ROUNDED, RTOL_FLOAT32 = 1e-6, 1e-5
 """How well graphs agree, in the place of `RTOL_FLOAT64`, with a model of a sweep in float64 that converts to float32 on
@@ -42,7 +45,7 @@ the way: one unit of float32 of the last bit of float64; and with one that runs 
 
 
 class Subject:
-    """A model of a zoo on a device; `entered` is told the name of each stage that begins.
+    """A model of a zoo on a device; `entered` is told the name of each stage that begins, `timing` is as in `TIMING`.
 
     What a check has found so far it may keep in `measurements` and `facts`: the record has it even if the case
     is thrown out, for example by a time-out.
@@ -54,10 +57,12 @@ class Subject:
         device: str,
         passes: Mapping[str, Transformation],
         entered: Callable[[str], None] = lambda stage: None,
+        timing: float = TIMING,
     ) -> None:
         self.entry = entry
         self.device = device
         self.passes = passes
+        self.timing = timing
         self.dtype = "+".join(entry.dtypes)
         self.stage = ""
         self.measurements: dict[str, float | int] = {}
@@ -128,7 +133,7 @@ class Subject:
         return build.cast(self._inputs[key], dtype, self.device)
 
     def oracle(self, dtype: torch.dtype) -> Oracle:
-        """What judges graphs against the model itself, run eagerly."""
+        """The judge of graphs against the model itself, run eagerly."""
         if dtype not in self._oracles:
             model, wide, captured = self.model(dtype), self.model(self.wide), self.traced(dtype)
             captured_wide = None if self.entry.given else self.traced(self.wide)
@@ -180,8 +185,13 @@ class Subject:
                 self._rewritten[pipeline, dtype] = rewrite(traced, self.members(pipeline))
         return self._rewritten[pipeline, dtype]
 
+    def refusals(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Refusals:
+        """List what the passes of a pipeline leave alone, and why."""
+        with self.entering("explain"):
+            return refusals(self.traced(dtype), self.members(pipeline))
+
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
-        """What running each site by itself says against the pass of a pipeline of one."""
+        """The reasons against the pass of a pipeline of one that running each site by itself gives."""
         members = self.members(pipeline)
         if len(members) != 1:
             return []

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Protocol, cast
 from pydantic import Field
 from torch import Tensor, nn
 
+from .passes import ZooError
 from .records import Record
-from .zoo import Entry, Input, ZooError
+from .zoo import Entry, Input
 
 SOURCES = {
     "transformers": f"{__package__}.architectures",
@@ -23,11 +24,11 @@ SOURCE = "source"
 """The fact that each record of a sweep has: where its model comes from."""
 
 FREE, NONE, FIXED = "free", "none", "fixed at capture"
-"""What became of a size, besides what forbids it: it is free, the inputs do not have it, or no capture left it free."""
+"""The fate of a size, besides what forbids it: it is free, the inputs do not have it, or no capture left it free."""
 
 
 class Source(Protocol):
-    """What makes the models of a sweep; a module with these functions is one."""
+    """The maker of the models of a sweep; a module with these functions is one."""
 
     def model_types(self) -> list[str]:
         """The names of all models, sorted."""

@@ -29,14 +29,14 @@ class _Records:
 
 
 EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""What is not an option of the command is for pytest."""
+"""All that is no option of the command goes to pytest."""
 
 STATUS = {
     pytest.ExitCode.INTERRUPTED: 130,
     pytest.ExitCode.USAGE_ERROR: 2,
     pytest.ExitCode.NO_TESTS_COLLECTED: 2,
 }
-"""What pytest's exit statuses become; the others stay."""
+"""The exit statuses that pytest's become; the others stay."""
 
 
 def validate(
@@ -48,11 +48,17 @@ def validate(
         list[str] | None,
         typer.Option("--pass", help="Only pipelines with this: a name, or my.passes.MyPass."),
     ] = None,
+    pipeline: Annotated[
+        list[str] | None, typer.Option(help="Only this: a name in the zoo, all, exact, or A+B.")
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only this, repeatable.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Only models with this tag, repeatable.")] = None,
     device: Annotated[list[str] | None, typer.Option(help="cpu or cuda. Default: all there are.")] = None,
     part: Annotated[str | None, typer.Option(help="K/N: of the models each Nth, from the Kth on.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that a case may take.")] = None,
+    timing: Annotated[
+        float | None, typer.Option(help="Seconds of turns for all that is timed of a model. Default: 8.")
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="ray: on a cluster. Default: processes of this machine.")
     ] = None,
@@ -69,14 +75,16 @@ def validate(
     All other options go to pytest: -n auto for as many processes as there are cores, -k, -x, --lf, -q. Exit status: 0;
     1 when a case fails; 2 for a mistake, also where no case is chosen; 130 when interrupted.
     """
-    single = {"zoo": zoo, "part": part, "timeout": timeout, "report-dir": report_dir}
+    single = {"zoo": zoo, "part": part, "timeout": timeout, "timing": timing, "report-dir": report_dir}
     single |= {"engine": engine, "address": address, "budget": budget}
-    many = {"pass": passes, "model": model, "tag": tag, "device": device}
+    many = {"pass": passes, "pipeline": pipeline, "model": model, "tag": tag, "device": device}
     options = [f"--fx-{name}={value}" for name, value in single.items() if value is not None]
     options += [f"--fx-{name}={value}" for name, values in many.items() for value in values or ()]
     options += ["--fx-resume"] * resume
     found = _Records()
-    arguments = ["-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
+    # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         ended = pytest.main(arguments, plugins=[found])
     status = STATUS.get(pytest.ExitCode(ended), int(ended))

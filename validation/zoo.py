@@ -14,19 +14,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
-from pydantic import Field, PositiveFloat
-
-from fxopt.errors import FxoptError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from . import yaml_file
+from .passes import ZooError, name_of
 from .records import FAILING, Case, Check, Outcome, Record
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Reason = Annotated[str, Field(min_length=1)]
-
-
-class ZooError(FxoptError):
-    """The zoo file is wrong: the message names file, line, entry and field, one line a mistake."""
 
 
 class _Strict(pydantic.BaseModel):
@@ -89,6 +84,13 @@ class Input(_Strict):
                 f"a padding mask of {list(self.shape)} hides nothing: give two rows and two columns"
             )
         return self
+
+
+class Limits(_Strict):
+    """The smallest and the largest size of a free dimension, as of `torch.export.Dim`."""
+
+    min: PositiveInt | None = None
+    max: PositiveInt | None = None
 
 
 class KnownFailure(_Strict):
@@ -161,12 +163,13 @@ class Entry(_Strict):
     `model` is a class of transformers, or the dotted path of anything that returns an `nn.Module`; `config`
     overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
     whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
-    or for those of the inputs (`fxopt.trace`). `dtypes` are those it is validated in, the first also timed.
+    or for those of the inputs (`fxopt.trace`). In its place, `dynamic_shapes` names the dimensions of inputs that are
+    free, `{input_ids: {0: batch, 1: length}}`: what has one name has one size, and `dims` may limit it. `dtypes` are those it is validated in, the first also timed.
     `engines` are timed in the same rounds where they are installed: to export a model for onnxruntime takes five to ten
     seconds, and to compile it by torch.compile up to a minute.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
     skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
-    full pipelines, with its number, or `None`. `given` tells those that a person wrote from those of a sweep.
+    full pipelines, with its number, or `None`. `pipelines` are those that the file names for all models. `given` tells those that a person wrote from those of a sweep.
     """
 
     given: ClassVar[bool] = True
@@ -179,6 +182,8 @@ class Entry(_Strict):
     )
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
     sizes: Literal["dynamic", "fixed"] = "dynamic"
+    dynamic_shapes: dict[str, dict[NonNegativeInt, Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]]] = {}
+    dims: dict[str, Limits] = {}
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = (
         "onnxruntime",
@@ -186,8 +191,14 @@ class Entry(_Strict):
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
     sites: dict[str, int | None] = {}
+    pipelines: dict[str, tuple[str, ...]] = {}
     known_failures: tuple[KnownFailure, ...] = ()
     tolerances: tuple[Tolerance, ...] = ()
+
+    @property
+    def sizes_are_free(self) -> bool:
+        """True where the graph has to take other sizes than those of the inputs."""
+        return bool(self.dynamic_shapes) or self.sizes == "dynamic"
 
     def tolerance(self, pipeline: tuple[str, ...]) -> float:
         """The error that is accepted of a pipeline today; 0 for most."""
@@ -199,7 +210,10 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
-    passes: tuple[str, ...] = ()  # `mypackage.passes.MyPass`: passes beside those that are installed
+    passes: tuple[Any, ...] = ()  # beside those that are installed; `passes_of` reads them
+    pipelines: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Annotated[tuple[Any, ...], Field(min_length=1)]
+    ] = {}
     order: tuple[str, ...] = ()  # of the full pipelines; passes that are not named come last, sorted
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
 
@@ -230,26 +244,16 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     if mistakes:
         raise ZooError("\n".join(yaml_file.message(path, root, where, what) for where, what in mistakes))
     order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
+    named = {name: tuple(map(name_of, said)) for name, said in file.pipelines.items()}
     return [
-        entry.model_copy(update={"sites": {name: recorded.get(entry.name, {}).get(name) for name in order}})
+        entry.model_copy(
+            update={
+                "sites": {name: recorded.get(entry.name, {}).get(name) for name in order},
+                "pipelines": named,
+            }
+        )
         for entry in file.models
     ]
-
-
-def own_passes(path: Path) -> list[str]:
-    """The `passes` of the zoo file at `path`: what `load_zoo` must be given the names of, beside those installed.
-
-    Only their form is checked here: `load_zoo` tells what else is wrong with the file.
-    """
-    try:
-        root, data = yaml_file.read(path)
-    except yaml_file.YamlError as error:
-        raise ZooError(str(error)) from error
-    passes = data.get("passes", []) if isinstance(data, dict) else []
-    if not isinstance(passes, list) or not all(isinstance(name, str) and "." in name for name in passes):
-        what = "a list of classes by their paths, such as mypackage.passes.MyPass"
-        raise ZooError(yaml_file.message(path, root, ("passes",), what))
-    return passes
 
 
 def sites_file(zoo: Path) -> Path:
@@ -297,6 +301,9 @@ def why_missing(package: str) -> str:
 
 def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any, str]]:
     """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
+    taken = {*passes, "all", "exact"}
+    for name in taken & {*file.pipelines}:
+        yield ("pipelines", name), "a pass, or a pipeline that is always there, has this name"
     for index, name in enumerate(file.order):
         if name not in passes:
             yield ("order", index), f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
@@ -308,15 +315,19 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
         seen.add(entry.name)
         if "sites" in entry.model_fields_set:
             yield (*here, "sites"), "not written by hand: `fxopt zoo sites` counts and records them"
+        if "pipelines" in entry.model_fields_set:
+            yield (*here, "pipelines"), "they are for all models: name them beside `models`"
         pipelines = {
             **{("known_failures", number): each.pipeline for number, each in enumerate(entry.known_failures)},
             **{("tolerances", number): each.pipeline for number, each in enumerate(entry.tolerances)},
         }
         for place, pipeline in pipelines.items():
             for name in pipeline.split("+") if pipeline else ():
-                if name not in {*passes, "all", "exact"} and not set(name) & set("*?["):
+                if name not in {*taken, *file.pipelines} and not set(name) & set("*?["):
                     where = (*here, *place, "pipeline")
                     yield where, f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
+        for field, what in _wrong_dimensions(entry):
+            yield (*here, *field), what
         if entry.requires:
             continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
         try:
@@ -326,6 +337,34 @@ def _contradictions(file: _File, passes: Collection[str]) -> Iterator[tuple[Any,
             continue
         for field, what in _mismatches(entry, function):
             yield (*here, *field), what
+
+
+def _wrong_dimensions(entry: Entry) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Free dimensions that the inputs do not have, or not in a size that is allowed."""
+    if entry.dynamic_shapes and "sizes" in entry.model_fields_set:
+        yield ("sizes",), "give `sizes` or `dynamic_shapes`, not both"
+    seen: dict[str, int] = {}
+    for name, free in entry.dynamic_shapes.items():
+        here = ("dynamic_shapes", name)
+        if name not in entry.inputs:
+            yield here, f"no such input; there are {', '.join(entry.inputs)}"
+            continue
+        shape = entry.inputs[name].shape
+        for dim, symbol in free.items():
+            if dim >= len(shape):
+                yield (*here, dim), f"{name} has no dimension {dim}: its shape is {list(shape)}"
+                continue
+            size, limits = shape[dim], entry.dims.get(symbol, Limits())
+            if seen.setdefault(symbol, size) != size:
+                yield (*here, dim), f"{symbol} is {size} here, and {seen[symbol]} elsewhere"
+            if not (limits.min or 0) <= size <= (limits.max or size):
+                yield (
+                    (*here, dim),
+                    f"{symbol} is {size}, and dims allows {limits.min or ''}..{limits.max or ''}",
+                )
+    for symbol in entry.dims:
+        if symbol not in seen:
+            yield ("dims", symbol), "no such dimension in dynamic_shapes"
 
 
 def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -340,8 +379,9 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
             yield ("config",), f"{entry.model} does not take these arguments: {error}"
         if entry.weights.source == "pretrained":
             yield ("weights",), "only classes of transformers have pretrained weights"
-        if entry.sizes == "dynamic":
-            yield ("sizes",), "only classes of transformers are captured for all sizes: say `sizes: fixed`"
+        if entry.sizes == "dynamic" and not entry.dynamic_shapes:
+            text = "only classes of transformers are captured for all sizes: say `sizes: fixed`, or give `dynamic_shapes`"
+            yield ("sizes",), text
     if isinstance(function, type) and issubclass(function, torch.nn.Module):
         parameters = _parameters(function.forward)
         # The forwards of transformers take any keyword, but name those that are tensors.

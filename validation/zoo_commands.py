@@ -9,14 +9,14 @@ import torch
 import typer
 from torch.fx import GraphModule
 
-import fxopt.passes
 from fxopt.errors import FxoptError
 
 from . import sites
 from .console import Json, one_line_errors, print_json
+from .passes import ZooError, passes_of
 from .plan import plan, unmet
 from .subject import Subject
-from .zoo import ZooError, load_zoo, own_passes, why_missing
+from .zoo import load_zoo, why_missing
 
 zoo_app = typer.Typer(help="Check a zoo file; record the sites of its models.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml"), as_json: Json = False) 
             raise ZooError(f"{zoo}: no such file; name one, or write model_zoo.yaml")
     data: dict[str, Any] = {"file": str(zoo), "models": [], "cases": 0, "skipped": {}, "mistakes": []}
     try:
-        passes = fxopt.passes.ready(own_passes(zoo))
+        passes = passes_of(zoo)
         entries = load_zoo(zoo, passes)
         data["mistakes"] = unmet(entries, passes, ["cpu", "cuda"])
         data["models"], data["cases"] = [entry.name for entry in entries], len(plan(entries, passes, ["cpu"]))
@@ -65,7 +65,7 @@ def zoo_sites_command(
 
 def captured(zoo: Path, name: str) -> GraphModule:
     """The graph of an entry of a zoo file. Raises `ZooError`, and what a capture raises."""
-    passes = fxopt.passes.ready(own_passes(zoo))
+    passes = passes_of(zoo)
     entries = {entry.name: entry for entry in load_zoo(zoo, passes)}
     if name not in entries:
         raise ZooError(f"{zoo}: no model {name!r}; there are {', '.join(entries)}")

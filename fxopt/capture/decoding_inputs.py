@@ -53,7 +53,7 @@ def decoding_step(
 
 
 def output_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-    """What a model returns, with zeros for its tensors: nothing is computed."""
+    """Give the output of a model with zeros for its tensors: nothing is computed."""
     with torch.no_grad():
         graph = trace(model, (), inputs, verify=False)
         with FakeTensorMode(allow_non_fake_inputs=True):

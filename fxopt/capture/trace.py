@@ -130,7 +130,7 @@ def _check_model(model: Any) -> None:
 
 
 def _instead_of(model: Any) -> str:
-    """What to pass in the place of an object that is no module."""
+    """Say what to pass in the place of an object that is no module."""
     if isinstance(model, type):
         return f"pass an instance, `{model.__name__}(...)`, not the class."
     if isinstance(model, torch.export.ExportedProgram):

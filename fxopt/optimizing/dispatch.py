@@ -16,15 +16,18 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
+from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.offloading import Offloaded, trim
-from fxopt.optimizing.prepare import UNCAPTURED, Inputs, Options, prepare
+from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
     Shapes,
+    Signature,
     differing,
     dynamic_shapes,
     has_own_kernels,
+    plain_signature,
     requires_grad,
     shapes_of,
     structure_of,
@@ -90,6 +93,7 @@ class Graphs:
         self._graphs: dict[Any, tuple[Lowered, ...]] = {}
         self._calls: dict[Any, _Calls] = {}
         self._failures = 0
+        self._vain = set[Signature]()  # for which there is no graph, and will be none
         self._reports: list[GraphReport] = []
         # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
         self.parts: dict[int, Any] = {}
@@ -136,7 +140,12 @@ class Graphs:
                     with self._lock:
                         self._filed(key, lowered)
                 return value
+        plain, vain = plain_signature(inputs), self._vain
+        if plain in vain:
+            return eager(*inputs.args, **inputs.kwargs)
         made = self.make(inputs)
+        if made is None and plain is not None and len(vain) < _MOST_STRUCTURES:
+            vain.add(plain)
         if made is not None:
             with contextlib.suppress(GuardError):
                 return made(*inputs.args, **inputs.kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +18,17 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 
 
-def in_float64(traced: GraphModule, values: Any) -> Any:
+def in_float64(traced: GraphModule, values: Any, evict: Callable[[], object] = bool) -> Any:
     """Run a graph in float64.
 
     Args:
         traced: the graph; its weights stay as they are.
         values: the values of its placeholders, in order, which stay as they are.
+        evict: is called after each layer.
     """
-    return _Float64(traced).run(*_raised(values))
+    run = _Float64(traced)
+    run.evict = evict
+    return run.run(*_raised(values))
 
 
 def relative_error(exact: Any, found: Any) -> float:
@@ -61,6 +65,8 @@ def cosine_similarity(exact: Any, found: Any) -> float:
 class _Float64(torch.fx.Interpreter):
     """Runs a graph in float64; one layer at a time has its weights in float64."""
 
+    evict: Callable[[], object]
+
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return next(self.args_iter)  # that of `*args` has others behind it, by keyword
 
@@ -70,7 +76,10 @@ class _Float64(torch.fx.Interpreter):
             return None  # it would ask for the dtype of the capture
         if any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers())):
             module = copy.deepcopy(module).double()
-        return module(*args, **kwargs)
+        found = module(*args, **kwargs)
+        del module
+        self.evict()
+        return found
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _raised(super().get_attr(target, args, kwargs))

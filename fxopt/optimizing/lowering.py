@@ -20,6 +20,7 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
+from fxopt.optimizing.huge_pages import move_to_huge_pages
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
@@ -70,12 +71,45 @@ def lowered(
     Args:
         traced: the graph.
         own: the ids of the model's own parameters; of others, a copy beside the packed one is given up. None: keep all.
-        evict: is called after each layer that was packed.
+        evict: is called after each module.
     """
-    packed = dict[str, Packed]()
-    function = _function(traced, packed, evict)
-    given_up = [] if own is None else [path for path in packed if _give_up(traced, path, packed[path], own)]
+    packed, given_up = dict[str, Packed](), list[str]()
+
+    def settle(path: str) -> None:
+        if own is not None and path in packed and _give_up(traced, path, packed[path], own):
+            given_up.append(path)
+        evict()
+
+    function = _function(traced, packed, settle)
+    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())
     return Lowered(traced, function, packed, tuple(given_up))
+
+
+def functions_of(
+    traced: TracedModule, packed: dict[str, Packed], settle: Callable[[str], object] = bool
+) -> Graph:
+    """Write a graph with functions in the place of modules, under the names of the nodes that called them.
+
+    Args:
+        traced: the graph.
+        packed: takes the packed weights that the functions compute with, by the names of their layers.
+        settle: is called with the name of each module after the function of its last call is known.
+    """
+    index, made, known = GraphIndex(traced), Graph(), dict[Node, Node]()
+    last = {node.target: node for node in traced.graph.find_nodes(op="call_module")}
+    for node in traced.graph.nodes:
+        if node.op == "call_module":
+            function, args, kwargs = _call(index, node, packed)
+            if last[node.target] is node:
+                settle(str(node.target))
+            args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
+            # fx writes a function of torch by its name, and any other as a global of the code.
+            bound: Any = functools.partial(function)
+            bound.__name__, bound.__module__ = "layer", __name__
+            known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
+        else:
+            known[node] = made.node_copy(node, known.__getitem__)
+    return made
 
 
 def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[int]) -> bool:
@@ -89,24 +123,13 @@ def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[in
     return True
 
 
-def _function(traced: TracedModule, packed: dict[str, Packed], evict: Callable[[], object]) -> Function:
+def _function(traced: TracedModule, packed: dict[str, Packed], settle: Callable[[str], object]) -> Function:
     """The function of a graph; fills in the packed weights that it computes with."""
     index = GraphIndex(traced)
     effects = (index.memory.written_by(node) for node in traced.graph.nodes if node is not index.guard)
     if traced.modes_read or traced.gradients_read or None in effects or _records_gradients(traced):
         return traced
-    made, known = Graph(), dict[Node, Node]()
-    for node in traced.graph.nodes:
-        if node.op == "call_module":
-            function, args, kwargs = _call(index, node, packed)
-            evict()
-            args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
-            # fx writes a function of torch by its name, and any other as a global of the code.
-            bound: Any = functools.partial(function)
-            bound.__name__, bound.__module__ = "layer", __name__
-            known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
-        else:
-            known[node] = made.node_copy(node, known.__getitem__)
+    made = functions_of(traced, packed, settle)
     code = made.python_code("self")
     names = dict(code.globals)
     exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
@@ -120,7 +143,7 @@ def _records_gradients(traced: TracedModule) -> bool:
 def _call(
     index: GraphIndex, node: Node, packed: dict[str, Packed]
 ) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
-    """What to call in the place of a module."""
+    """The function to call in the place of a module, with its arguments."""
     module: Any = index.module(node)
     if isinstance(module, PackedLinear | PackedConv2d):
         other, activation = node.kwargs.get("other"), node.kwargs.get("activation")

@@ -61,10 +61,11 @@ class Offloaded:
         trim()
 
     def evict(self) -> None:
-        """Let go of the memory in which the system keeps what was read, where it offers that."""
+        """Let go of the memory in which the system keeps what was read, where it offers that, and of what was freed."""
         if self._memory is not None:
             with contextlib.suppress(OSError):  # an older system, which drops it when it needs the memory
                 self._memory.madvise(_PAGE_OUT)
+        trim()
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -13,8 +13,9 @@ from torch import nn
 from fxopt.errors import PassError
 from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
+from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.offloading import Offloaded
-from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Inputs, Options
+from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Options
 from fxopt.optimizing.report import Report
 from fxopt.rewriting.history import GRAPHS, STANDS_FOR
 
@@ -33,32 +34,28 @@ def optimize(
 ) -> M:
     """Make a model faster for inference.
 
-    The result is a module of the model's class that shares its weights, attributes and `state_dict`, so that
-    `generate()`, `save_pretrained()` and pipelines work as before. Its forward is computed by graphs of the model:
-    folded, with the kernels that are measured to be the fastest on this machine. Each graph is compared with the model
-    on the inputs it was made for, and only used if it is as exact (against float64) and not slower. Where there
-    is no graph, the model's own forward runs, with one warning that says why.
+    The result is a module of the model's class with its weights, attributes and `state_dict`, so that `generate()` and
+    pipelines work as before. Graphs compute its forward: folded, with the fastest kernels on this machine. A graph is
+    used only if it is as exact as the model (against float64) and not slower; else the model's own forward runs, with one
+    warning that says why.
 
     Args:
         model: a module in eval mode. It stays as it is, but for where its weights are with `memory="low"`.
         args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
-            for each structure of inputs; where later calls have other sizes, the next graph leaves those free.
+            for each structure of inputs; sizes that differ in a later call are free in the next graph.
         kwargs: example inputs by keyword.
-        precision: `float32` keeps the dtypes of the model and differs by rounding alone; `bfloat16` runs its layers in
-            that; `int8` gives linear layers weights in int8 where that is faster, as in decoding.
+        precision: `float32` differs from the model by rounding alone; `bfloat16` runs layers in that; `int8` gives linear
+            layers weights in int8 where that is faster, as in decoding.
         tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
-        memory: `high` keeps the model's weights beside the packed copies of the kernels, at most 2.05 times their memory;
-            `low` moves them to a file, from which they come back, bit for bit, where the model itself runs or something
-            reads them: the packed copies are then all that stays in memory. The file is in `~/.cache/fxopt`, or in the
-            folder that the environment variable `FXOPT_CACHE` names, and goes with the weights.
+        memory: `high` keeps the model's weights beside the packed ones; `low` moves them to a file in `~/.cache/fxopt`
+            (or in the folder that `FXOPT_CACHE` names), from which they come back, bit for bit, where something reads them.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
 
     Returns:
-        The module. Its `report` says what was done: `print(fast.report)`. `fxopt.undo(fast)` gives the model back.
-        Call it under `torch.no_grad()` or `torch.inference_mode()`: where gradients are recorded, the model's own
-        forward runs. Several threads may call it at once. When weights, modules, hooks, flags, or options in numbers
-        and strings have changed, it makes new graphs; unnoticed are other attributes, writes through `.data` or
-        numpy, and what fused optimizers do to the weights while the module itself is not called.
+        The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads.
+        `print(fast.report)` says what was done, and `fxopt.undo(fast)` gives the model back. When weights, modules,
+        hooks, flags, or options in numbers and strings have changed, it makes new graphs; unnoticed are other
+        attributes, writes through `.data` or numpy, and what fused optimizers do while the module is not called.
 
     Raises:
         PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`; or the
@@ -68,13 +65,9 @@ def optimize(
 
     Example:
         >>> import torch, fxopt
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
-        >>> x = torch.randn(8, 64)
-        >>> fast = fxopt.optimize(model, (x,))
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval(), torch.randn(8, 64)
         >>> with torch.no_grad():
-        ...     torch.allclose(fast(x), model(x), atol=1e-5)
-        True
-        >>> fxopt.undo(fast) is model
+        ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
     options = Options(precision, tune, memory)

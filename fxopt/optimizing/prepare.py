@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
-import inspect
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,21 +13,21 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxopt import graph
-from fxopt.capture import trace
+from fxopt.capture import TracedModule, trace
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
-from fxopt.objects import tensors_in
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
+from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
-from fxopt.optimizing.worthwhile import FoldScaleBehindLayers, MergeFasterLinears
+from fxopt.optimizing.speed import speedup, times
+from fxopt.optimizing.worthwhile import FoldBatchNormsOneByOne, FoldScaleBehindLayers, MergeFasterLinears
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
-from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
@@ -40,6 +37,7 @@ from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
+from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -66,51 +64,14 @@ MEMORIES: Mapping[str, str] = {
 UNCAPTURED = "it cannot be captured"
 """How the reason begins where there is no graph."""
 
-_SECONDS = 0.2  # how long to time a graph, and the model
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `optimize` was asked for."""
+    """The options of `optimize`."""
 
     precision: str
     tune: bool
     memory: str = "high"
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of one call."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def copied(self) -> Inputs:
-        """A copy: a forward may write into its inputs, as into a cache."""
-        given = (self.args, dict(self.kwargs))
-        tensors: dict[int, Any] = {id(t): t.detach().clone() for t in tensors_in(given)}
-        args, kwargs = copy.deepcopy(given, tensors)
-        return Inputs(args, kwargs)
-
-    def call(self, function: Callable[..., Any]) -> Any:
-        """Call a function with a copy."""
-        copied = self.copied()
-        return function(*copied.args, **copied.kwargs)
-
-    def named(self, model: nn.Module) -> dict[str, Any]:
-        """The arguments by the names of the forward's parameters; those of `**kwargs` by their own."""
-        signature = inspect.signature(model.forward)
-        bound = signature.bind(*self.args, **self.kwargs).arguments
-        rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-        found = {name: value for name, value in bound.items() if name not in rest}
-        return {name: value for each in rest for name, value in bound.get(each, {}).items()} | found
-
-    def bound(self, traced: GraphModule) -> list[Any]:
-        """The values of the placeholders of a graph, in order."""
-        bound = inspect.signature(traced.forward).bind(*self.args, **self.kwargs)
-        bound.apply_defaults()
-        nodes = traced.graph.find_nodes(op="placeholder")
-        return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
 
 
 def prepare(
@@ -131,65 +92,83 @@ def prepare(
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
     """
-    start, made = time.perf_counter(), GraphReport(title)
+    start, facts = time.perf_counter(), dict[str, Any]()
+    made: Lowered | None = None
+    try:
+        traced = _captured(model, inputs, dynamic_shapes)
+        exact, own = in_float64(traced, inputs.bound(traced), evict), inputs.call(model)
+        # With `memory="low"` the model's weights are not there while the graph's are.
+        before = times(model, inputs) if options.tune and options.memory == "low" else []
+        evict()
+        made = _rewritten(model, traced, options, evict, facts)
+        facts["error"], wrong = _judged(exact, own, inputs.call(made), PRECISIONS[options.precision])
+        if wrong:
+            raise _Unused(wrong)
+        if options.tune:
+            facts["speedup"] = _timed(model, made, inputs, before, ask)
+            if facts["speedup"] < LEAST_SPEEDUP:
+                raise _Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
+    except _Unused as unused:
+        made, facts["reason"] = None, str(unused)
+    return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
-    def report(reason: str | None = None, **facts: Any) -> GraphReport:
-        return dataclasses.replace(made, reason=reason, seconds=time.perf_counter() - start, **facts)
 
+class _Unused(Exception):
+    """The model itself is to run; the message is the reason that the report gives."""
+
+
+def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
+    """The model's graph, if it can be tried out."""
     try:
         traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes, verify=False)
     except FxoptError as error:
-        return None, report(f"{UNCAPTURED}: {error}")
+        raise _Unused(f"{UNCAPTURED}: {error}") from error
     effect = _effect(traced)
     if effect:
-        return None, report(effect)
+        raise _Unused(effect)
     _fix_dtypes(traced)
-    exact, own = in_float64(traced, inputs.bound(traced)), inputs.call(model)
-    apart = (
-        options.tune and options.memory == "low"
-    )  # the model's weights are not there while the graph's are
-    before = _times(model, inputs) if apart else []
-    evict()
-    explanations = []
-    for pass_ in pipeline(options):
+    return traced
+
+
+def _rewritten(
+    model: nn.Module,
+    traced: TracedModule,
+    options: Options,
+    evict: Callable[[], object],
+    facts: dict[str, Any],
+) -> Lowered:
+    """The graph after all passes, as a function; `facts` takes what the report says of it."""
+    facts["explanations"] = explanations = list[Explanation]()
+    for pass_ in pipeline(options, evict):
         explanations.append(pass_.commit(traced))
         evict()
     traced.recompile()
-    computed = lowered(traced, {*map(id, model.parameters())}, evict)
-    made = dataclasses.replace(
-        made,
-        explanations=explanations,
-        kernels=_kernels(traced),
-        memory=_memory(model, computed, options),
-        kept=MEMORIES[options.memory],
-    )
-    distance, wrong = _judged(exact, own, inputs.call(computed), PRECISIONS[options.precision])
-    made = dataclasses.replace(made, error=distance)
-    if wrong:
-        return None, report(wrong)
-    if options.tune:
-
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            ask()
-            return computed(*args, **kwargs)
-
-        times = [before] if apart else []
-        speedup = _speedup(model, asked, inputs, *times)
-        if speedup < LEAST_SPEEDUP:  # perhaps something else was busy
-            speedup = max(speedup, _speedup(model, asked, inputs, *times))
-        made = dataclasses.replace(made, speedup=speedup)
-        if speedup < LEAST_SPEEDUP:
-            return None, report(f"its graph takes {1 / speedup:.2f} times as long")
-    return computed, report()
+    made = lowered(traced, {*map(id, model.parameters())}, evict)
+    facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
+    facts["kept"] = MEMORIES[options.memory]
+    return made
 
 
-def pipeline(options: Options) -> list[Rewrite[Any]]:
-    """The passes of `optimize`, in order."""
+def _timed(
+    model: nn.Module, made: Lowered, inputs: Inputs, before: Sequence[float], ask: Callable[[], object]
+) -> float:
+    """The model's time by the graph's, measured twice where the graph seems slower: perhaps something else was busy."""
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        ask()
+        return made(*args, **kwargs)
+
+    found = speedup(model, asked, inputs, before)
+    return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs, before))
+
+
+def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewrite[Any]]:
+    """The passes of `optimize`, in order; `evict` is called after each layer that is made anew."""
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
-        FoldBatchNorms(reversible=False),
+        FoldBatchNormsOneByOne(reversible=False, evict=evict),
         FoldScaleBehindLayers(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
@@ -209,7 +188,9 @@ def _fix_dtypes(traced: GraphModule) -> None:
     for guard in traced.modules():
         if isinstance(guard, InputGuard):
             guard.inputs = tuple(
-                dataclasses.replace(each, strict_dtype=True) if isinstance(each, TensorSpec) else each
+                dataclasses.replace(each, strict_dtype=True, any_dtype=False)
+                if isinstance(each, TensorSpec)
+                else each
                 for each in guard.inputs
             )
 
@@ -255,7 +236,7 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
-    """What the weights take in memory, the model's and those of its graph, by what the model's alone take."""
+    """The memory of the weights, the model's and those of its graph, by what the model's alone take."""
     own = {id(each): each.nbytes for each in model.parameters()}
     used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
     if options.memory == "low":
@@ -266,32 +247,3 @@ def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
         used |= own
     sizes = {id(each): each.nbytes for each in computed.packed.values()}
     return (sum(used.values()) + sum(sizes.values())) / max(1, sum(own.values()))
-
-
-def _speedup(
-    model: nn.Module, computed: Callable[..., Any], inputs: Inputs, *before: Sequence[float]
-) -> float:
-    """The model's time by the graph's: the median over rounds in which both run, or beside times of the model before."""
-    if before:
-        return statistics.median(before[0]) / statistics.median(_times(computed, inputs))
-    ratios: list[float] = []
-    begun = time.perf_counter()
-    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
-        theirs, mine = _seconds(model, inputs), _seconds(computed, inputs)
-        ratios.append(theirs / mine)
-    return statistics.median(ratios)
-
-
-def _times(function: Callable[..., Any], inputs: Inputs) -> list[float]:
-    _seconds(function, inputs)  # the first one reads the weights from where they are
-    found: list[float] = []
-    while len(found) < 3 or (len(found) < 50 and sum(found) < _SECONDS):
-        found.append(_seconds(function, inputs))
-    return found
-
-
-def _seconds(function: Callable[..., Any], inputs: Inputs) -> float:
-    copied = inputs.copied()
-    start = time.perf_counter()
-    function(*copied.args, **copied.kwargs)
-    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What `optimize` did to a model: for each graph its passes, kernels, error and speed, or why there is none."""
+"""The report of `optimize`: for each graph its passes, kernels, error and speed, or why there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxopt.rewriting.explanation import Explanation
 
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
-    """What was made for one structure of inputs.
+    """The graph for one structure of inputs, or why there is none.
 
     Attributes:
         inputs: the inputs, with their shapes; free sizes are written as `?`.
@@ -55,7 +55,7 @@ class GraphReport:
 
 
 class Report(tuple[GraphReport, ...]):
-    """What was made for each structure of inputs so far: a tuple whose `str()` is a text to read."""
+    """The graphs for each structure of inputs so far: a tuple whose `str()` is a text to read."""
 
     __slots__ = ()
 

@@ -10,13 +10,31 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from fxopt.objects import entries, is_open
+from fxopt.optimizing.inputs import Inputs
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of the tensors among the inputs, in order."""
 
 
+Signature = tuple[Any, ...]
+"""The arguments of a call in which tensors stand by their dtypes, devices and shapes."""
+
+
+def plain_signature(inputs: Inputs) -> Signature | None:
+    """Describe a call by what decides on a graph for it, fast; None where something else than tensors and constants is given."""
+    found: list[Any] = []
+    for name, value in (*enumerate(inputs.args), *inputs.kwargs.items()):
+        if type(value) is Tensor:
+            found.append((name, value.dtype, value.device, value.shape, value.requires_grad))
+        elif value is None or type(value) in (bool, int, float, str):
+            found.append((name, type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
 def structure_of(value: Any, *, inside: bool = False) -> Any:
-    """What calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+    """Describe an input by what calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
 
     Args:
         value: an input, or a dict of all inputs.

@@ -1,21 +1,40 @@
-"""Folds and merges only where they pay: by measurement, or because the weights that they copy are few."""
+"""The folds and merges of `optimize`: where they pay, by measurement or because few weights are copied, and in little memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxopt import graph
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
 from fxopt.passes.folding import Fold
 from fxopt.passes.merge_linears import MergeLinears
 from fxopt.passes.merging import LayerGroup
 from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewriter import Rewriter
 from fxopt.tuning import MARGIN, merged_time
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldBatchNormsOneByOne(FoldBatchNorms):
+    """Lets the memory of what a layer was made of go before the next layer.
+
+    Args:
+        evict: does so.
+    """
+
+    evict: Callable[[], object] = bool
+
+    def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
+        """Fold one normalization."""
+        found = super().apply(rewriter, site)
+        self.evict()
+        return found
 
 
 class FoldScaleBehindLayers(FoldScaleAndShift):

@@ -11,17 +11,9 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt import batch_norm, graph
+from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
-from fxopt.passes.folding import (
-    Fold,
-    Folding,
-    each_layer_once,
-    folding_obstacle,
-    layer_before,
-    layer_obstacle,
-    layers_behind,
-    use_obstacle,
-)
+from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
 
@@ -80,7 +72,7 @@ class FoldBatchNorms(Folding):
         return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)
 
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """What the normalization multiplies each channel by, and what it adds."""
+        """The factor by which the normalization multiplies each channel, and the summand that it adds."""
         return batch_norm.scale_and_shift(graph_module.get_submodule(str(node.target)))
 
     def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:

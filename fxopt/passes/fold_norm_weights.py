@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
+from fxopt.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
-from fxopt.passes.folding import Fold, Folding, folding_obstacle, layer_obstacle, layers_behind, use_obstacle
+from fxopt.passes.folding import Fold, Folding
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.scaling import wide_dtype

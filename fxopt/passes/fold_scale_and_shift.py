@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,18 +12,11 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.constants import computed_constant
+from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of, name_of
-from fxopt.passes.folding import (
-    Fold,
-    Folding,
-    each_layer_once,
-    folding_obstacle,
-    layer_before,
-    layer_obstacle,
-    layers_behind,
-    use_obstacle,
-)
+from fxopt.operators import name_of
+from fxopt.parameter_constants import constant_obstacle, is_changing, parts_of
+from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.scaling import LAYERS, channel_dimension, channels, wide_dtype
@@ -75,7 +67,7 @@ class FoldScaleAndShift(Folding):
         return bool(sites)
 
     def scale_and_shift(self, graph_module: GraphModule, node: Node) -> ScaleAndShift:
-        """What the operator multiplies by, and what it adds: one number, or one for each channel."""
+        """The factor and the summand of the operator: one number, or one for each channel."""
         operands = _operands(node)
         assert operands is not None
         return _scale_and_shift(node, _constant(graph_module, operands[1]).flatten())
@@ -89,7 +81,7 @@ class FoldScaleAndShift(Folding):
         """The parameters and buffers of the constant, which stay."""
         operands = _operands(site.node)
         assert operands is not None
-        paths = [str(node.target) for node in _parts(operands[1]) if node.op == "get_attr"]
+        paths = [str(node.target) for node in parts_of(operands[1]) if node.op == "get_attr"]
         return {path: submodules.attribute(rewriter.graph_module, path) for path in paths}
 
 
@@ -109,37 +101,19 @@ def _difference(constant: Tensor, first: bool) -> ScaleAndShift:
 
 
 def _scale_and_shift(node: Node, constant: Tensor) -> ScaleAndShift:
-    return _OPERATORS[name_of(node)](constant.to(wide_dtype(constant)), not _is_changing(node.args[0]))
+    return _OPERATORS[name_of(node)](constant.to(wide_dtype(constant)), not is_changing(node.args[0]))
 
 
 def _operands(node: Node) -> tuple[Node, Node | float] | None:
-    """What changes from run to run, and the constant, of an operator on two of these; None for any other node."""
+    """The operand that changes from run to run, and the constant one; None where a node has not one of each."""
     name, operands = name_of(node), [*node.args, *node.kwargs.values()]
     if name not in _OPERATORS or len(operands) != 2 or not set(node.kwargs) <= {"other"}:
         return None
     for value, constant in (operands, operands[::-1]):
-        if _is_changing(value) and not _is_changing(constant):
+        if is_changing(value) and not is_changing(constant):
             divides = name.startswith(("div", "true")) and constant is operands[0]
             return None if divides else (value, constant)  # type: ignore[return-value]
     return None
-
-
-def _is_changing(value: Any, depth: int = 6) -> bool:
-    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
-    if not isinstance(value, Node):
-        return type(value) not in (int, float) or not math.isfinite(value)
-    if value.op == "get_attr":
-        return False
-    inputs = value.all_input_nodes if value.op in ("call_function", "call_method") else []
-    return not inputs or not depth or any(_is_changing(each, depth - 1) for each in inputs)
-
-
-def _parts(constant: Node | float) -> list[Node]:
-    """The nodes that a constant is made of."""
-    if not isinstance(constant, Node):
-        return []
-    found = [part for each in constant.all_input_nodes for part in _parts(each)]
-    return list(dict.fromkeys([*found, constant]))
 
 
 def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
@@ -168,9 +142,8 @@ def _obstacle(
 ) -> str | None:
     """Why an operator cannot become a part of a layer; None if it can."""
     behind, node = layer is path[0], path[-1] if layer is path[0] else path[0]
-    reason = (
-        layer_obstacle(index, layer) or _write_obstacle(index, node) or _constant_obstacle(index, constant)
-    )
+    reason = layer_obstacle(index, layer) or _write_obstacle(index, node)
+    reason = reason or constant_obstacle(index, parts_of(constant))
     if reason:
         return reason
     module, found = index.module(layer), _constant(index.graph_module, constant)
@@ -201,21 +174,3 @@ def _shape_obstacle(layer: nn.Module, constant: Tensor, value: Node, behind: boo
 
 def _write_obstacle(index: GraphIndex, node: Node) -> str | None:
     return f"{node.name} writes into what it takes" if index.memory.writes(node) else None
-
-
-def _constant_obstacle(index: GraphIndex, constant: Node | float) -> str | None:
-    """Why a constant may be another one at its place in the graph; None if it is the same everywhere."""
-    parts = _parts(constant)
-    for node in parts:
-        if node.op == "get_attr":
-            tensor = submodules.attribute(index.graph_module, str(node.target))
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
-                return f"{node.target} is no plain parameter or buffer without hooks"
-        elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
-            return f"{node.name} is not known to give the same in every run"
-        writer = index.memory.written(node)
-        if writer:
-            return f"{writer.name} may write into the constant"
-    if len(parts) > 1 and any("autocast" in graph.function_name(node) for node in index.nodes):
-        return "the constant is computed in a graph with autocast, which chooses its dtype"
-    return None

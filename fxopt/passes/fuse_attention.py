@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.attention import Attention, AttentionReader, Mask, Obstacle
+from fxopt.attention.attention_reader import Attention, AttentionReader
+from fxopt.attention.attention_steps import Obstacle, swaps_last
+from fxopt.attention.masks import Mask
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -120,7 +121,7 @@ class _Builder:
         key = self._attention.key
         if not self._attention.turned:
             return key
-        if _swaps_last(key):
+        if swaps_last(key):
             return key.all_input_nodes[0]
         *front, inner, columns = graph.value_of(key).shape
         return self._made("call_method", "transpose", (key, -2, -1), (*front, columns, inner))
@@ -174,20 +175,6 @@ class _Builder:
     ) -> Node:
         val = graph.like(graph.value_of(like or args[0]), shape)
         return self._rewriter.create(op, target, args, before=self._attention.node, val=val)
-
-
-def _swaps_last(node: Node) -> bool:
-    """Tell whether a node only exchanges the last two dimensions of its input."""
-    name, rank = name_of(node), graph.rank_of(node)
-    if name == "mT" or node.kwargs or rank is None:
-        return name == "mT"
-    options = node.args[1] if len(node.args) == 2 else node.args[1:]
-    dims = (
-        [dim % rank for dim in options if isinstance(dim, int)] if isinstance(options, tuple | list) else []
-    )
-    if name in ("transpose", "swapaxes", "swapdims"):
-        return sorted(dims) == [rank - 2, rank - 1]
-    return name == "permute" and dims == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def _needs_strides(index: GraphIndex, node: Node) -> bool:

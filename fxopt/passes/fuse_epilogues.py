@@ -79,7 +79,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
 
 
 def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
-    """What to call the layer with, so that it does what `user` does; nothing where its kernel does not."""
+    """Arguments with which the layer also does what `user` does; nothing where its kernel cannot."""
     layer = index.module(call)
     if len(call.args) != 1 or "activation" in call.kwargs or not fuses_epilogues(layer):
         return {}
@@ -101,7 +101,7 @@ def _activation(index: GraphIndex, user: Node) -> str | None:
 
 
 def _added(call: Node, user: Node) -> Node | None:
-    """What a node adds to the value of `call`, if it has its shape and dtype."""
+    """The summand that a node adds to the value of `call`, if it has its shape and dtype."""
     if name_of(user) != "add" or user.kwargs or len(user.args) != 2 or len(user.all_input_nodes) != 2:
         return None
     first, second = user.args

@@ -104,7 +104,7 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
 
 
 def _kind(layer: nn.Module) -> object:
-    """What layers must agree in, so that one parameter can hold the weights of all, and come apart again."""
+    """The facts in which layers must agree, so that one parameter can hold the weights of all, and come apart again."""
     weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
     trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
     like = weight if bias is None and not trains else bias

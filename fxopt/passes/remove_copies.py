@@ -122,12 +122,9 @@ def _is_plain(node: Node) -> bool:
 
 def _alike(left: Node, right: Node) -> bool:
     mine, its = graph.value_of(left), graph.value_of(right)
-    return (
-        isinstance(mine, FakeTensor)
-        and isinstance(its, FakeTensor)
-        and mine.dtype == its.dtype
-        and str(mine.shape) == str(its.shape)
-    )
+    if not isinstance(mine, FakeTensor) or not isinstance(its, FakeTensor):
+        return False
+    return mine.dtype == its.dtype and str(mine.shape) == str(its.shape)
 
 
 def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
@@ -180,23 +177,16 @@ def _turned(
 def _layouts(value: Tensor) -> list[Tensor]:
     """The layouts that kernels of attention give their output: none is the right one for all kernels."""
     batch, heads, rows, columns = value.shape
-    return [
-        value,
-        graph.like(value, value.shape),
-        graph.like(value, (batch, rows, heads, columns)).transpose(1, 2),
-    ]
+    turned = graph.like(value, (batch, rows, heads, columns)).transpose(1, 2)
+    return [value, graph.like(value, value.shape), turned]
 
 
 def _value(node: Node, values: Mapping[Node, Tensor]) -> Tensor:
     """The description of a node's value where some of its inputs have other strides."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: values.get(each, graph.value_of(each)))
-    target: Any = node.target
+    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
     mode = graph.value_of(node).fake_mode
     sizes = mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
     with mode, sizes:  # what is asked of free sizes here is no guard of the graph
-        found: Tensor = (
-            getattr(args[0], target)(*args[1:], **kwargs)
-            if node.op == "call_method"
-            else target(*args, **kwargs)
-        )
+        found: Tensor = function(*args, **kwargs)
     return found

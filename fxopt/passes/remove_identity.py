@@ -96,14 +96,14 @@ def _input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
 
 
 def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
-    """Tell whether a graph takes tensors of several dtypes of one of these kinds as this input; of bool there is one."""
+    """Tell whether a graph takes tensors of several dtypes of one of these kinds, or of any, as this input; of bool there is one."""
     guard = None if index.guard is None else index.module(index.guard)
     if index.guard is None or not isinstance(guard, InputGuard):
         return "bool" not in kinds
     specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
-    return "bool" not in kinds and any(
-        isinstance(spec, TensorSpec) and not spec.strict_dtype and dtype_kind(spec.dtype) in kinds
-        for spec in specs
+    tensors = [spec for spec in specs if isinstance(spec, TensorSpec) and not spec.strict_dtype]
+    return any(
+        spec.any_dtype or ("bool" not in kinds and dtype_kind(spec.dtype) in kinds) for spec in tensors
     )
 
 

@@ -11,16 +11,8 @@ from torch.fx import GraphModule
 
 from fxopt.errors import PassError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swap, Swapped, as_data
-from fxopt.rewriting.record import (
-    MARKS,
-    PassRecord,
-    Step,
-    fingerprint,
-    marked_nodes,
-    orders_of,
-    set_steps,
-    steps_of,
-)
+from fxopt.rewriting.fingerprint import fingerprint
+from fxopt.rewriting.record import MARKS, PassRecord, Step, marked_nodes, orders_of, set_steps, steps_of
 
 Applied = tuple[GraphModule, Callable[[], None]]
 """The result of a transformation, and a function that takes it back as long as nothing else has happened."""
@@ -138,18 +130,14 @@ class Attempt:
         if self.written() or (after != self.fingerprint and not edits):
             data.append(Swapped({}, None, False))  # more than is known
         if data or marked or inner:
-            step = Step(
-                self._name,
-                self._signature,
-                len(marked),
-                self._pass.reversible,
+            step = Step.of(
+                self._pass,
+                marked,
                 sites=len(marked) or 1,
                 edits=tuple(data),
                 before=self.fingerprint,
                 after=after,
-                marked=tuple(marked),
                 parts=tuple(inner),
-                transformation=self._pass,
             )
             standing.append(step)
         set_steps(result, standing, orders_of(result) or self.orders)

@@ -62,7 +62,7 @@ class AtSites(ReversibleRewrite[Any]):
 def site_names(rewrite: Rewrite[Any], graph_module: GraphModule) -> list[str]:
     """The nodes that stand for the sites of a pass, also for those that it opens; the graph module stays as it is."""
     try:
-        rows, _ = rewrite._rewrite_sites(Rewriter(sharing_copy(graph_module), rewrite.signature), False)
+        found, _ = rewrite._rewrite_sites(Rewriter(sharing_copy(graph_module), rewrite.signature), False)
     except Exception:  # it raises at one of them, which is perhaps why they are asked for
-        rows = list(rewrite.explain(graph_module).rows)
-    return [row.node for row in rows if row.reason is None]
+        found = rewrite.explain(graph_module)
+    return [node for node, _ in found.sites]

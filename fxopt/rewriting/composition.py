@@ -13,7 +13,7 @@ from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied
 from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.record import MARKS, orders_of, set_steps, steps_of
-from fxopt.rewriting.rewrite import Rewrite, check_no_trace
+from fxopt.rewriting.rewrite import Rewrite
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_and_compile
 from fxopt.rewriting.verification import Verify
 
@@ -144,7 +144,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         if not own:
             for part in leaves(self):
                 if isinstance(part, Rewrite) and part.signature not in {step.signature for step in steps}:
-                    check_no_trace(part, result)
+                    undoing.check_no_trace(part, result)
         copies = any(isinstance(part, DeepCopy) for part in leaves(self))
         return undoing.undo_steps(copy.deepcopy(result) if copies else result, own)
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -183,7 +184,7 @@ def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
 
 
 class _Touched:
-    """What changes touch, as pairs of the name of a node, or of the path of a module, and an aspect of it.
+    """The places that changes touch: pairs of the name of a node, or the path of a module, and an aspect of it.
 
     Attributes:
         sets: what they set, in the place of what was there.
@@ -247,3 +248,16 @@ def picklable(value: Any) -> bool:
 class _WithoutWeights(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         return pickle.dumps(type(value)) if isinstance(value, Tensor | nn.Module) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def target_text(target: Any) -> str:
+    """The name of what a node calls, the same in every process."""
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    return f"{getattr(target, '__module__', '')}.{name}" if name else ADDRESS.sub("", repr(target))
+
+
+ADDRESS = re.compile(" at 0x[0-9a-f]+")
+"""Where a repr names a place in memory."""

@@ -1,4 +1,4 @@
-"""What was applied to a graph module, in order, and how to take it back."""
+"""The passes that were applied to a graph module, in order, and undoing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxopt.rewriting.transformation import Transformation, finished
 
 
 class History(tuple[Step, ...]):
-    """What was applied to a graph module and not undone, oldest first: a tuple whose `str()` is a table."""
+    """The steps of a graph module that were not undone, oldest first: a tuple whose `str()` is a table."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class History(tuple[Step, ...]):
 
 
 def history(graph_module: GraphModule) -> History:
-    """What was applied to a graph module and not undone since, oldest first.
+    """List the steps that were applied to a graph module and not undone since, oldest first.
 
     The parts of a composition stand for it; a transformation that calls others stands for them. What found
     nothing to do is not listed, nor are `DeepCopy` and `LintAndRecompile`. Each step has `name`, `signature`,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ AROUND = 24
 class Piece:
     """The nodes of a site before and after its changes.
 
-    The core is what was changed. Around it stands what shows that a change was wrong: what follows the core, and what
+    The core is what was changed, and where it is `whole`, also the untouched nodes by which values of changed nodes
+    flow into other changed nodes. Around it stands what shows that a change was wrong: what follows the core, and what
     reads the same inputs up to the end of the core, since it may write into them. It ends where values are mixed,
     because a mixture has rounding errors of its own.
 
@@ -33,6 +34,7 @@ class Piece:
         taken: what stood at qualified names.
         put: what stands there now.
         mixes: whether the core has rounding errors of its own.
+        between: the untouched nodes of the core.
 
     Args:
         graph_module: the module that was changed.
@@ -40,6 +42,7 @@ class Piece:
         readers: the nodes that call or read what is at or below a qualified name.
         edits: all changes of the site.
         around: whether to look around it.
+        whole: whether untouched nodes between changed ones belong to the core, unless others write among them.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Piece:
         edits: Sequence[Edit],
         *,
         around: bool,
+        whole: bool = False,
     ) -> None:
         self._graph_module, self._nodes = graph_module, nodes
         swaps = [edit for edit in edits if isinstance(edit, Swap)]
@@ -61,9 +65,12 @@ class Piece:
         core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}
         # What took the place of a value may be computed elsewhere, of the same inputs.
         core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
-        self._core, self._redirected = core, {user for edit in redirects for user in edit.users} - core
+        self._core = core
         order_now = [node.name for node in graph_module.graph.nodes]
         order_then, self._then = self._as_it_was(edits, order_now)
+        self.between = self._between(order_now) if whole else set()
+        core |= self.between
+        self._redirected = {user for edit in redirects for user in edit.users} - core
         present = [nodes[name] for name in order_now if name in core]
         values = (*self.taken.values(), *self.put.values())
         self.mixes = any(w is not None for v in values for w in weights_of(v)) or any(
@@ -147,6 +154,24 @@ class Piece:
                 then[edit.name] = dataclasses.replace(state, **fields)
         return names, then
 
+    def _between(self, order: Sequence[str]) -> set[str]:
+        """The untouched nodes by which values of the core flow into the core."""
+        inputs = {name: {source.name for source in self._nodes[name].all_input_nodes} for name in order}
+        for name, state in self._then.items():
+            inputs.setdefault(name, set()).update(state.references())
+        users = collections.defaultdict[str, set[str]](set)
+        for name, sources in inputs.items():
+            for source in sources:
+                users[source].add(name)
+        between = (_reached(self._core, users) & _reached(self._core, inputs)) - self._core
+        if not between or len(between) > AROUND:
+            return set()
+        own = [i for i, name in enumerate(order) if name in between | self._core]
+        others = (self._nodes[name] for name in order[own[0] : own[-1]] if name not in between | self._core)
+        # It may write into what is between, and would not be run.
+        writes = any(effects.written_by(node, self._called(node)) != () for node in others)
+        return set() if writes else between
+
     def _around(self, core: Sequence[Node], *orders: Sequence[str]) -> set[str]:
         """The nodes that follow the core, and those before its end that read what the core reads."""
         ends = (max((i for i, name in enumerate(order) if name in self._core), default=0) for order in orders)
@@ -212,6 +237,16 @@ def weights_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
+
+
+def _reached(start: Iterable[str], following: Mapping[str, set[str]]) -> set[str]:
+    """The nodes that one or more steps lead to."""
+    reached, pending = set[str](), list(start)
+    while pending:
+        new = following.get(pending.pop(), set()) - reached
+        reached |= new
+        pending += new
+    return reached
 
 
 def _leaves(state: NodeState) -> list[Any]:

@@ -7,21 +7,17 @@ parameters, which both keep. When it is pickled, it also writes down the nodes a
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import inspect
 import pickle
-import re
 import uuid
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable
-from fxopt.rewriting.weights import PLAIN, PROVENANCE
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
 
 RECORD = "fxopt_record"
 """The name of the child module that carries the record."""
@@ -65,6 +61,13 @@ class Step:
     by_hand: bool = dataclasses.field(default=True, repr=False, compare=False)
     transformation: Any = dataclasses.field(default=None, repr=False, compare=False)
     key: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, pass_: Any, marked: Sequence[str], **facts: Any) -> Step:
+        """Describe an application of `pass_`, which marked these nodes; `facts` are the other fields."""
+        name, signature = repr(pass_), pass_.signature
+        facts |= {"marked": tuple(marked), "transformation": pass_}
+        return cls(name, signature, len(marked), pass_.reversible, **facts)
 
     @property
     def logged(self) -> bool:
@@ -287,58 +290,4 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
 
 def _kind(node: Node) -> tuple[str, str]:
     # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
-    return node.op, "" if node.op in ("placeholder", "output") else _target(node.target)
-
-
-@functools.lru_cache(maxsize=4096)
-def _target(target: Any) -> str:
-    if isinstance(target, str):
-        return target
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    return f"{getattr(target, '__module__', '')}.{name}" if name else _ADDRESS.sub("", repr(target))
-
-
-def fingerprint(graph_module: GraphModule) -> str:
-    """Digests of a graph module but for the values of its tensors, the same in every process.
-
-    The first is of the nodes (names, order, operators, targets, arguments), the second of the modules (names, types,
-    options, training flags) with their parameters and buffers (names, shapes, dtypes, devices, `requires_grad`,
-    and which of them are the same tensor), the third of their order.
-    """
-    nodes = [f"{n.name} {n.op} {_target(n.target)} {n.args!r} {n.kwargs!r}" for n in graph_module.graph.nodes]
-    entries: list[tuple[str, int, str]] = []
-    _describe("", graph_module, entries)
-    first: dict[int, str] = {}  # what is one module or tensor has the least of its names
-    for path, identity, _ in entries:
-        first[identity] = min(path, first.get(identity, path))
-    modules = [f"{path} {text} {first[identity]}" for path, identity, text in entries]
-    return " ".join(map(_digest, (nodes, sorted(modules), modules)))
-
-
-def _digest(lines: list[str]) -> str:
-    text = "\n".join(lines)
-    text = _ADDRESS.sub("", text) if " at 0x" in text else text
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
-    """Append path, identity and description of a module, and of each module and tensor in it."""
-    held = vars(module)
-    options = [(k, v) for k, v in held.items() if isinstance(v, PLAIN) and k[0] != "_" and k != PROVENANCE]
-    entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
-    for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
-        if tensor is not None:
-            kind = type(tensor).__name__
-            text = _text_of(kind, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-            entries.append((f"{path}.{name}", id(tensor), text))
-    for name, child in held["_modules"].items():
-        if child is not None and not isinstance(child, PassRecord):
-            _describe(f"{path}.{name}", child, entries)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_of(*facts: Hashable) -> str:
-    return repr(facts)
-
-
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+    return node.op, "" if node.op in ("placeholder", "output") else target_text(node.target)

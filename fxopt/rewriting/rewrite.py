@@ -11,29 +11,15 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
-from fxopt.rewriting import undoing, verification
+from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, check_promise
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
-from fxopt.rewriting.record import (
-    Step,
-    fingerprint,
-    mark,
-    marked_nodes,
-    orders_of,
-    set_steps,
-    steps_of,
-    unmark_names,
-)
+from fxopt.rewriting.fingerprint import fingerprint
+from fxopt.rewriting.record import Step, mark, orders_of, set_steps, steps_of, unmark_names
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.transformation import (
-    ReversibleTransformation,
-    Transformation,
-    check_graph_module,
-    own_steps,
-)
-from fxopt.rewriting.verification import Verify
-from fxopt.rewriting.weights import provenance
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
+from fxopt.rewriting.verification import Verifier, Verify
 
 S = TypeVar("S", bound=Site | Node)
 
@@ -48,10 +34,7 @@ class Rewrite(Transformation, Generic[S]):
         ...         yield from graph_module.graph.find_nodes(op="call_function", target=torch.relu)
         ...     def apply(self, rewriter, node):
         ...         rewriter.set(node, target=torch.nn.functional.silu)
-        >>> class Model(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return torch.relu(x)
-        >>> ReluToSilu()(torch.fx.symbolic_trace(Model())).code.strip().splitlines()[1].strip()
+        >>> ReluToSilu()(torch.fx.symbolic_trace(lambda x: torch.relu(x))).code.strip().splitlines()[1].strip()
         'relu = torch.nn.functional.silu(x);  x = None'
     """
 
@@ -87,10 +70,7 @@ class Rewrite(Transformation, Generic[S]):
         """
         check_graph_module(self, graph_module)
         if verify is not False:
-            graph_module = submodules.sharing_copy(graph_module)
-            return Explanation(
-                type(self).__name__, tuple(self._rewrite_sites(Rewriter(graph_module), verify)[0])
-            )
+            return self._rewrite_sites(Rewriter(submodules.sharing_copy(graph_module)), verify)[0]
         return Explanation(type(self).__name__, tuple(map(Row.of, self.match(graph_module))))
 
     def commit(self, graph_module: GraphModule) -> Explanation:
@@ -109,8 +89,7 @@ class Rewrite(Transformation, Generic[S]):
             0 applied
         """
         check_graph_module(self, graph_module)
-        rows, _ = self._rewrite_sites(Rewriter(graph_module), False)
-        return Explanation(type(self).__name__, tuple(rows))
+        return self._rewrite_sites(Rewriter(graph_module), False)[0]
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Rewrite all sites; where that opens new ones, these as well, until there is none.
@@ -127,11 +106,8 @@ class Rewrite(Transformation, Generic[S]):
 
     def _rewrite(self, graph_module: GraphModule, verify: Verify) -> Applied:
         steps, orders = steps_of(graph_module), orders_of(graph_module)
-        before, rewriter, marked = (
-            fingerprint(graph_module),
-            Rewriter(graph_module, self.signature),
-            list[Node](),
-        )
+        before, rewriter = fingerprint(graph_module), Rewriter(graph_module, self.signature)
+        marked = list[Node]()
 
         def take_back() -> None:
             rewriter.roll_back()
@@ -139,7 +115,7 @@ class Rewrite(Transformation, Generic[S]):
             unmark_names(graph_module, rewriter.signature, {node.name for node in marked})
 
         try:
-            rows, nodes = self._rewrite_sites(rewriter, verify)
+            explanation, nodes = self._rewrite_sites(rewriter, verify)
             if [step.key for step in steps_of(graph_module)] != [step.key for step in steps]:
                 raise PassError(
                     f"apply of {self!r} called another transformation: change the graph through the rewriter alone, "
@@ -154,18 +130,14 @@ class Rewrite(Transformation, Generic[S]):
             for node in marked:
                 mark(node, rewriter.signature)
             if rewriter.log:
-                step = Step(
-                    name=repr(self),
-                    signature=rewriter.signature,
-                    nodes=len(marked),
-                    reversible=self.reversible,
-                    sites=sum(row.reason is None for row in rows),
+                step = Step.of(
+                    self,
+                    [node.name for node in marked],
+                    sites=len(explanation.sites),
                     edits=tuple(as_data(edit, keep=self.reversible) for edit in rewriter.log),
                     before=before,
                     after=fingerprint(graph_module),
-                    marked=tuple(node.name for node in marked),
                     by_hand=False,
-                    transformation=self,
                 )
                 set_steps(graph_module, [*steps, step], rewriter.orders_before(orders))
         except BaseException as error:
@@ -174,29 +146,20 @@ class Rewrite(Transformation, Generic[S]):
             raise
         return graph_module, take_back
 
-    def _rewrite_sites(self, rewriter: Rewriter, verify: Verify) -> tuple[list[Row], list[Node]]:
-        """Rewrite all sites; returns a row for each site and refusal, and the nodes to mark."""
+    def _rewrite_sites(self, rewriter: Rewriter, verify: Verify) -> tuple[Explanation, list[Node]]:
+        """Rewrite all sites; returns what became of each, and the nodes to mark."""
         graph_module, marked = rewriter.graph_module, list[Node]()
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
-        verifier = (
-            None
-            if verify is False
-            else verification.Verifier(graph_module, verify, self.preserves_computation)
-        )
-        limit = 1 + len(graph_module.graph.nodes)
-        for _ in range(limit):
+        verifier = Verifier(graph_module, verify, self.preserves_computation)
+        for _ in range(limit := 1 + len(graph_module.graph.nodes)):
             found = list(self.match(graph_module))
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
-            sites = [
-                each
-                for each in found
-                if not isinstance(each, Refusal) and not rows[node_of(each).name].reason
-            ]
+            sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
             for site in sites:
                 row, start, where = rows[node_of(site).name], len(rewriter.log), graph.place(node_of(site))
                 settled.add(row.node)
                 nodes = self._rewrite_site(rewriter, site, where)
-                reason = verifier and verifier.difference(rewriter.log[start:], rewriter.made)
+                reason = verifier.difference(rewriter.log[start:], rewriter.made)
                 if reason:
                     rewriter.roll_back(start)
                     rows[row.node] = row._replace(reason=reason)
@@ -211,9 +174,9 @@ class Rewrite(Transformation, Generic[S]):
                 f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
                 "what apply made"
             )
-        for where, why in verifier.unverified.items() if verifier else ():
+        for where, why in verifier.unverified.items():
             warnings.warn(f"{self!r} could not verify the site at {where}: {why}", UnverifiedWarning, 2)
-        return list(rows.values()), marked
+        return Explanation(type(self).__name__, tuple(rows.values())), marked
 
     def _rewrite_site(self, rewriter: Rewriter, site: S, where: str) -> list[Node]:
         try:
@@ -252,27 +215,7 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
             raise UndoError(
                 f"{self!r} cannot be undone: it keeps no copy of the weights: make it with reversible=True"
             )
-        own = own_steps(self, graph_module)
+        own = undoing.own_steps(self, graph_module)
         if not own:
-            check_no_trace(self, graph_module)
+            undoing.check_no_trace(self, graph_module)
         return undoing.undo_steps(graph_module, own)
-
-
-def check_no_trace(pass_: Transformation, graph_module: GraphModule) -> None:
-    """Raise an UndoError if a pass of which the record knows nothing has left something in a graph module."""
-    nodes = [node.name for node in marked_nodes(graph_module, pass_.signature)]
-    modules = [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
-    if nodes or modules:
-        outer = [
-            s.name for s in steps_of(graph_module) for part in s.parts if part.signature == pass_.signature
-        ]
-        why = (
-            f"it was a part of {outer[0]}: undo that"
-            if outer
-            else (
-                "the record of how is gone. It is a child module of the graph module, which "
-                "delete_all_unused_submodules, copy.copy, retracing and GraphModule(module, graph) lose; undo the "
-                "pass before these"
-            )
-        )
-        raise UndoError(f"{pass_!r} cannot be undone: it rewrote {', '.join([*nodes, *modules])}, but {why}")

@@ -8,10 +8,10 @@ import warnings
 
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
+from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
-from fxopt.rewriting.record import MARKS, Step, find_record, mark, marked_nodes, steps_of, unmark
+from fxopt.rewriting.record import MARKS, find_record, mark, marked_nodes, unmark
 from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.verification import Verifier, Verify
 
@@ -27,15 +27,11 @@ class Transformation(abc.ABC):
         >>> import operator, torch
         >>> class ChangeMulToAdd(Transformation):
         ...     def transform(self, graph_module):
-        ...         for node in graph_module.graph.nodes:
-        ...             if node.op == "call_function" and node.target == operator.mul:
-        ...                 node.target = operator.add
-        ...                 self.mark_as_transformed(node)
+        ...         for node in graph_module.graph.find_nodes(op="call_function", target=operator.mul):
+        ...             node.target = operator.add
+        ...             self.mark_as_transformed(node)
         ...         return graph_module
-        >>> class Square(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return x * x
-        >>> transformed = ChangeMulToAdd()(torch.fx.symbolic_trace(Square()))
+        >>> transformed = ChangeMulToAdd()(torch.fx.symbolic_trace(lambda x: x * x))
         >>> transformed(torch.tensor(5.0))
         tensor(10.)
         >>> ChangeMulToAdd().get_transformed_nodes(transformed)
@@ -103,29 +99,27 @@ class Transformation(abc.ABC):
         return f"{type(self).__qualname__}({self._options()})"
 
     def _options(self) -> str:
-        fields: list[str] = (
-            [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
-        )
+        fields = [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list[str]()
         others = sorted(name for name in vars(self) if name not in (*fields, "preserves_computation"))
         return ", ".join(f"{name}={stable_text(getattr(self, name))}" for name in (*fields, *others))
 
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
         """Apply a hand-written `transform`, and find out what it changed."""
         with Attempt(self, graph_module) as attempt:
-            verifier = None if verify is False else Verifier(graph_module, verify, self.preserves_computation)
+            verifier = Verifier(graph_module, verify, self.preserves_computation)
             result = self.transform(graph_module)
             attempt.check(result)
-            edits, made = attempt.changes(result), {node.name: node for node in result.graph.nodes}
-            if verifier and edits and result is graph_module:
-                verifier.enter(result.graph.nodes)
-                reason = verifier.difference(edits, made)
-                if reason:
-                    attempt.take_back()
-                    warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)
-                    return graph_module, lambda: None
-            elif verifier and result is not graph_module:
+            edits, reason = attempt.changes(result), None
+            if result is not graph_module:
                 verifier.unverified[repr(self)] = "it gives another graph module"
-            for where, why in verifier.unverified.items() if verifier else ():
+            elif edits:
+                verifier.enter(result.graph.nodes)
+                reason = verifier.difference(edits, {node.name: node for node in result.graph.nodes})
+            if reason:
+                attempt.take_back()
+                warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)
+                return graph_module, lambda: None
+            for where, why in verifier.unverified.items() if verify is not False else ():
                 warnings.warn(f"{self!r} could not be verified at {where}: {why}", UnverifiedWarning, 3)
             attempt.note(result, edits)
         return result, attempt.take_back
@@ -145,12 +139,8 @@ class ReversibleTransformation(Transformation):
         ...         for node in graph_module.graph.find_nodes(op="call_function", target=before):
         ...             node.target = after
         ...         return graph_module
-        >>> class Square(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return x * x
         >>> swap = SwapMulAndAdd()
-        >>> swapped = swap(torch.fx.symbolic_trace(Square()))
-        >>> swap(swapped, reverse=True)(torch.tensor(5.0))
+        >>> swap(swap(torch.fx.symbolic_trace(lambda x: x * x)), reverse=True)(torch.tensor(5.0))
         tensor(25.)
     """
 
@@ -189,18 +179,7 @@ class ReversibleTransformation(Transformation):
         unmark(node, self.signature)
 
     def _reversed(self, graph_module: GraphModule) -> Applied:
-        return undoing.reverse_by_hand(self, graph_module, own_steps(self, graph_module))
-
-
-def own_steps(pass_: Transformation, graph_module: GraphModule) -> list[Step]:
-    """The applications of a transformation; UndoError if its options were changed since."""
-    steps, signature = steps_of(graph_module), pass_.signature
-    for step in steps:
-        if step.transformation is pass_ and step.signature != signature:
-            raise UndoError(
-                f"{pass_!r} was {step.name} when it was applied: undo it with these options, or with fxopt.undo"
-            )
-    return [step for step in steps if step.signature == signature]
+        return undoing.reverse_by_hand(self, graph_module, undoing.own_steps(self, graph_module))
 
 
 def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:

@@ -12,9 +12,9 @@ from fxopt import submodules
 from fxopt.errors import UndoError
 from fxopt.rewriting.attempt import Applied, Attempt
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, conflicts
+from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.record import (
     Step,
-    fingerprint,
     mark,
     marked_nodes,
     orders_of,
@@ -23,6 +23,34 @@ from fxopt.rewriting.record import (
     unmark_names,
 )
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.weights import provenance
+
+
+def own_steps(pass_: Any, graph_module: GraphModule) -> list[Step]:
+    """The applications of a transformation; UndoError if its options were changed since."""
+    steps, signature = steps_of(graph_module), pass_.signature
+    for step in steps:
+        if step.transformation is pass_ and step.signature != signature:
+            raise UndoError(
+                f"{pass_!r} was {step.name} when it was applied: undo it with these options, or with fxopt.undo"
+            )
+    return [step for step in steps if step.signature == signature]
+
+
+def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
+    """Raise an UndoError if a pass of which the record knows nothing has left something in a graph module."""
+    left = [node.name for node in marked_nodes(graph_module, pass_.signature)]
+    left += [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
+    if not left:
+        return
+    why = (
+        "the record of how is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
+        "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
+    )
+    for step in steps_of(graph_module):
+        if pass_.signature in {part.signature for part in step.parts}:
+            why = f"it was a part of {step.name}: undo that"
+    raise UndoError(f"{pass_!r} cannot be undone: it rewrote {', '.join(left)}, but {why}")
 
 
 def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:

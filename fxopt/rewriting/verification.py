@@ -6,6 +6,7 @@ the metadata of the nodes around it knows the shapes and dtypes of what flows in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -19,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import graph
 from fxopt.constants import computed_constant, constants_of
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
+from fxopt.rewriting.agreement import epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
@@ -41,7 +43,7 @@ SMALLEST = 1e-6
 
 
 class Verifier:
-    """Compares the pieces of rewritten sites of one graph module.
+    """Compares the pieces of rewritten sites of one graph module, where that was asked for.
 
     Attributes:
         unverified: why sites could not be run, by the name of one of their nodes.
@@ -51,6 +53,9 @@ class Verifier:
         if not isinstance(verify, bool | tuple):
             raise TypeError(f"verify is a {type(verify).__name__}; give True, or a tuple of example inputs")
         self.unverified: dict[str, str] = {}
+        self._verify = verify
+        if verify is False:
+            return
         self._graph_module, self._preserves = graph_module, preserves_computation
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
         self._nodes: dict[str, Node] = {}
@@ -68,17 +73,28 @@ class Verifier:
         Returns:
             How they differ; None where they agree, or where the site cannot be run.
         """
+        if self._verify is False:
+            return None
         self.enter(made[e.name] for e in edits if isinstance(e, NodeEdit) and e.before is None)
         try:
-            piece = Piece(self._graph_module, self._nodes, self._readers, edits, around=self._preserves)
-            return self._compared(piece)
+            reason = self._compared(self._piece(edits))
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
+        # A changed node may make up for another by way of nodes that nobody changed.
+        whole = self._piece(edits, whole=True) if reason else None
+        if whole and whole.between:
+            with contextlib.suppress(_CannotRun):
+                return self._compared(whole)
+        return reason
+
+    def _piece(self, edits: Sequence[Edit], *, whole: bool = False) -> Piece:
+        around = self._preserves
+        return Piece(self._graph_module, self._nodes, self._readers, edits, around=around, whole=whole)
 
     def enter(self, nodes: Iterable[Node]) -> None:
         """Take note of nodes that the graph has now."""
-        for node in nodes:
+        for node in nodes if self._verify is not False else ():
             self._nodes[node.name] = node
             if node.op in ("call_module", "get_attr"):
                 for prefix in prefixes(str(node.target)):
@@ -134,25 +150,25 @@ class Verifier:
             return f"{stopped.name} does not run any more: {stopped.reason}"
         labels = [now for _, now in piece.outputs]
         for label, expected, actual in zip(labels, truth, result, strict=True):
-            if reason := _unlike(expected, actual, self._preserves):
+            if reason := unlike(expected, actual, self._preserves):
                 # Perhaps a node names the dtype that the model has.
                 return self._differs_on(piece, own_numbers) if numbers.dtype else f"{label} is {reason}"
         if not self._preserves:
             return None
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
-        limits = [RTOL if numbers.dtype else 64 * _epsilon(truth)] * len(labels)
-        errors = [*map(_error, truth, result, least)]
+        limits = [RTOL if numbers.dtype else 64 * epsilon(truth)] * len(labels)
+        errors = [*map(error_of, truth, result, least)]
         if numbers.dtype and piece.rounds and max(errors, default=0.0) > RTOL:
             own = self._run(piece, False, inputs, own_numbers)
-            limits = [2 * error + 16 * _epsilon(own) for error in map(_error, truth, own, least, own)]
-            errors = [*map(_error, truth, result, least, own)]
+            limits = [2 * error + 16 * epsilon(own) for error in map(error_of, truth, own, least, own)]
+            errors = [*map(error_of, truth, result, least, own)]
         for label, error, limit in zip(labels, errors, limits, strict=True):
             if error > limit:
                 return f"{label} differs by {error:.2g} of the largest value in its row; the limit is {limit:.2g}"
         return None
 
     def _value(self, node: Node) -> Any:
-        """What describes the value of a node."""
+        """A tensor without data, or a number, that describes the value of a node."""
         if node.op == "get_attr":
             return attribute(self._graph_module, str(node.target))
         value = self._values.get(node.name, graph.value_of(node))
@@ -243,50 +259,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
             wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
-
-
-def _unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
-    """Say how two values cannot be compared by their numbers."""
-    (left, spec), (right, other_spec) = tree_flatten(expected), tree_flatten(actual)
-    if spec != other_spec:
-        return f"{other_spec}, it was {spec}"
-    for a, b in zip(left, right, strict=True):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if type(a) is not type(b) or (isinstance(a, _PLAIN) and a != b and not (a != a and b != b)):
-                return f"{b!r}, it was {a!r}"
-        elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
-            return f"{b.dtype} {[*b.shape]}, it was {a.dtype} {[*a.shape]}"
-    return None
-
-
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
-"""What is compared by value; other objects may be equal without knowing it."""
-
-
-def _error(expected: Any, actual: Any, least: float, own: Any = None) -> float:
-    """The largest difference, relative to the largest value of its row, where `own` is finite."""
-    errors = [0.0]
-    for a, b, finite in zip(
-        *(_tensors(side) for side in (expected, actual, actual if own is None else own)), strict=True
-    ):
-        if not a.numel() or torch.equal(a, b):
-            continue
-        same = (a == b) | (a.isnan() & b.isnan()) | (~finite.isfinite() if own is not None else False)
-        difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-        size = a.abs().nan_to_num(0, 0)
-        rows = size.amax(-1, keepdim=True) if a.ndim else size
-        errors.append(float((difference / torch.where(rows > 0, rows, size.max()).clamp(min=least)).max()))
-    return max(errors)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    return [(torch.view_as_real(t) if t.is_complex() else t).double().cpu() for t in tensors]
-
-
-def _epsilon(values: Sequence[Any]) -> float:
-    leaves = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
-    return max((torch.finfo(leaf.dtype).eps for leaf in leaves if leaf.is_floating_point()), default=0.0)
 
 
 def _described(graph_module: GraphModule, inputs: tuple[Any, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a saved graph may call or make, by name.
+"""The functions and classes that a saved graph may call or make, by name.
 
 A file is data from anywhere: a name in it is looked up in a table of operators that compute, or is a class of a kind
 that only holds values. Nothing else is found, and no attribute of anything is followed. So `os.system`, `torch.load`
@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from fxopt import objects
 from fxopt.capture.runtime import checks, modes
+from fxopt.capture.runtime.conditional import Conditional
 from fxopt.rewriting.transformation import Transformation
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
@@ -48,26 +49,8 @@ _OPERATORS = {
     *(name for name in operator.__all__ if f"__{name.strip('_')}__" in vars(operator) and name != "call"),
 }
 BUILTINS = (
-    *(
-        abs,
-        all,
-        any,
-        bool,
-        complex,
-        dict,
-        divmod,
-        float,
-        getattr,
-        int,
-        len,
-        list,
-        max,
-        min,
-        pow,
-        range,
-        round,
-    ),
-    *(slice, str, sum, tuple),
+    *(abs, all, any, bool, complex, dict, divmod, float, getattr, int, len, list, max, min, pow, range),
+    *(round, slice, str, sum, tuple),
 )
 _OWN = (
     *(objects.build_object, objects.find, objects.set_attributes, objects.set_items),
@@ -93,7 +76,7 @@ class NameRefused(Exception):
 
 
 class Names:
-    """What has a name in a saved graph.
+    """The objects that have a name in a saved graph.
 
     Args:
         trusted: classes, functions and operators of the user that have one, too.
@@ -106,13 +89,15 @@ class Names:
         """The name of a function, operator or class; NameRefused where it has none."""
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
+        if isinstance(value, Conditional):
+            raise NameRefused("torch.cond, whose branches are graphs of their own")
         name = _names().get(value) or qualified_name(value)
         if self.find(name) != value:
             raise NameRefused(f"{name}, which is no longer found by that name")
         return name
 
     def find(self, name: str) -> Any:
-        """What has a name; NameRefused where nothing has, or where it may not be named."""
+        """The object that has a name; NameRefused where there is none, or where it may not be named."""
         if not isinstance(name, str):
             raise NameRefused(f"{name!r}, which is no name")
         if name in self._trusted:
@@ -128,7 +113,7 @@ class Names:
         return self._class(name, object)
 
     def target(self, name: str) -> Any:
-        """What a graph may call by a name: an operator, or a class of values."""
+        """The operator or class of values that a graph may call by a name."""
         found = self.find(name)
         if isinstance(found, type) and issubclass(found, torch.nn.Module | Transformation):
             raise NameRefused(f"{name}, which a graph cannot call")
@@ -238,12 +223,8 @@ def _names() -> dict[Any, str]:
 def _methods() -> frozenset[str]:
     """The methods of tensors that a graph may call."""
     public = {n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n))}
-    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS} | {
-        "__len__",
-        "__bool__",
-        "__int__",
-        "__float__",
-    }
+    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS}
+    spelled |= {f"__{name}__" for name in ("len", "bool", "int", "float")}
     reflected = {f"__r{name.strip('_')}__" for name in _OPERATORS}
     dunder = {name for name in spelled | reflected if hasattr(torch.Tensor, name)}
     return frozenset((public | dunder | {*_PRIVATE_METHODS}) - _DENIED_METHODS)
@@ -271,11 +252,8 @@ def _operator(name: str) -> Any:
         with contextlib.suppress(ImportError):
             importlib.import_module(_NAMESPACES[namespace])
         found = _overload(namespace, *path)
-    overloads = (
-        [getattr(found, each) for each in found.overloads()]
-        if isinstance(found, torch._ops.OpOverloadPacket)
-        else [found]
-    )
+    packet = isinstance(found, torch._ops.OpOverloadPacket)
+    overloads = [getattr(found, each) for each in found.overloads()] if packet else [found]
     for each in overloads:
         if not isinstance(each, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(each._name):
             raise NameRefused(name)

@@ -1,4 +1,4 @@
-"""What a node of a saved graph may be, so that the code that is generated from it does what its nodes say."""
+"""Checks the nodes of a saved graph, so that the code that is generated from it does what its nodes say."""
 
 from __future__ import annotations
 

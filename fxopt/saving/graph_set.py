@@ -1,4 +1,4 @@
-"""What comes back of a saved module of `fxopt.optimize`: its graphs, with kernels chosen for the machine that loads them."""
+"""A saved module of `fxopt.optimize` that was loaded: its graphs, with kernels chosen for the machine that loads them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class GraphSet(nn.Module):
                 except GuardError as error:
                     reasons.append(str(error))
         raise GuardError(
-            f"none of the {len(self.graphs)} saved graphs takes these inputs: {_text(reasons, self.calls)}. What no graph takes "
-            "only the model itself computes, which is not saved: call what fxopt.optimize makes of it with such inputs, and "
-            "save that again."
+            f"none of the {len(self.graphs)} saved graphs takes these inputs: {_text(reasons, self.calls)}. The model itself "
+            "would, but it is not saved: call what fxopt.optimize made of it with such inputs, and save that again."
         )
 
     def choose_kernels(self) -> None:
@@ -65,4 +64,7 @@ def _choose_kernel(packed: Any) -> None:
 def _text(reasons: Sequence[str], calls: Sequence[Call]) -> str:
     count, names = calls[0]
     parts = [f"{count} by position"] * bool(count) + [f"{', '.join(names)} by name"] * bool(names)
-    return "; ".join(dict.fromkeys(reasons)) or f"they are for inputs given {' and '.join(parts)}"
+    return (
+        "; ".join(dict.fromkeys(reason.rstrip(".") for reason in reasons))
+        or f"they are for inputs given {' and '.join(parts)}"
+    )

@@ -21,14 +21,6 @@ from fxopt.saving.values import NotData, Values
 # Classes that their constructor makes again of these attributes; the others are made of all their attributes.
 _CONSTRUCTED: dict[type, tuple[str, ...]] = {InputGuard: ("inputs", "alternatives", "decisions")}
 _RECORD = ("steps", "orders")
-_CAPTURED = (
-    "config",
-    "dtypes_read_at",
-    "read_parameter",
-    "gradients_read",
-    "modes_read",
-    "captured_training",
-)
 # What a module has when it is made, and nothing more: hooks, above all.
 _BARE = frozenset(vars(torch.nn.Module()))
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

@@ -46,7 +46,7 @@ class TensorTable:
             del self._keys[id(self.tensors.pop(key))]
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """What goes into the file, and a description of each tensor."""
+        """The tensors that go into the file, and a description of each."""
         sharing: dict[int, list[str]] = {}
         for key, tensor in self.tensors.items():
             sharing.setdefault(tensor.untyped_storage()._cdata, []).append(key)

@@ -219,7 +219,7 @@ class Values:
 
 
 def _expressions(cls: type, fields: Mapping[str, Any]) -> list[Any]:
-    """What a guard makes a function of Python."""
+    """The expressions of which a guard makes functions of Python."""
     if cls is SizeGuard:
         return [fields["condition"]]
     sizes = fields["shape"] if cls is TensorSpec else [fields["value"]] if cls is NumberSpec else []
@@ -254,7 +254,7 @@ _SEQUENCES: dict[str, Callable[..., Any]] = {
 
 
 def _items(value: Any) -> list[Any]:
-    """What makes a container again."""
+    """The function that makes a container again."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, slice | range):

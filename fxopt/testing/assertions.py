@@ -117,6 +117,9 @@ def first_divergence(
     Returns:
         The node with its module, the line of the model and the pass that touched it last; `None` where no node parts.
 
+    Raises:
+        TypeError: `before` or `after` is no graph module.
+
     Example:
         >>> import copy, torch
         >>> before = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()))

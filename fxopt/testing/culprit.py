@@ -26,7 +26,7 @@ Judge = Callable[[GraphModule, GraphModule], str]
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """What makes a graph wrong.
+    """The passes and sites that make a graph wrong.
 
     Attributes:
         passes: the passes that are needed for it, in order; most often one.

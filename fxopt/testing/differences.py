@@ -16,7 +16,7 @@ from fxopt.objects import tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What `compare` measured.
+    """The result of `compare`.
 
     Attributes:
         tensors: how many tensors were compared.
@@ -153,7 +153,7 @@ def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _entries(value: object) -> list[tuple[str, object]] | None:
-    """What is in a container, by the end of its path; `None` for a leaf."""
+    """The parts of a container, by the end of their paths; `None` for a leaf."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):

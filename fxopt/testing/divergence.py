@@ -59,7 +59,7 @@ class Divergence:
 
 
 def described(node: Node, was: Node | None, steps: Sequence[Step], fault: str, call: str) -> Divergence:
-    """What is known of a node: its place in the model, what it was in the original graph, the last step that touched it."""
+    """A node in words: its place in the model, what it was in the original graph, the last step that touched it."""
     known = graph.module_path(node) or graph.source_line(node)
     origin = node if known or was is None else was
     touched = [step.name for step in steps if _touches(step, node)]

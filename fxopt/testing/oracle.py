@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.testing.differences import Difference, compare, ulps, unchanged
+from fxopt.testing.differences import Difference, compare, ulps
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
@@ -23,6 +23,7 @@ from fxopt.testing.probes import (
     first_taken,
     large_values,
     not_finite,
+    not_repeated,
     observe,
     other_sizes,
     other_values,
@@ -100,8 +101,8 @@ class Oracle:
         self.expected = observe(reference, self._calls)
         self._truth = observe(exact, self._wide_calls)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
-        self._unstable = _unlike(again[0], self.expected, floor * epsilon(self.expected[0].output))
-        self._unstable = self._unstable or _unlike(again[1], self._truth, rtol)
+        self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
+        self._unstable = self._unstable or not_repeated(again[1], self._truth, rtol)
 
     def judge(
         self, candidate: nn.Module, float64: nn.Module | None = None, *, tolerance: float = 0.0
@@ -144,7 +145,16 @@ class Oracle:
             before: a graph of the reference, with the names of nodes that passes began with.
             after: the candidate.
             float64: both in float64; by default, converted deep copies.
+
+        Raises:
+            TypeError: one of them is no graph module.
         """
+        for graph in (before, after, *(float64 or ())):
+            if not isinstance(graph, GraphModule):
+                raise TypeError(
+                    f"first_divergence compares node by node, and a {type(graph).__name__} has no nodes: "
+                    "give graph modules, such as fxopt.trace(model, inputs), or compare outputs with assert_equivalent"
+                )
         step = epsilon(self.expected[0].output)
         rounded = float64 is None and has_new_weights(self._tensors, after)
         wide_before, wide_after = float64 or (in_float64(before), in_float64(after))
@@ -162,7 +172,7 @@ class Oracle:
         return parting_place_of(reference, graph, self._calls)
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
-        """What a candidate does on the inputs of `expected`."""
+        """Run a candidate on the inputs of `expected`."""
         return observe(candidate, self._calls)
 
     def error(self, candidate: nn.Module) -> Difference:
@@ -215,12 +225,11 @@ class Oracle:
         if too_large and max(too_large) <= tolerance:
             return change(grade=Grade.TOLERANCE, error=max(too_large), limit=tolerance)
         if off and (far or not computed or not worst.max_rel <= limit):
-            text = (
-                f"in {self._name}{_with(call)}, {worst.where} differs by {worst.max_rel:.3g} of its largest value "
-                f"({worst.max_abs:.3g}); a correct rewrite agrees to {self._rtol:.0e}"
+            wrong = {"error": worst.max_rel, "limit": self._rtol, "where": worst.where}
+            text = f"a correct rewrite agrees to {self._rtol:.0e}"
+            return change(
+                grade=Grade.WRONG, reason=f"in {self._name}{_with(call)}, {_apart(worst)}; {text}", **wrong
             )
-            wrong = {"error": worst.max_rel, "limit": self._rtol, "where": worst.where, "reason": text}
-            return change(grade=Grade.WRONG, **wrong)
         if far:
             text = (
                 f"in its own dtype{_with(at)}, {error.where} is {error.max_rel:.3g} of its largest value away from the "
@@ -228,13 +237,15 @@ class Oracle:
             )
             return change(grade=Grade.WRONG, reason=text)
         if off:
-            text = (
-                f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
-                "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
-            )
-            return change(reason=text)
+            return change(reason=self._computed_in_less(worst))
         exact_grade = Grade.ULP if verdict.ulps else Grade.BIT_EXACT
         return change(grade=exact_grade) if verdict.ulps <= self._floor else verdict
+
+    def _computed_in_less(self, worst: Difference) -> str:
+        return (
+            f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
+            "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
+        )
 
     def _own(self, seen: Sequence[Observation]) -> Iterator[tuple[Call, Difference, Difference, float]]:
         """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""
@@ -284,19 +295,8 @@ class Oracle:
         return found
 
 
-def _unlike(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
-    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
-    if unchanged(again[0].output, first[0].output):
-        return ""
-    try:
-        difference = compare(first[0].output, again[0].output)
-    except AssertionError as error:
-        text = str(error)
-    else:
-        text = (
-            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
-        )
-    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
+def _apart(worst: Difference) -> str:
+    return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 
 def _with(call: Call) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
 from fxopt.capture.runtime.size_guards import SizeExpression
 from fxopt.errors import GuardError
-from fxopt.testing.differences import leaves, mapped, unchanged
+from fxopt.testing.differences import compare, leaves, mapped, unchanged
 
 GIVEN, VALUES, SIZES = "the given inputs", "other values", "other sizes"
 
@@ -51,7 +51,7 @@ class Call:
 
 @dataclasses.dataclass
 class Observation:
-    """What one call did.
+    """The effects of one call.
 
     Attributes:
         output: a copy of the result, made before the next call.
@@ -176,7 +176,7 @@ def input_guard(graph: nn.Module | None) -> InputGuard | None:
 
 
 def run_call(module: Callable[..., Any], call: Call) -> Any:
-    """What a module gives for a copy of the inputs, without gradients and always under the same seed."""
+    """Run a module on a copy of the inputs, without gradients and always under the same seed."""
     return _run(module, call.fresh(), call.name)
 
 
@@ -242,3 +242,18 @@ def not_finite(output: object) -> str:
         if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             return path
     return ""
+
+
+def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
+    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
+    if unchanged(again[0].output, first[0].output):
+        return ""
+    try:
+        difference = compare(first[0].output, again[0].output)
+    except AssertionError as error:
+        text = str(error)
+    else:
+        text = (
+            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
+        )
+    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"

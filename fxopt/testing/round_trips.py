@@ -1,4 +1,4 @@
-"""Whether an undo gave everything back."""
+"""Checks that an undo gave everything back."""
 
 from __future__ import annotations
 

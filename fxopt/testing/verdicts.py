@@ -35,7 +35,7 @@ NOTHING = Difference(0, 0, float("inf"), float("inf"), "")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the oracle says of a candidate.
+    """The judgement of the oracle on a candidate.
 
     Attributes:
         grade: how well the candidate stands for the original: `bit-exact` (on each input, in its own dtype),

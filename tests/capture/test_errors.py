@@ -1,4 +1,4 @@
-"""What cannot be captured, or run, is one clear error: what, where, what to do."""
+"""A forward that cannot be captured, or run, is one clear error: what, where, what to do."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What people write in research code: einops, caches by size, Python's types, and more, each captured right."""
+"""Idioms of research code: einops, caches by size, Python's types, and more, each captured right."""
 
 import copy
 import functools

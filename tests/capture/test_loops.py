@@ -96,7 +96,7 @@ def out_of_range(self, x, mask):
 
 
 def averaged(self, x, mask):
-    """What is written is one number, of a part of `x` that may have no entries."""
+    """Writes one number, of a part of `x` that may have no entries."""
     out, hidden = x.clone(), mask.any(1)
     if hidden.any():
         out[hidden] = x[hidden].abs().sqrt().mean() + self.dense.weight.sum()
@@ -199,7 +199,7 @@ def test_a_write_that_does_not_follow_the_mask_is_noticed():
 
 
 class Different:
-    """What differs where something is left out."""
+    """Gives what differs where something is left out."""
 
     @staticmethod
     def number(self, x, mask):

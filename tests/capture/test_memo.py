@@ -120,7 +120,7 @@ def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypat
 
 
 class Norms(nn.Module):
-    """What is computed in a short way where its input is contiguous, on such and other inputs."""
+    """A result that is computed in a short way where its input is contiguous, on such and other inputs."""
 
     def __init__(self):
         super().__init__()
@@ -320,9 +320,9 @@ def test_a_result_is_taken_where_as_much_is_known_of_its_sizes():
 def test_what_is_known_of_other_sizes_does_not_matter():
     shape_env, sizes, _ = a_capture({})
     symbols = [size.node.expr for size in sizes[:3]]
-    before = [shape_env.facts([symbol]) for symbol in symbols]
+    before = [shape_env.facts.about([symbol]) for symbol in symbols]
     shape_env.assume(sympy.Lt(symbols[0], symbols[1]), "a test")
-    after = [shape_env.facts([symbol]) for symbol in symbols]
+    after = [shape_env.facts.about([symbol]) for symbol in symbols]
     assert [known[0] == knew[0] for known, knew in zip(before, after, strict=True)] == [False, False, True]
     assert after[0][1] == after[1][1] == set(symbols[:2])
 

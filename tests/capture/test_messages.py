@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
+from fxopt.capture.runtime.checks import check_outcome
 from tests.capture.test_silent_changes import module
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)
@@ -149,6 +150,17 @@ def test_a_text_is_decided_by_the_example_inputs_where_that_is_asked():
     assert torch.equal(gm(X + 1), (X + 1) * 2)
     with pytest.raises(fxopt.GuardError, match="decides on a value: it was 3"):
         gm(-X)
+
+
+def told_and_looked_up(self, x):
+    LOG.debug(f"largest: {x[1].argmax()}")
+    return looked_up(self, x)
+
+
+def test_a_specialised_graph_decides_texts_but_no_messages_in_one_run():
+    gm = fxopt.trace(module(told_and_looked_up), (X,), specialize=True, verify=False)
+    assert sum(node.target is check_outcome for node in gm.graph.nodes) == 1
+    assert gm.meta["forward_runs"] == 1
 
 
 @pytest.mark.parametrize("text", [lambda x: f"{x.shape[0] / 2}", lambda x: f"{x.shape[0] == 3}"])

@@ -14,7 +14,7 @@ X = torch.randn(2, 3)
 
 
 class Memory:
-    """What a forward keeps from call to call."""
+    """State that a forward keeps from call to call."""
 
     def __init__(self, kind="sum"):
         self.kind = kind

@@ -128,12 +128,6 @@ def test_captured_right(case):
     torch.testing.assert_close(made, expected)
 
 
-def test_a_cond_checks_what_it_decided():
-    traced = fxopt.trace(CAPTURED["cond"][0], (X.abs(),), specialize=True)
-    with pytest.raises(fxopt.GuardError, match=r"torch\.cond\(x\.sum\(\) > 0"):
-        traced(-X.abs())
-
-
 WRAPPED = torch.compile(Scaled(), backend="eager")
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""What a forward asks of its inputs and of torch, besides values, is checked on entry."""
+"""All that a forward asks of its inputs and of torch, besides values, is checked on entry."""
 
 import pickle
 

@@ -166,7 +166,7 @@ def test_all_combinations_of_two_lines_are_tried():
 
 
 class Kept:
-    """What a graph does not show by itself."""
+    """Facts that a graph does not show by itself."""
 
     @staticmethod
     def constant(self, x):

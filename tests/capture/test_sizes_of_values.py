@@ -183,7 +183,7 @@ def test_a_size_of_one_that_squeeze_would_remove_is_refused(dim):
 def test_a_number_that_only_a_run_knows_is_no_size_to_settle_at_one():
     shape_env = CaptureShapeEnv()
     number = shape_env.create_unbacked_symint()
-    shape_env.learn(sympy.Gt(number.node.expr, 1))
+    shape_env.assume(sympy.Gt(number.node.expr, 1), "a test")
     with shape_env.in_operator() as questions:
         assert number != 1
     assert questions == {}  # a guard on entry could not know the number

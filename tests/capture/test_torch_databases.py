@@ -52,7 +52,7 @@ class Call(nn.Module):
 
 
 def outcome(module, args, kwargs):
-    """What a call returns and leaves in its inputs, from one seed."""
+    """Gives what a call returns and leaves in its inputs, from one seed."""
     torch.manual_seed(0)
     args = pytree.tree_map_only(torch.Tensor, torch.clone, args)
     return module(*args, **kwargs), [value for value in args if isinstance(value, torch.Tensor)]

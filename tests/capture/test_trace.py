@@ -1,4 +1,4 @@
-"""What `fxopt.trace` records, on modules small enough to read."""
+"""`fxopt.trace` records calls, shown on modules small enough to read."""
 
 import operator
 
@@ -287,6 +287,49 @@ def test_a_branch_on_size_one_is_not_taken_silently():
 
     gm = fxopt.trace(Branch(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
     assert torch.equal(gm(torch.ones(5, 4)), 2 * torch.ones(5, 4))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("name", ["expand", "broadcast_to"])
+def test_what_is_expanded_to_the_batch_unless_it_is_one_holds_at_size_one(name):
+    class Positions(torch.nn.Module):
+        def forward(self, x):
+            rows = x[:1] * 3
+            if rows.shape[0] != x.shape[0]:
+                rows = getattr(rows, name)(*[(len(x), 4)] if name == "broadcast_to" else [len(x), -1])
+            return x * rows.cumsum(-1), rows
+
+    gm = fxopt.trace(Positions(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 4)
+        assert all(map(torch.equal, gm(x), Positions()(x)))
+
+
+def test_what_changes_shape_with_what_it_views_is_another_graph_at_size_one():
+    class Reshaped(torch.nn.Module):
+        def forward(self, x):
+            rows = torch.ones(1, 4) * 3
+            other = rows.expand(len(x), -1) if len(x) != 1 else rows
+            rows.unsqueeze_(0)
+            return other * 2
+
+    gm = fxopt.trace(Reshaped(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(X), Reshaped()(X))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("copy", ["repeat", "clone", "flip"])
+def test_what_is_copied_unless_the_batch_is_one_is_another_graph(copy):
+    class Copied(torch.nn.Module):
+        def forward(self, x):
+            rows = x[:1] * 3
+            if len(x) != 1:
+                rows = {"repeat": rows.repeat(1, 1), "clone": rows.clone(), "flip": rows.flip(0)}[copy]
+            return rows, x
+
+    gm = fxopt.trace(Copied(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
         gm(torch.ones(1, 4))
 

@@ -1,4 +1,4 @@
-"""What runs under `torch.vmap`, and under other transforms of torch.func, is written as the operators to which it comes down."""
+"""Code under `torch.vmap`, and under other transforms of torch.func, is written as the operators to which it comes down."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""What dtypes decide: autocast regions, layers of different dtypes, the range of float16, complex, double."""
+"""Dtypes that decide: autocast regions, layers of different dtypes, the range of float16, complex, double."""
 
 import copy
 

@@ -52,7 +52,7 @@ def texts_of_tests():
 
 
 def named(part, text):
-    """Whether a test's text is in a part of a reason, or holds it, or 12 characters of it in a row."""
+    """True where a test's text is in a part of a reason, or holds it, or 12 characters of it in a row."""
     whole = len(part.strip()) > 4 and part.strip() in text
     return whole or text in part or any(part[at : at + 12] in text for at in range(len(part) - 11))
 

@@ -1,4 +1,4 @@
-"""What things are called: children of the root, numbers, nested paths, and names that a pass would give itself."""
+"""Names: children of the root, numbers, nested paths, and names that a pass would give itself."""
 
 import copy
 import types
@@ -83,7 +83,7 @@ TAKEN = {
         lambda taken, x: taken["inner"](x),
     ),
 }
-"""What has the name already, and how the graph uses it, so that it is kept."""
+"""Owners of a name, and how the graph uses them, so that they are kept."""
 
 
 @pytest.mark.parametrize("taken", TAKEN)

@@ -1,4 +1,4 @@
-"""What numbers decide: dimensions, training mode, statistics, dtypes, divisors, writes between."""
+"""Numbers that decide: dimensions, training mode, statistics, dtypes, divisors, writes between."""
 
 import math
 

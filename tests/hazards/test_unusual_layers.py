@@ -72,7 +72,7 @@ VECTORS = {"spectral norm", "old spectral norm", "weight norm"}  # which take no
 
 
 def exists(hazard, name, layer):
-    """Whether the layer has a weight of the kind that the hazard changes."""
+    """True where the layer has a weight of the kind that the hazard changes."""
     return not (layer == "norm" and hazard in VECTORS) and not (name == "activation" and hazard in ON_WEIGHTS)
 
 

@@ -1,6 +1,6 @@
 """Plants faults one after the other and runs the tests: `python -m tests.mutation [--guards] [names ...]`.
 
-Prints a line a fault and the score; exits with 1 if a fault survived. Each fault runs in a process forked from one that
+Prints a line a fault and the score; exits with 1 if a fault survived. The list is written to `reports/mutation`. Each fault runs in a process forked from one that
 has imported torch and transformers, on a copy of the code, so that the repository is not touched.
 
 With `--verify`, the faults by which a pass rewrites wrongly are planted, and no test runs: only the passes with
@@ -25,6 +25,7 @@ import pytest
 
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
+from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
 
 LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
@@ -54,7 +55,12 @@ _FIRST = {
     "passes/fold_batch_norms.py": _FOLDS,
     "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
     "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
-    "attention.py": ["tests/passes/test_fuse_attention.py"],
+    "foldable.py": [
+        *_FOLDS,
+        *(f"tests/passes/test_fold_{name}.py" for name in ("norm_weights", "scale_and_shift")),
+    ],
+    "parameter_constants.py": ["tests/passes/test_fold_scale_and_shift.py"],
+    "attention": ["tests/passes/test_fuse_attention.py"],
     "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "layouts.py": ["tests/passes/test_packing.py"],
@@ -90,15 +96,13 @@ _FIRST = {
         *("tests/test_verification.py", "tests/test_transformation.py"),
     ],
 }
-"""What sees most faults of a file or folder, and soon."""
+"""The tests that see most faults of a file or folder, and soon."""
 
 _NO_FAULT_SEEN = {"test_names.py"}
 """Tests that read no code."""
 
 _IMPORT = "from __future__ import annotations\n"
 NO_FAULT = Fault("no fault", "errors.py", _IMPORT, f"{_IMPORT}\n")
-
-CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
 
 
 def main() -> int:
@@ -111,27 +115,29 @@ def main() -> int:
     faults = [f for f in faults if not options.names or any(name in f.name for name in options.names)]
     first, of = (int(number) for number in options.part.split("/"))
     faults = faults[first - 1 :: of]
+    part = f"-{first}-of-{of}" if of > 1 else ""
     _import_all()
     if options.verify:
-        return _verify(faults)
+        return _verify(faults, f"verify{part}")
     for unchanged in _no_faults(faults) if options.soon else [NO_FAULT]:
         outcome, failed = _run(unchanged, options.soon)
         if outcome != SURVIVED:
             print(f"without a fault, {failed} fails: the score would say nothing")
             return 1
-    results = {}
+    results = list[Outcome]()
+    name, title = ("guards", "Guards, disabled") if options.guards else ("faults", "Planted faults")
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
         outcome, seen_by = _run(fault, options.soon)
-        results[fault.name] = outcome
+        results.append(Outcome(fault, outcome, seen_by))
+        write(f"{name}{part}", title, results)
         took = time.monotonic() - started
         print(f"{number:3}/{len(faults)} {outcome:8} {took:5.0f} s  {fault.name}  {seen_by}", flush=True)
-    caught = sum(outcome == CAUGHT for outcome in results.values())
-    print(f"mutation score: {caught} of {len(results)} caught")
-    for name, outcome in results.items():
-        if outcome != CAUGHT:
-            print(f"  {outcome}: {name}")
-    return int(caught < len(results))
+    missed = [each for each in results if each.outcome != CAUGHT]
+    print(f"mutation score: {len(results) - len(missed)} of {len(results)} caught")
+    for each in missed:
+        print(f"  {each.outcome}: {each.fault.name}")
+    return int(bool(missed))
 
 
 def _no_faults(faults: list[Fault]) -> list[Fault]:
@@ -153,7 +159,7 @@ def _options() -> argparse.Namespace:
 
 
 def _import_all() -> None:
-    """What takes long to import, and is not the code under test."""
+    """Import what takes long and is not the code under test."""
     import hypothesis  # noqa: F401
     import torch.export
     import torch.fx.experimental.symbolic_shapes
@@ -164,15 +170,17 @@ def _import_all() -> None:
     torch.set_num_threads(1)
 
 
-def _verify(faults: list[Fault]) -> int:
+def _verify(faults: list[Fault], name: str) -> int:
     """Print which faults the validation of sites alone finds, and its share."""
     found, why = _found_by_validation(NO_FAULT)
     if found != SURVIVED:
         print(f"without a fault, site validation says: {why}. The share would say nothing")
         return 1
-    results: dict[Fault, str] = {}
+    results, outcomes = dict[Fault, str](), list[Outcome]()
     for number, fault in enumerate(faults, 1):
         results[fault], why = _found_by_validation(fault)
+        outcomes.append(Outcome(fault, results[fault], why))
+        write(name, "Wrong rewrites that site validation alone finds", outcomes)
         print(
             f"{number:3}/{len(faults)} {results[fault]:8} {fault.rewrites:6} {fault.name}  {why}", flush=True
         )
@@ -200,7 +208,7 @@ def _share(outcomes: Sequence[str]) -> str:
 
 
 def _found_by_validation(fault: Fault) -> tuple[str, str]:
-    """Whether the validation of sites finds the fault, and what it says."""
+    """Tell whether the validation of sites finds the fault, and what it says."""
     with _copy_with(fault) as copy:
         status = _in_fork(copy, _validate)
         said = (copy / "failed").read_text(encoding="utf-8") if (copy / "failed").exists() else ""
@@ -219,7 +227,7 @@ def _validate(copy: Path) -> int:
 
 
 def _run(fault: Fault, soon: bool = False) -> tuple[str, str]:
-    """Whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
+    """Tell whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
     try:
         with _copy_with(fault) as copy:
             for tests in _stages(fault, soon):
@@ -250,7 +258,7 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
 
 
 def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
-    """What is run until a test fails: the test of the file, those beside it, and all other tests of the library.
+    """Gives the runs to make until a test fails: the test of the file, those beside it, and all other tests of the library.
 
     Where `soon` is on, without all others.
     """
@@ -272,7 +280,7 @@ def _pytest(copy: Path, tests: list[str]) -> int:
 
 
 def _in_fork(copy: Path, function: Callable[[Path], int]) -> int | str:
-    """What a function gives in a process of its own, which imports the code out of the copy."""
+    """Call a function in a process of its own, which imports the code out of the copy."""
     child = os.fork()
     if child == 0:
         os.setsid()

@@ -8,6 +8,7 @@ _REWRITER = "rewriting/rewriter.py"
 _WEIGHTS = "rewriting/weights.py"
 _EDITS = "rewriting/edits.py"
 _RECORD = "rewriting/record.py"
+_FINGERPRINT = "rewriting/fingerprint.py"
 _UNDOING = "rewriting/undoing.py"
 _ATTEMPT = "rewriting/attempt.py"
 _SIGNATURE = "rewriting/signature.py"
@@ -16,6 +17,7 @@ _TRANSFORMATION = "rewriting/transformation.py"
 _COMPOSITION = "rewriting/composition.py"
 _HISTORY = "rewriting/history.py"
 _VERIFICATION = "rewriting/verification.py"
+_AGREEMENT = "rewriting/agreement.py"
 _PIECE = "rewriting/piece.py"
 _INPUTS = "rewriting/random_inputs.py"
 
@@ -84,15 +86,15 @@ CORE = (
     Fault("edits: parts of modules that an erased node called may change", _EDITS, '            self.needs.add((edit.before.target, "part"))', "            pass"),
     Fault("edits: a pass that keeps nothing keeps copies", _EDITS, "(edit.restore or Keep.of(edit.before, edit.after)) if keep else None", "edit.restore or Keep.of(edit.before, edit.after)"),
     # --- the record
-    Fault("record: the fingerprint ignores arguments", _RECORD, "{_target(n.target)} {n.args!r} {n.kwargs!r}", "{_target(n.target)}"),
-    Fault("record: the fingerprint ignores targets", _RECORD, "{n.op} {_target(n.target)} {n.args!r}", "{n.op} {n.args!r}"),
-    Fault("record: the fingerprint ignores the order of nodes", _RECORD, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (sorted(nodes), sorted(modules), modules))"),
-    Fault("record: the fingerprint ignores the order of modules", _RECORD, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (nodes, sorted(modules)))"),
-    Fault("record: the fingerprint ignores modules", _RECORD, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (nodes, [], []))"),
-    Fault("record: the fingerprint ignores options of modules", _RECORD, " if path else ''} {options!r}", " if path else ''}"),
-    Fault("record: the fingerprint ignores requires_grad", _RECORD, "tensor.device, tensor.requires_grad)", "tensor.device)"),
-    Fault("record: the fingerprint ignores ties", _RECORD, "{path} {text} {first[identity]}", "{path} {text}"),
-    Fault("record: the fingerprint holds addresses", _RECORD, '    text = _ADDRESS.sub("", text) if " at 0x" in text else text\n', ""),
+    Fault("record: the fingerprint ignores arguments", _FINGERPRINT, "{target_text(n.target)} {n.args!r} {n.kwargs!r}", "{target_text(n.target)}"),
+    Fault("record: the fingerprint ignores targets", _FINGERPRINT, "{n.op} {target_text(n.target)} {n.args!r}", "{n.op} {n.args!r}"),
+    Fault("record: the fingerprint ignores the order of nodes", _FINGERPRINT, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (sorted(nodes), sorted(modules), modules))"),
+    Fault("record: the fingerprint ignores the order of modules", _FINGERPRINT, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (nodes, sorted(modules)))"),
+    Fault("record: the fingerprint ignores modules", _FINGERPRINT, "map(_digest, (nodes, sorted(modules), modules))", "map(_digest, (nodes, [], []))"),
+    Fault("record: the fingerprint ignores options of modules", _FINGERPRINT, " if path else ''} {options!r}", " if path else ''}"),
+    Fault("record: the fingerprint ignores requires_grad", _FINGERPRINT, "tensor.device, tensor.requires_grad)", "tensor.device)"),
+    Fault("record: the fingerprint ignores ties", _FINGERPRINT, "{path} {text} {first[identity]}", "{path} {text}"),
+    Fault("record: the fingerprint holds addresses", _FINGERPRINT, '    text = ADDRESS.sub("", text) if " at 0x" in text else text\n', ""),
     Fault("record: all steps have one key", _RECORD, "default_factory=lambda: uuid.uuid4().hex", "default_factory=str"),
     Fault("record: marks are lost in a pickle", _RECORD, "            node.meta[MARKS] = fact.marks", "            pass"),
     Fault("record: positions are trusted after an edit", _RECORD, "    if [fact.kind for fact in facts] != [_kind(node) for node in nodes]:", "    if len(facts) != len(nodes):"),
@@ -160,12 +162,12 @@ CORE = (
     Fault("signature: a bound method without its object", _SIGNATURE, "return [value.__func__, value.__self__]", "return [value.__func__]"),
     # --- sites
     Fault("rewrite: only one round", _REWRITE, "if not sites or not self.opens_sites(graph_module, sites):", "if True:"),
-    Fault("rewrite: a lost record is no error", _REWRITE, "            check_no_trace(self, graph_module)", "            pass"),
-    Fault("rewrite: a lost record is seen by marks alone", _REWRITE, "if pass_.signature in provenance(m)]", "if False]"),
+    Fault("rewrite: a lost record is no error", _REWRITE, "            undoing.check_no_trace(self, graph_module)", "            pass"),
+    Fault("rewrite: a lost record is seen by marks alone", _UNDOING, "    left += [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]\n", ""),
     Fault("rewrite: half of it stays after an error", _REWRITE, '            take_back()\n            error.add_note(f"raised by', '            error.add_note(f"raised by'),
     Fault("rewrite: marks stay after an error", _REWRITE, "            unmark_names(graph_module, rewriter.signature, {node.name for node in marked})", "            pass"),
-    Fault("rewrite: only the last application is undone", _REWRITE, "own = own_steps(self, graph_module)", "own = own_steps(self, graph_module)[-1:]"),
-    Fault("rewrite: explaining with verification rewrites", _REWRITE, "            graph_module = submodules.sharing_copy(graph_module)\n", ""),
+    Fault("rewrite: only the last application is undone", _REWRITE, "own = undoing.own_steps(self, graph_module)", "own = undoing.own_steps(self, graph_module)[-1:]"),
+    Fault("rewrite: explaining with verification rewrites", _REWRITE, "Rewriter(submodules.sharing_copy(graph_module))", "Rewriter(graph_module)"),
     Fault("rewrite: a promise is not checked", _REWRITE, "            check_promise(self, graph_module, steps)", "            pass"),
     Fault("rewrite: a wrong site stays", _REWRITE, "                    rewriter.roll_back(start)", "                    pass"),
     Fault("rewrite: a wrong site is tried again", _REWRITE, "                    rows[row.node] = row._replace(reason=reason)", "                    pass"),
@@ -188,7 +190,7 @@ CORE = (
     Fault("compose: parts are not verified", _COMPOSITION, "after, undo_part = part._applied(result, verify)", "after, undo_part = part._applied(result, False)"),
     Fault("compose: a copied module keeps the old code", _COMPOSITION, "            if after is not result:\n                result.recompile()", "            if False:\n                result.recompile()"),
     Fault("compose: parts are explained as if alone", _COMPOSITION, "            graph_module = part(graph_module, verify=verify)", "            pass"),
-    Fault("compose: a lost record is no error", _COMPOSITION, "                    check_no_trace(part, result)", "                    pass"),
+    Fault("compose: a lost record is no error", _COMPOSITION, "                    undoing.check_no_trace(part, result)", "                    pass"),
     # --- history
     Fault("history: more steps than there are", _HISTORY, "    if steps > len(applied_steps):", "    if False:"),
     Fault("history: the first steps are undone", _HISTORY, "applied_steps[-steps:]", "applied_steps[:steps]"),
@@ -216,5 +218,8 @@ CORE = (
     Fault("verification: what cannot be run stays around", _VERIFICATION, "if stopped.name in piece.around and", "if False and"),
     Fault("verification: what knows no float64 is not run", _VERIFICATION, "ways = [Numbers(None, integers=2), ", "ways = ["),
     Fault("verification: what cannot be run is not told", _VERIFICATION, '            self.unverified[graph.place(error.node) if error.node else ""] = str(error)\n', ""),
-    Fault("verification: dtypes may differ", _VERIFICATION, "elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):", "elif a.shape != b.shape:"),
+    Fault("verification: untouched nodes between changed ones are not run", _VERIFICATION, "        if whole and whole.between:", "        if False:"),
+    Fault("verification: untouched nodes between changed ones are not told", _PIECE, "core |= self.between", "pass"),
+    Fault("verification: what writes among untouched nodes is not run", _PIECE, "        return set() if writes else between", "        return between"),
+    Fault("verification: dtypes may differ", _AGREEMENT, "elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):", "elif a.shape != b.shape:"),
 )  # fmt: skip

@@ -36,6 +36,12 @@ PACKING = (
         "        and index.memory.gives_new_memory(other)\n",
         "",
     ),
+    Fault(
+        "lowering: packed weights stay in small pages",
+        _LOWERING,
+        "    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())\n",
+        "",
+    ),
     Fault("lowering: modes are not switched back", _LOWERING, " or None in effects", ""),
     Fault("lowering: hooks are left out", _LOWERING, "    if hooks_of(module):", "    if False:"),
     Fault(
@@ -235,8 +241,8 @@ PACKING = (
     Fault(
         "optimize: slower graphs are used",
         _PREPARE,
-        "        if speedup < LEAST_SPEEDUP:\n            return",
-        "        if False:\n            return",
+        '            if facts["speedup"] < LEAST_SPEEDUP:',
+        "            if False:",
     ),
     Fault("optimize: counters count the checks", _PREPARE, "    if writer is not None:", "    if False:"),
     Fault(
@@ -287,7 +293,7 @@ PACKING = (
     ),
     Fault(
         "optimize: checks write into caches",
-        _PREPARE,
+        "optimizing/inputs.py",
         "        args, kwargs = copy.deepcopy(given, tensors)\n        return Inputs(args, kwargs)",
         "        return self",
     ),

@@ -8,11 +8,13 @@ _MERGE = "passes/merging.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
 _FOLD = "passes/folding.py"
+_FOLDABLE = "foldable.py"
 _BATCH_NORMS = "passes/fold_batch_norms.py"
 _NORM = "batch_norm.py"
 _SCALING = "scaling.py"
 _NORM_WEIGHTS = "passes/fold_norm_weights.py"
 _SCALE = "passes/fold_scale_and_shift.py"
+_PARAMETER_CONSTANTS = "parameter_constants.py"
 _SLICING = "slicing.py"
 _ROUNDING = "rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
@@ -99,13 +101,13 @@ PASSES = (
     Fault("scale: weights vanish", _SCALING, "    if ((sizes > 0) & (sizes < limits.tiny)).any():", "    if False:", SITE),
     Fault("scale: a frozen layer trains", _SCALING, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
     Fault("scale: a frozen bias trains", _SCALING, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
-    Fault("fold: a second user is ignored", _FOLD, "    others = [user.name for user in node.users if user not in layers and", "    others = [user.name for user in node.users if False and", SITE),
-    Fault("fold: who reads strides reads a shape", _FOLD, "facts & (Fact.LAYOUT | Fact.NEW)", "facts & Fact.NEW"),
-    Fault("fold: a shared layer is folded into", _FOLD, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
-    Fault("fold: a write between is not seen", _FOLD, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
-    Fault("fold: another last dimension is taken for the same", _FOLD, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
-    Fault("fold: transposing keeps the order", _FOLD, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
-    Fault("fold: dtypes are not compared", _FOLD, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
+    Fault("fold: a second user is ignored", _FOLDABLE, "    others = [user.name for user in node.users if user not in layers and", "    others = [user.name for user in node.users if False and", SITE),
+    Fault("fold: who reads strides reads a shape", _FOLDABLE, "facts & (Fact.LAYOUT | Fact.NEW)", "facts & Fact.NEW"),
+    Fault("fold: a shared layer is folded into", _FOLDABLE, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
+    Fault("fold: a write between is not seen", _FOLDABLE, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
+    Fault("fold: another last dimension is taken for the same", _FOLDABLE, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
+    Fault("fold: transposing keeps the order", _FOLDABLE, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
+    Fault("fold: dtypes are not compared", _FOLDABLE, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
     Fault("fold: the record follows the model of the user", _FOLD, "_unfolded, copied(before), biases", "_unfolded, before, biases"),
     Fault("fold: undo does not look whether the weights changed", _FOLD, '        if not _same(made.get_parameter("weight"), now[path].weight) or', "        if False and"),
     Fault("fold: undo does not look whether the bias changed", _FOLD, " or not _same(bias, now[path].bias):", ":"),
@@ -118,8 +120,8 @@ PASSES = (
     Fault("fold scale: rsub is sub", _SCALE, '"rsub": lambda c, first: _difference(c, not first)', '"rsub": lambda c, first: _difference(c, first)', SITE),
     Fault("fold scale: 3 / x is taken for x / 3", _SCALE, "return None if divides else", "return", SITE),
     Fault("fold scale: alpha and rounding_mode are ignored", _SCALE, 'len(operands) != 2 or not set(node.kwargs) <= {"other"}', "len(operands) < 2", SITE),
-    Fault("fold scale: an operator writes", _SCALE, "layer_obstacle(index, layer) or _write_obstacle(index, node) or", "layer_obstacle(index, layer) or"),
-    Fault("fold scale: a constant that is written into is folded", _SCALE, "        if writer:\n            return f\"{writer.name} may write into the constant", "        if False:\n            return f\"{writer.name} may write into the constant", SITE),
+    Fault("fold scale: an operator writes", _SCALE, "layer_obstacle(index, layer) or _write_obstacle(index, node)", "layer_obstacle(index, layer)"),
+    Fault("fold scale: a constant that is written into is folded", _PARAMETER_CONSTANTS, "        if writer:\n            return f\"{writer.name} may write into the constant", "        if False:\n            return f\"{writer.name} may write into the constant", SITE),
     Fault("fold scale: positions are taken for channels", _SCALE, "constant.numel() != number or constant.shape[dimension] != number:", "constant.numel() != number:", SITE),
     Fault("fold scale: one channel becomes several", _SCALE, "    if not behind and graph.value_of(value).shape[dimension] != number:", "    if False:"),
     Fault("fold scale: a constant brings dimensions", _SCALE, "    if constant.ndim > (-dimension if rank is None else rank):", "    if False:"),

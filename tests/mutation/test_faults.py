@@ -9,6 +9,7 @@ import pytest
 
 from tests.mutation.fault import ROOT, FaultError, guards
 from tests.mutation.faults import FAULTS
+from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, write
 
 PACKAGE = ROOT / "fxopt"
 
@@ -50,3 +51,14 @@ def test_guards_are_found_and_disabled():
         changed = guard.applied(source)
         assert changed.count("False and (") == source.count("False and (") + 1
         ast.parse(changed)
+
+
+def test_the_list_names_each_fault_and_those_that_survived_first(tmp_path):
+    one, two, three = FAULTS[:3]
+    outcomes = [Outcome(one, CAUGHT, "a[x|y]"), Outcome(two, SURVIVED), Outcome(three, CAUGHT, "b")]
+    lines = write("faults", "Planted faults", outcomes, tmp_path).read_text().splitlines()
+    assert lines[2].endswith(": 2 of 3 caught.")
+    rows = lines[lines.index("| fault | file | outcome | seen by |") + 2 :]
+    assert rows[0] == f"| {two.name} | {two.file} | SURVIVED |  |"
+    assert f"| {one.name} | {one.file} | caught | a[x\\|y] |" in rows
+    assert len(rows) == 3

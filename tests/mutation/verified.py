@@ -70,6 +70,17 @@ DIVISIONS: tuple[Callable[[Tensor], Any], ...] = (
     *(lambda x: tanh(x / 49), lambda x: (x / 49).prod(), lambda x: (y := x / 49, y.add_(1), y.floor())[2]),
 )
 
+SCALES: tuple[Use, ...] = (
+    *(lambda m, x: 3 / (m.a(x) + 9), lambda m, x: 2 - m.a(x), lambda m, x: torch.rsub(m.a(x), 2)),
+    *(lambda m, x: torch.add(m.a(x), 2, alpha=3), lambda m, x: m.a(x) / 3, lambda m, x: m.a(x) - 2),
+    lambda m, x: torch.div(m.a(x), 3, rounding_mode="floor"),
+)
+
+ATTENTIONS: tuple[Use, ...] = (
+    lambda m, x: (x @ x.mT + (x @ x.mT).tanh() + (x @ x.mT).sin()).softmax(-1) @ x,
+    lambda m, x: torch.where(x @ x.mT > 1, x @ x.mT, -3.0).softmax(-1) @ x,
+)
+
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     *(lambda y: y.reshape(-1), lambda y: y.flatten(), lambda y: y.ravel(), lambda y: y.contiguous()),
     *(lambda y: y.view(15), lambda y: y.view(-1, 5)),
@@ -100,6 +111,10 @@ def _uses() -> Iterator[tuple[str, Use]]:
     for view in VIEWS:
         yield "merge", lambda m, x, view=view: (y := m.a(x), view(y).add_(1), y * 1, m.b(x))
         yield "merge", lambda m, x, view=view: (view(m.a(x)) * 1, m.b(x))
+    for use in SCALES:
+        yield "linear-scale", use
+    for use in ATTENTIONS:
+        yield "attention", use
     for use in DIVISIONS:
         yield "division", lambda m, x, use=use: use(x)
         yield "division", lambda m, x, use=use: use(m.linear(x))
@@ -117,6 +132,9 @@ def _cases() -> Iterator[Case]:
             _ready(SITES[name].model(use, relu=nn.ReLU(True), linear=nn.Linear(4, 4))),
             SITES[name].x,
         )
+    for attention in ATTENTIONS:
+        model = _ready(SITES["attention"].model(attention))
+        yield "attention, each row has a key", fxopt.FuseAttention(each_row_has_a_key=True), model, IMAGE
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda module, args, out: out.floor())
     for layer in (ReLU(), hooked):
@@ -172,7 +190,7 @@ def _ready(model: nn.Module) -> nn.Module:
 
 
 def findings() -> Iterator[str]:
-    """What the validation of sites says, or how a pass ends, for each case where that is not nothing."""
+    """Gives what the validation of sites says, or how a pass ends, for each case where that is something."""
     torch.manual_seed(0)
     for name, pass_, model, x in _cases():
         # A graph of torch.fx has no shapes: they come from the input.

@@ -1,4 +1,4 @@
-"""What changes after `optimize`: its graphs follow, or the model itself runs."""
+"""After a change of the model its graphs follow, or the model itself runs."""
 
 import copy
 import types
@@ -29,7 +29,7 @@ def reasons(fast):
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
-    monkeypatch.setattr(prepare, "_speedup", lambda *_: 1.5)
+    monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
 
 
 class Inner(nn.Module):

@@ -27,8 +27,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
-    """Whether a small model is faster is a matter of luck on a busy machine; `test_slower` asks for it."""
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+    """Count small models as faster, which is a matter of luck on a busy machine; `test_slower` asks for it."""
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
 
 
 def bert():
@@ -321,12 +321,12 @@ def test_a_fault_of_ours_is_reported(monkeypatch):
 @torch.no_grad()
 def test_slower_or_wrong_graphs_are_not_used(monkeypatch):
     model = bert()
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 0.5)
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 0.5)
     with pytest.warns(UserWarning, match="its graph takes 2.00 times as long"):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
     assert "the model itself runs: its graph takes 2.00 times as long" in str(fast.report)
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
 
     class Wrong(fxopt.RemoveIdentity):
         def match(self, graph_module):
@@ -340,6 +340,25 @@ def test_slower_or_wrong_graphs_are_not_used(monkeypatch):
     with pytest.warns(UserWarning, match="as far from those in float64 as the model's"):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
+
+
+@torch.no_grad()
+def test_calls_for_which_there_is_no_graph_are_described_once(monkeypatch):
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 0.5)
+    described, describe = [], dispatch.structure_of
+    monkeypatch.setattr(dispatch, "structure_of", lambda value: described.append(value) or describe(value))
+    model = nn.Linear(4, 4).eval()
+    fast = fxopt.optimize(model)
+    with pytest.warns(UserWarning, match="its graph takes 2.00 times as long"):
+        for rows in (2, 2, 3, 2, 3):
+            x = torch.randn(rows, 4)
+            assert torch.equal(fast(x), model(x))
+    assert [len(value["input"]) for value in described] == [2, 3]
+    assert torch.equal(fast(x.double().float()), model(x))
+    model.bias.add_(1)  # a change: it tries again
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
+    assert torch.allclose(fast(x), model(x), atol=1e-6)
+    assert fast.report[-1].reason is None
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])

@@ -1,4 +1,4 @@
-"""What `fxopt.optimize` made is saved as its graphs, each weight once, and loaded with kernels for the machine."""
+"""An optimized module is saved as its graphs, each weight once, and loaded with kernels for the machine."""
 
 import json
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
-    """Whether a small model is faster is a matter of luck on a busy machine."""
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+    """Count small models as faster, which is a matter of luck on a busy machine."""
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
 
 
 class Image(nn.Module):

@@ -74,7 +74,7 @@ def test_scales_behind_layers_alone():
 @torch.no_grad()
 def test_in_optimize(monkeypatch, ratio, merged):
     takes(monkeypatch, ratio)
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
     model = randomise(Block().eval())
     fast = fxopt.optimize(model, (X,))
     (report,) = fast.report
@@ -89,7 +89,7 @@ def test_in_optimize(monkeypatch, ratio, merged):
 @torch.no_grad()
 def test_changed_weights_are_merged_anew(monkeypatch):
     takes(monkeypatch, 0.5)
-    monkeypatch.setattr(prepare_module, "_speedup", lambda *_: 1.5)
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
     model = randomise(Block().eval())
     fast = fxopt.optimize(model, (X,))
     fast(X)

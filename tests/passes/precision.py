@@ -1,4 +1,4 @@
-"""What tests of ChangePrecision share."""
+"""Models and checks that tests of ChangePrecision share."""
 
 import torch
 from torch import nn

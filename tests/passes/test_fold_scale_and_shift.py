@@ -119,6 +119,14 @@ def test_a_chain_goes_as_a_whole():
     assert len(after.graph.nodes) == 4  # the input, its guard, the layer and the output
 
 
+def test_who_reads_strides_reads_more_than_a_shape():
+    def use(m, x):
+        doubled = x.repeat(1, 1, 2)[..., :4] * 2  # without the gaps of what it is made of
+        return m.linear(doubled) + doubled.stride()[1]
+
+    refuse(use, "mul is also used by stride", trace=fx_trace)
+
+
 REFUSED = [
     (lambda m, x: (y := m.linear(x)) * 2 + y, "linear is also used by"),
     (lambda m, x: (y := x * 2, m.linear(y)), "mul is also used by output"),

@@ -312,6 +312,14 @@ REFUSED = {
         lambda m, q, k, v: (scores(q, k) + m.hidden).softmax(-1) @ v,
         "may hold -inf",
     ),
+    "-inf by baddbmm": (
+        lambda m, q, k, v: (
+            torch.baddbmm(m.hidden[None], q.flatten(0, 1), k.flatten(0, 1).mT)
+            .softmax(-1)
+            .bmm(v.flatten(0, 1))
+        ),
+        "may hold -inf",
+    ),
     "its output is written": (
         lambda m, q, k, v: (scores(q, k).softmax(-1) @ v).flatten(1).add_(1),
         "which the call keeps for gradients",

@@ -121,10 +121,10 @@ class ForgetBatchNorm(Transformation):
     preserves_computation = True
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        (node,) = graph_module.graph.find_nodes(op="call_module", target="norm")
-        node.replace_all_uses_with(node.args[0])
-        self.mark_as_transformed(node.args[0])
-        graph_module.graph.erase_node(node)
+        for node in graph_module.graph.find_nodes(op="call_module", target="norm"):
+            node.replace_all_uses_with(node.args[0])
+            self.mark_as_transformed(node.args[0])
+            graph_module.graph.erase_node(node)
         return graph_module
 
 

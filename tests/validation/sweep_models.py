@@ -34,7 +34,7 @@ class Infinite(Good):
 
 
 class Unseeded(Good):
-    """What it does to the generator cannot be part of a graph."""
+    """Changes the generator, which cannot be part of a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(1)

@@ -194,6 +194,22 @@ def test_a_metric_that_is_gone_altogether_is_told_once(changes):
     assert kinds(changes(measured(agreement=1.0), measured(sites=1))) == [("metric vanished", False)]
 
 
+def test_a_metric_that_only_no_case_has_any_more_is_told(changes):
+    other = Record(dataclasses.replace(CASE, model="other"), Outcome.PASS, measurements={"wobble": 1.0})
+    table = changes(measured(wobble=1.0), [Record(CASE, Outcome.PASS), other])
+    assert ("metric vanished", False) in kinds(table)
+
+
+def test_another_version_of_the_library_is_told(run, changes):
+    later = dataclasses.replace(run, fxopt="1.1")
+    table = changes(measured(sites=1), measured(sites=1), later)
+    assert kinds(table) == []  # the earlier run did not say its own
+    old = dataclasses.replace(run, fxopt="1.0")
+    found = compare.compare(*(store.table_of(measured(sites=1), made).to_pandas() for made in (old, later)))
+    assert kinds(found) == [("environment", False)]
+    assert list(found[["before", "after"]].iloc[0]) == ["1.0", "1.1"]
+
+
 def test_a_metric_that_nobody_declared_is_told(changes):
     table = changes(measured(wobble=1.0), measured(wobble=2.0))
     assert kinds(table) == [("undeclared", False)]

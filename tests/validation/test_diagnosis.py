@@ -43,7 +43,7 @@ def records(fields: object, passes: Mapping[str, Transformation], *cases: tuple[
 
 
 def ending(text: str, tmp_path: Path) -> int:
-    """What a script ends with, run in this process."""
+    """Run a script in this process, and give what it ends with."""
     file = tmp_path / "script.py"
     file.write_text(text)
     with pytest.raises(SystemExit) as caught:

@@ -92,7 +92,7 @@ def outcomes(records: Iterator[Record]) -> dict[Case, tuple[Outcome, str, str]]:
 def test_a_cluster_finds_what_one_machine_finds(cluster: Any) -> None:
     cases = [case("a", does="hang"), case("b", does="exit"), *(case("c", number) for number in range(9))]
     there = outcomes(Fleet(made, limit, preload=[], address=cluster.address).run(cases))
-    assert there == outcomes(Pool(made, limit, preload=[]).run(cases, 1))
+    assert there == outcomes(Pool(made, limit).run(cases, 1))
     assert len(there) == len(cases)
 
 

@@ -30,10 +30,9 @@ PASSES = {"Inverse": Inverse, "Slow": Slow, "Idle": Idle, "Raise": Raise}
 
 
 @pytest.fixture
-def subject(monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr(latency, "SECONDS", 0.3)
+def subject() -> Subject:
     passes = {name: make() for name, make in PASSES.items()}
-    return Subject(entry(engines=[]), "cpu", passes)
+    return Subject(entry(engines=[]), "cpu", passes, timing=0.3)
 
 
 def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +87,11 @@ def test_a_pass_without_a_site_or_with_an_error_costs_its_own_arm_alone(subject:
 
 
 def test_a_model_that_is_trained_when_it_is_made_is_timed(subject: Subject) -> None:
-    trained = Subject(entry("Trained", engines=[]), "cpu", subject.passes)
+    trained = Subject(entry("Trained", engines=[]), "cpu", subject.passes, timing=0.3)
     assert latency.check(trained, ("Inverse",)).outcome is Outcome.PASS
 
 
-def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent() -> None:
     same = {name: [1.0, 2.0, 3.0] * 5 for name in ("eager", "captured", "Slow")}
     assert latency.narrow(same)
     assert latency.Measured(same, 1, {}, {}).stopped == "intervals below 2%"
@@ -138,7 +137,7 @@ def test_other_engines_are_beside_the_model_or_left_out_with_the_reason(
 
     monkeypatch.setattr(latency.engines, "compiled", compiled)
     monkeypatch.setattr(latency.engines, "onnxruntime", onnxruntime)
-    both = Subject(entry(engines=["torch.compile", "onnxruntime"]), "cpu", subject.passes)
+    both = Subject(entry(engines=["torch.compile", "onnxruntime"]), "cpu", subject.passes, timing=0.3)
     measured = latency.check(both, ()).measurements
     assert measured["latency_torch_compile_ms"] > 0
     assert measured["latency_ratio_torch_compile_low"] <= measured["latency_ratio_torch_compile_high"]

@@ -36,9 +36,23 @@ def test_the_zoo_names_passes_of_its_own(collected, harness: Harness) -> None:  
     file.write_text(f"passes: [Doubles]\n{text}")
     cases, error = collected()
     assert not cases
-    assert "zoo.yaml:1: passes: a list of classes by their paths" in error
+    assert "zoo.yaml:1: passes.0: no such pass: 'Doubles'" in error
     file.write_text(f"passes: [{OWN}s]\n{text}")
-    assert f"ERROR: pass {OWN}s: {Doubles.__module__} has no class 'Doubless'" in collected()[1]
+    wrong = f"zoo.yaml:1: passes.0: pass {OWN}s: {Doubles.__module__} has no class 'Doubless'"
+    assert wrong in collected()[1]
+
+
+def test_a_pass_with_options_and_a_pipeline_are_chosen_by_their_names(collected, harness: Harness) -> None:  # noqa: F811
+    file, half = harness.folder / "zoo.yaml", "ChangePrecision_dtype_float16"
+    pipelines = f"pipelines: {{deploy: [MergeLinears, {{ChangePrecision: {{dtype: float16}}}}, {OWN}]}}\n"
+    file.write_text(pipelines + file.read_text())
+    cases, _ = collected("--fx-pipeline", "deploy")
+    assert cases == {f"good-deploy-cpu-{check}" for check in ("effect", "accuracy", "usable", "latency")}
+    cases, _ = collected("--fx-pass", half)
+    assert {case.split("-")[1] for case in cases} == {half, "deploy"}
+    cases, _ = collected("--fx-pass", half, "--fx-pipeline", half)
+    assert {case.split("-")[1] for case in cases} == {half}
+    assert "ERROR: --fx-pipeline ship: not known; there are" in collected("--fx-pipeline", "ship")[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

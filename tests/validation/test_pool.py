@@ -45,7 +45,8 @@ def made(entered: Callable[[Case, str], None], broken: bool = False) -> Callable
 
 
 def pool(**options: Any) -> Pool:
-    return Pool(made, **{"limit": lambda case: 0.5, "preload": [], **options})
+    """With what is preloaded by default: the first pool of a process decides that for all after it, such as those of a run."""
+    return Pool(made, **{"limit": lambda case: 0.5, **options})
 
 
 def test_what_dies_or_hangs_is_a_row_with_its_stage_and_the_others_go_on() -> None:
@@ -77,6 +78,23 @@ def test_a_model_that_died_twice_is_not_tried_again() -> None:
     assert later.reason == UNTRIED
 
 
+def test_the_deaths_of_an_earlier_part_of_the_run_count() -> None:
+    earlier = list(pool().run([case("bad", 0, "exit"), case("good")], 1))
+    run = pool()
+    run.remember(earlier)
+    found = list(run.run([case("bad", number, "exit") for number in range(1, 4)], 1))
+    assert [record.reason == UNTRIED for record in found] == [False, True, True]
+    last = pool()
+    last.remember([*earlier, *found])
+    assert [record.reason for record in last.run([case("bad", 9)], 1)] == [UNTRIED]
+
+
+def test_a_case_that_ran_out_of_memory_in_its_process_is_no_death() -> None:
+    run = pool()
+    run.remember([Record(case("bad", n), Outcome.MEMORY, dtype="float32") for n in range(5)])
+    assert [record.outcome for record in run.run([case("bad", 9)], 1)] == [Outcome.PASS]
+
+
 def test_deaths_that_are_expected_do_not_count() -> None:
     def judged(record: Record) -> Record:
         return dataclasses.replace(record, outcome=Outcome.EXPECTED)
@@ -89,10 +107,10 @@ def test_deaths_that_are_expected_do_not_count() -> None:
 
 def test_a_worker_stays_with_a_model_and_the_longest_comes_first() -> None:
     seconds = {"short": 1.0, "long": 100.0}
-    cases = [case(model, number, "slow") for model in ("unknown", "short", "long") for number in range(4)]
+    cases = [case(model, number, "slow") for model in ("unknown", "short", "long") for number in range(8)]
     begun: list[Case] = []
     found = list(pool(expected=lambda group: seconds.get(group[0], 0.0)).run(cases, 2, begun.append))
-    assert {one.model for one in begun[:2]} == {"long", "short"}
+    assert [*dict.fromkeys(one.model for one in begun)][:2] == ["long", "short"]
     of_model = {model: {r.facts["process"] for r in found if r.case.model == model} for model in seconds}
     assert [len(processes) for processes in of_model.values()] == [1, 1]
     assert of_model["long"] != of_model["short"]
@@ -104,7 +122,7 @@ def test_all_that_is_left_is_shared() -> None:
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_what_it_said() -> None:
-    broken = Pool(functools.partial(made, broken=True), limit=lambda case: 1.0, preload=[])
+    broken = Pool(functools.partial(made, broken=True), limit=lambda case: 1.0)
     with pytest.raises(PoolError, match="no such zoo"):
         list(broken.run([case("a")], 1))
 
@@ -122,7 +140,7 @@ def test_workers_end_with_the_process_that_they_work_for(end: str) -> None:
 from tests.validation.test_pool import *
 if __name__ == "__main__":
     cases = [case("bad", does="hang"), case("good", does="slow")]
-    records = pool(limit=lambda case: 600).run(cases, 2)
+    records = pool(limit=lambda case: 600, preload=[]).run(cases, 2)
     next(records)
     time.sleep(0.5)
     {end}

@@ -20,7 +20,7 @@ RESUMABLE = ["-p", "tests.validation.committed"]
 
 
 def table(harness: Harness) -> pd.DataFrame:
-    """What must not depend on who ran the cases, where or when."""
+    """The part of a record that must not depend on who ran the cases, where or when."""
     rows = harness.records()
     same = [
         name for name in rows.columns if name not in ("seconds", "run", "started") and "latency" not in name

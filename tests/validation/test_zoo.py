@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 import fxopt.passes
+from validation.passes import ZooError
 from validation.records import Case, Check, Outcome, Record
 from validation.sites import HEADER
-from validation.zoo import KnownFailure, ZooError, judged, load_zoo, recorded_sites, sites_file
+from validation.zoo import KnownFailure, judged, load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]
@@ -103,6 +104,38 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
         ),
         ("    config", "    requires: ''\n    config", 5, ["tiny-bert", "requires", "at least 1"]),
         ("models:", "modles:", 1, ["models", "required"]),
+        (
+            "order:",
+            "pipelines: {MergeLinears: [MergeLinears]}\norder:",
+            1,
+            ["pipelines.MergeLinears", "this name"],
+        ),
+        ("order:", "pipelines: {a-b: [MergeLinears]}\norder:", 1, ["pipelines.a-b", "pattern"]),
+        ("order:", "pipelines: {deploy: []}\norder:", 1, ["pipelines.deploy", "at least 1"]),
+        (
+            "    config",
+            "    pipelines: {deploy: [MergeLinears]}\n    config",
+            5,
+            ["pipelines", "beside `models`"],
+        ),
+        *(
+            ("    tags: [small]", f"    dynamic_shapes: {shapes}\n    {other}", line, parts)
+            for shapes, other, line, parts in [
+                ("{ids: {0: batch}}", "", 8, ["dynamic_shapes.ids", "no such input", "input_ids"]),
+                (
+                    "{input_ids: {2: batch}}",
+                    "",
+                    8,
+                    ["dynamic_shapes.input_ids.2", "no dimension 2", "[2, 8]"],
+                ),
+                ("{input_ids: {first: batch}}", "", 8, ["dynamic_shapes.input_ids", "integer"]),
+                ("{input_ids: {0: n, 1: n}}", "", 8, ["dynamic_shapes.input_ids.1", "n is 8 here, and 2"]),
+                ("{input_ids: {0: n}}", "dims: {n: {min: 3}}", 8, ["input_ids.0", "n is 2", "3.."]),
+                ("{input_ids: {0: n}}", "dims: {m: {min: 1}}", 9, ["dims.m", "no such dimension"]),
+                ("{input_ids: {0: n}}", "dims: {n: {least: 1}}", 9, ["dims.n.least", "not permitted"]),
+                ("{input_ids: {0: n}}", "sizes: dynamic", 9, ["sizes", "not both"]),
+            ]
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_entry_field_and_place(
@@ -114,6 +147,13 @@ def test_a_mistake_is_one_line_with_entry_field_and_place(
     lines = [text for text in str(raised.value).splitlines() if f"zoo.yaml:{line}:" in text]
     assert any(all(part in text for part in parts) for text in lines), raised.value
     assert "Traceback" not in str(raised.value)
+
+
+def test_named_dimensions_stand_in_the_place_of_sizes(tmp_path: Path) -> None:
+    text = "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n    dims: {length: {min: 2, max: 64}}\n"
+    (entry,) = load(tmp_path, GOOD + text)
+    assert entry.dynamic_shapes == {"input_ids": {0: "batch", 1: "length"}}
+    assert (entry.dims["length"].min, entry.dims["length"].max) == (2, 64)
 
 
 def test_two_entries_may_not_have_one_name(tmp_path: Path) -> None:

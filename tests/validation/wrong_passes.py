@@ -284,7 +284,7 @@ USABLE: dict[str, Callable[[GraphModule], object]] = {
 EXPORTED: dict[str, Callable[[GraphModule], object]] = {
     "it is exported as something else": after("norm", OtherWhenExported),
 }
-"""What only a full pipeline is asked for."""
+"""Wrong passes that only a full pipeline is asked for."""
 
 
 def _transposed(gm: GraphModule) -> None:

@@ -73,7 +73,7 @@ def example_inputs(
 
 
 def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
-    """Which dimensions of `example_inputs` are free, as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
+    """The free dimensions of `example_inputs`, as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
 
     Those are the ones that change with the batch or the sequence.
     """
@@ -97,6 +97,6 @@ def _model_class(model_type: str) -> Any:
 
 @functools.cache
 def _overrides() -> Mapping[str, Any]:
-    """What rules cannot derive, by model type."""
+    """Values that rules cannot derive, by model type."""
     text = Path(__file__).with_name("overrides.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text) or {}

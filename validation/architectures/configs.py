@@ -147,7 +147,7 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
     (r"intermediate|ffn|d_ff|mlp_dim|inner|mlp_hidden|feedforward|feed_forward_size", _cap(2 * WIDTH)),
     (r"(channels|filters|_dim|_size|_features)$", _cap(2 * WIDTH)),
 )
-"""What an integer means, by the name of its field; the first pattern that is found decides. `None`: a token id."""
+"""The meaning of an integer, by the name of its field; the first pattern that is found decides. `None`: a token id."""
 
 
 def _scales(name: str) -> bool:
@@ -194,7 +194,7 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
 
 
 _NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "vocab_size": VOCABULARY}
-"""What some configs leave open although no model of theirs runs without."""
+"""Values that some configs leave open although no model of theirs runs without."""
 
 
 def _image(values: dict[str, Any]) -> None:

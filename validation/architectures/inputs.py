@@ -20,7 +20,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass
 class Request:
-    """What an input is made from."""
+    """The numbers that an input is made from."""
 
     model: nn.Module
     batch: int

@@ -12,8 +12,8 @@ from .modes import memory
 from .passes import passes
 from .peers import peers
 from .presets import presets
+from .profile import profile
 from .runs import runs
-from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,8 +31,8 @@ app.command()(memory)
 app.command()(passes)
 app.command()(peers)
 app.command()(presets)
+app.command()(profile)
 app.command()(runs)
-app.command()(verification)
 
 if __name__ == "__main__":
     app()

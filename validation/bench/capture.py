@@ -1,4 +1,4 @@
-"""What a capture takes: time, beside `torch.export` and `torch.fx.symbolic_trace`, and memory; and what its guards cost."""
+"""The cost of a capture: time, beside `torch.export` and `torch.fx.symbolic_trace`, and memory; and what its guards cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def capture(
     ] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
 ) -> None:
-    """What `fxopt.trace` takes, beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
+    """Measure `fxopt.trace` beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
 
     The ratio is that of a capture with `verify=False`, as torch.export does not compare; the default is beside it.
     `runs` is how often a capture runs the forward.
@@ -78,7 +78,7 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
 
 
 def _symbolic_trace(subject: Subject, rounds: int) -> str:
-    """What `torch.fx.symbolic_trace`, which knows no sizes, takes for the same inputs, or why it cannot."""
+    """The time of `torch.fx.symbolic_trace`, which knows no sizes, for the same inputs, or why it cannot."""
     parameters = inspect.signature(subject.model.forward).parameters.values()
     defaults = {
         p.name: p.default for p in parameters if p.name not in subject.inputs and p.default is not p.empty

@@ -1,4 +1,4 @@
-"""What a fleet costs beside the cases themselves: cases that do nothing, from the plan to the comparison."""
+"""The cost of a fleet beside the cases themselves: cases that do nothing, from the plan to the comparison."""
 
 from __future__ import annotations
 

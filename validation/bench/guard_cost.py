@@ -1,4 +1,4 @@
-"""What the check of the inputs costs, beside the forward that it stands before."""
+"""The cost of the check of the inputs, beside the forward that it stands before."""
 
 from __future__ import annotations
 

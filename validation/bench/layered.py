@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
 
 class Cluttered(nn.Module):
-    """What changes nothing, what is computed twice, and what nothing uses."""
+    """A dropout that changes nothing, a value that is computed twice, and one that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whether a capture takes the same time for each layer, however many there are."""
+"""The time of a capture for each layer, from few layers to many."""
 
 from __future__ import annotations
 

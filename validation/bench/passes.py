@@ -26,7 +26,7 @@ def passes(
         str, typer.Option(help="The python of an environment with optimum.fx, if this one has none.")
     ] = "",
 ) -> None:
-    """What each pass and its undo take per layer: constant where a pass is linear in the graph."""
+    """Time each pass and its undo per layer: constant where a pass is linear in the graph."""
     torch.set_num_threads(1)
     counts = [int(count) for count in layers.split(",")]
     ours = times({name: cls() for name, cls in available().items()}, counts, rounds)

@@ -47,9 +47,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             except GuardError as error:
                 if subject.entry.given:
                     raise
-                # In other numbers, what the graph decides by may fall otherwise.
-                subject.facts["guarded"] = " ".join(str(error).split())
-                return Finding()
+                # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
+                return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
         with subject.entering("compare"):
             if bad := next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), ""):
                 problems.append(f"{bad} is not finite")

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
+import torch
 from torch.fx import GraphModule
 
+from fxopt.errors import PassError, UndoError
+from fxopt.rewriting.history import history, undo
+from fxopt.rewriting.transformation import ReversibleTransformation
+from fxopt.testing import assert_round_trip
+
+from ..comparison import judge_graph
 from ..records import Finding, Outcome
-from ..rewritten import Rewritten, differ
+from ..rewritten import Refusals, Rewritten, computation, differ
 from ..subject import Subject
+
+AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
+"""The facts: what a pass does to what it has made, `NOTHING` where it is idempotent; and a digest of the graph of a pair."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded."""
+    """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded.
+
+    A pair of passes is not explained, which takes longer than applying it: each pass by itself and `all` say the same.
+    A pass alone is applied a second time, to what it has made: what that changes must be right, too, and be undone
+    with the rest. Of a pair, a digest tells whether the other order gives the same graph.
+    """
     dtype = subject.dtypes_of(pipeline)[0]
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
+    refused = subject.refusals(pipeline, dtype) if len(pipeline) == 1 else None
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),
-        "refused": len(rewritten.refusals),
+        **({} if refused is None else {"refused": len(refused)}),
         **{f"{name}_before": value for name, value in _size(before).items()},
         **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
     }
     with subject.entering("compare"):
-        reason = _wrong_count(subject, pipeline, rewritten) or _wrong_effect(before, rewritten)
+        reason = _wrong_count(subject, pipeline, rewritten.sites, refused or ()) or _wrong_effect(
+            before, rewritten
+        )
     nothing = not sum(rewritten.sites)
+    if not reason and not nothing and subject.entry.given:
+        if len(pipeline) == 1 == len(subject.members(pipeline)):
+            reason = _wrong_again(subject, pipeline, rewritten)
+        elif len(pipeline) == 2:
+            subject.facts[COMPUTATION] = computation(rewritten.module)
     outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
     reason = reason or ("nothing to rewrite" if nothing else "")
-    return Finding(outcome, reason, measurements, rewritten.refusals)
+    return Finding(outcome, reason, measurements, refused or ())
 
 
-def _wrong_count(subject: Subject, pipeline: tuple[str, ...], rewritten: Rewritten) -> str:
+def _wrong_count(
+    subject: Subject, pipeline: tuple[str, ...], sites: tuple[int, ...], refusals: Refusals
+) -> str:
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
-    if recorded is None or rewritten.sites == (recorded,):
+    if recorded is None or sites == (recorded,):
         return ""
-    model, (found,) = subject.entry.name, rewritten.sites
-    why = Counter(reason for _, _, reason in rewritten.refusals).most_common(1)
+    model, (found,) = subject.entry.name, sites
+    why = Counter(reason for _, _, reason in refusals).most_common(1)
     refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
     return (
         f"{pipeline[0]} rewrites {found} sites in {model}, {recorded} are recorded{refused}. If it is right now, "
@@ -51,6 +77,43 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
         )
     if sum(rewritten.sites) and not differ(before, rewritten.module):
         return f"marked {sum(rewritten.sites)} nodes as transformed, but the graph module is the same"
+    return ""
+
+
+def _wrong_again(subject: Subject, pipeline: tuple[str, ...], once: Rewritten) -> str:
+    """What is wrong with a pass that is applied to what it has made; a fact says what it does there."""
+    ((_, pass_),) = subject.members(pipeline)
+
+    def twice(dtype: torch.dtype) -> GraphModule:
+        with subject.entering("transform"):
+            return pass_(copy.deepcopy(subject.rewritten(pipeline, dtype).module))
+
+    dtype = subject.dtypes_of(pipeline)[0]
+    try:
+        module = twice(dtype)
+    except PassError as error:
+        subject.facts[AGAIN] = f"refused: {' '.join(str(error).split())}"
+        return ""
+    more, reason = differ(once.module, module), ""
+    subject.facts[AGAIN] = "rewrites more" if more else NOTHING
+    with subject.entering("compare"):
+        if more and pass_.preserves_computation:
+            reason = judge_graph(subject, twice, pipeline).reason
+        elif more:
+            oracle = subject.oracle(dtype)
+            reason = oracle.fault(oracle.observe(module))
+        undone = more or len(history(module)) > len(history(once.module))
+        if undone and not reason and isinstance(pass_, ReversibleTransformation):
+            reason = _wrong_undo(subject.traced(dtype), pass_, module)
+    return f"applied twice, {reason}" if reason else ""
+
+
+def _wrong_undo(before: GraphModule, pass_: ReversibleTransformation, module: GraphModule) -> str:
+    try:
+        for restored in (pass_(copy.deepcopy(module), reverse=True), undo(module, len(history(module)))):
+            assert_round_trip(before, restored)
+    except (AssertionError, UndoError) as error:
+        return f"undoing both is not exact: {error}"
     return ""
 
 

@@ -21,12 +21,11 @@ from ..bench.quiet import quiet
 from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
 from ..rewritten import differ
-from ..subject import Subject
+from ..subject import TIMING, Subject
 from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
 
 FEWEST, MOST = 7, 200
-SECONDS = 8.0
-"""Rounds of one model go on until each interval is `NARROW`, or these seconds or the most rounds are spent."""
+"""Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""
 
 NARROW = 0.02
 SHORT = 0.02
@@ -51,12 +50,14 @@ class Measured:
         threads: how many each run had.
         memory: the peak of the tensors that a run allocates, in MB, by the name of the arm.
         failed: the stage in which an arm failed, and the error, by the name of the arm.
+        seconds: after which the rounds ended.
     """
 
     times: Times
     threads: int
     memory: Mapping[str, float]
     failed: Mapping[str, tuple[str, str]]
+    seconds: float = TIMING
 
     @functools.cached_property
     def floor(self) -> float:
@@ -72,7 +73,7 @@ class Measured:
         """Why there were no more rounds."""
         if narrow(self.times):
             return f"intervals below {NARROW:.0%}"
-        return f"budget spent: {SECONDS:g} s, or {MOST} rounds"
+        return f"budget spent: {self.seconds:g} s, or {MOST} rounds"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -184,11 +185,11 @@ def measure(subject: Subject) -> Measured:
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
             times = in_random_order(
-                turns, FEWEST, SECONDS, np.random.default_rng(0), enough=narrow, most=MOST
+                turns, FEWEST, subject.timing, np.random.default_rng(0), enough=narrow, most=MOST
             )
     finally:
         torch.set_num_threads(before)
-    return Measured(times, threads, memory, failed)
+    return Measured(times, threads, memory, failed, subject.timing)
 
 
 def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[], object] | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import nn
 
 from fxopt.testing import compare
 
@@ -12,11 +13,12 @@ from ..build import free_sizes
 from ..records import Finding
 from ..subject import Subject
 from ..sweep import FIXED, FREE
+from .parity import OTHER_SIZES
 
 
 @torch.no_grad()
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Export with free sizes, else with fixed ones; `right`, `wrong` or `failed` at the sizes of the inputs."""
+    """Export with free sizes, else with fixed ones; `right`, `wrong` or `failed` at the sizes of the inputs, and at another batch."""
     started, dtype = time.perf_counter(), subject.wide
     model = subject.model(dtype)
     expected, free, reason = subject.run(model, dtype), free_sizes(subject.entry, model), ""
@@ -29,16 +31,33 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         except Exception as error:  # whatever it raises, it has not captured the model
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
             continue
-        found = _difference(expected, actual, subject.rtol)
+        found, sizes = _difference(expected, actual, subject.rtol), FIXED
+        if shapes and not found:
+            found, sizes, why = _at_another_batch(subject, model, exported)
+            reason = reason or why
         subject.facts |= {
             "peer": "wrong" if found else "right",
             "peer_reason": found or reason,
-            "peer_sizes": FREE if shapes else FIXED,
+            "peer_sizes": sizes,
         }
         break
     else:
         subject.facts |= {"peer": "failed", "peer_reason": reason}
     return Finding(measurements={"peer_work_seconds": time.perf_counter() - started})
+
+
+def _at_another_batch(subject: Subject, model: nn.Module, exported: nn.Module) -> tuple[str, str, str]:
+    """How the exported program differs from the model at another batch, whether it takes one, and why not."""
+    dtype, sizes = subject.wide, OTHER_SIZES["batch"][0]
+    try:
+        expected = subject.run(model, dtype, subject.inputs(dtype, **sizes))
+    except Exception:  # whatever it raises, the model itself does not take this batch
+        return "", FREE, ""
+    try:
+        actual = subject.run(exported, dtype, subject.inputs(dtype, **sizes))
+    except Exception as error:  # its guards, or what it calls
+        return "", FIXED, " ".join(f"{type(error).__name__}: {error}".split())
+    return _difference(expected, actual, subject.rtol), FREE, ""
 
 
 def _difference(expected: object, actual: object, rtol: float) -> str:

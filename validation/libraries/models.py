@@ -30,7 +30,7 @@ class LibraryModel:
 
 
 def imported(path: str) -> Any:
-    """What a dotted path names: `"monai.networks.nets.UNet"`."""
+    """Import the object that a dotted path names: `"monai.networks.nets.UNet"`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Whether two outputs point the same way."""
+"""The cosine of two outputs: 1 where they point the same way."""
 
 from __future__ import annotations
 

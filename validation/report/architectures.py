@@ -6,23 +6,31 @@ import pandas as pd
 
 from ..capturing import DEFAULT, SPECIALIZE
 from ..records import Outcome
-from ..sweep import FIXED, FREE, NONE
+from ..sweep import FIXED, FREE, NONE, SOURCE
 from . import tables, wording
 from .architecture_rows import NUMBERS, by_architecture, is_sweep
 from .markdown import page, pipes
 
 __all__ = ["document", "is_sweep", "summary"]
 
+SWEPT = {
+    "architectures": (
+        "Architectures of transformers",
+        "Every model type that `AutoModel` of transformers knows, built small from its own config class",
+    ),
+    "libraries": ("Models of other libraries", "Small models of `validation/libraries`"),
+}
+"""The title of a page, and what was swept, by the source of the models."""
+
 INTRODUCTION = """\
-Every model type that `AutoModel` of transformers knows, built small from its own config class with random weights, \
-and taken through the checks of every model: its graph, each pass alone, its undo, and what people do with a graph. It is \
-held against the model itself in float64: to 1e-9 of the largest value of each output, and to 1e-6 where the model converts \
+{swept} with random weights, and taken through the checks of every model: its graph, each \
+pass alone, its undo, and what people do with a graph. It is held against the model itself in float64: to 1e-9 of the largest value of each output, and to 1e-6 where the model converts \
 to float32 on the way (rotary embeddings, norms); where it mixes the two and does not run, to 1e-5 in float32.
 
 "Captured and right" is what passes *parity*: the graph gives what the model gives, at the sizes of the \
 capture and at others, or refuses these with a reason. `torch.export(strict=False)` had the same models and inputs, \
 also with free sizes first and with fixed ones where that failed; it is "right" if it gives what the model gives at \
-the sizes of the capture. Times are of the processor."""
+the sizes of the capture, and at another batch where it takes one. Times are of the processor."""
 
 LINE = """\
 Under the name of a pass are the sites that it rewrote; each was compared, and undone where it can be. `stage` is \
@@ -39,10 +47,13 @@ def document(table: pd.DataFrame) -> str:
     ahead = rows[rows["right"] & rows["peer"].isin(["wrong", "failed"])]
     silent = rows[~rows["runs"]]
     verdict = ["architecture", "outcome", "stage", "reason"]
+    source = next(name for name in table[SOURCE] if isinstance(name, str) and name)
+    title, swept = SWEPT.get(source, (f"Models of {source}", f"The models of {source}"))
     return page(
-        "# Architectures of transformers",
-        INTRODUCTION,
+        f"# {title}",
+        INTRODUCTION.format(swept=swept),
         pipes(summary(table)),
+        pipes(by_library(rows)) if source == "libraries" else "",
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         *_section("Not captured, or not right", missed[[*verdict, "peer"]]),
         *_section("Captured and right, but a pass or a use of the graph fails", later[verdict]),
@@ -85,6 +96,26 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             "work in all cases": f"{rows['seconds'].sum():,.0f} s, {ran['peer_work_seconds'].sum():,.0f} s of it torch.export's",
         }
     return pd.DataFrame(numbers.items(), columns=["of this sweep", ""])
+
+
+def by_library(rows: pd.DataFrame) -> pd.DataFrame:
+    """Count the models of each library that are captured, and those that torch.export captures."""
+    ran = rows[rows["runs"]]
+    counted = pd.DataFrame(
+        {
+            "library": ran["architecture"].str.partition(".")[0],
+            "models": True,
+            "right by default": ran["right"] & (ran["captured"] == DEFAULT),
+            "with `specialize=True`": ran["right"],
+            "free batch": ran["right"] & (ran["batch"] == FREE),
+            "wrong": ran["outcome"] == Outcome.FAIL,
+            "torch.export right": ran["peer"] == "right",
+            "its free batch": (ran["peer"] == "right") & (ran["peer_sizes"] == FREE),
+            "its wrong": ran["peer"] == "wrong",
+        }
+    )
+    counts = counted.groupby("library").sum().astype(int)
+    return pd.concat([counts, counts.sum().to_frame("all").T]).rename_axis("library").reset_index()
 
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:

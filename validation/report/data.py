@@ -32,7 +32,7 @@ def packed(table: pd.DataFrame, runs: list[pd.DataFrame], since: Since | None) -
 
 
 def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: Since | None) -> dict[str, Any]:
-    """What the page shows of a run, the runs before it, and the changes since the last of them."""
+    """Collect all that the page shows of a run, the runs before it, and the changes since the last of them."""
     ran = headline.ran(table)
     words = _Words()
     return {

@@ -1,4 +1,4 @@
-"""What a run comes to in a sentence or two: what failed, and what was not run and why."""
+"""A run in a sentence or two: what failed, and what was not run and why."""
 
 from __future__ import annotations
 

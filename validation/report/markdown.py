@@ -12,6 +12,7 @@ from ..records import AGAIN, FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
 from .fastest import fastest
+from .orders import orders
 from .since import Since
 from .since import headline as changes_headline
 from .step_table import steps
@@ -45,6 +46,9 @@ def summary(table: pd.DataFrame, since: Since | None = None) -> str:
         pipes(tables.matrix(single)) or "None.",
         "## Compositions" if len(composed) else "",
         pipes(tables.matrix(composed)) if len(composed) else "",
+        "## Where the order matters" if len(composed) else "",
+        ORDERS if len(composed) else "",
+        (pipes(orders(ran)) or "Nowhere.") if len(composed) else "",
         "## Latency, by that of the graph, with 95 % intervals",
         pipes(tables.speed(table)) or "Nothing was timed.",
         "## Accuracy" if len(accuracy) else "",
@@ -88,7 +92,7 @@ REPEATED = (
 
 
 def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
-    """What one check measured: each check has numbers of its own, and all of them in one table are too wide to read."""
+    """The measurements of one check: each check has numbers of its own, and all of them in one table are too wide to read."""
     measured = tables.measurements(rows)
     same = [name for name in ("model", "device", "check", "dtype") if measured[name].nunique() <= 1]
     return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
@@ -104,6 +108,11 @@ def _since(since: Since | None) -> list[str]:
 FASTEST = (
     "Safe is a pipeline that preserves the computation and whose checks all passed. Times are by that of the graph as "
     "captured, with 95 % intervals, and by that of the model run eagerly; what is not beyond the A/A floor is no effect."
+)
+
+ORDERS = (
+    "Pairs of passes that give another graph in the other order, in how many models, and passes that rewrite what they have "
+    "made themselves. Both orders are compared with the model, and so is a pass applied twice: these are facts, no faults."
 )
 
 LEGEND = (

@@ -37,7 +37,7 @@ def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
 
 
 def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since | None:
-    """What changed since the last of the earlier runs; None where there is none."""
+    """Compare a run with the last of the earlier ones; None where there is none."""
     return Since(str(runs[-1]["run"].iloc[0]), compare(runs[-1], table)) if runs else None
 
 

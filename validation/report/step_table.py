@@ -1,4 +1,4 @@
-"""What each pass of the full pipelines adds, as a table."""
+"""The table of what each pass of the full pipelines adds."""
 
 from __future__ import annotations
 

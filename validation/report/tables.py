@@ -16,7 +16,7 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
-    """What the run was made with; of several runs whose cases stand together, all of it."""
+    """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
     devices = table.groupby("device")["device_name"].first()
     started, lacking = table["started"].min(), missing(table)
     return {
@@ -26,6 +26,7 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
         "python": _all(table["python"]),
         "torch": _all(table["torch"]),
         "transformers": _all(table["transformers"]),
+        "fxopt": _all(table["fxopt"]) or "unknown",
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
         "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
@@ -140,7 +141,7 @@ def measurements(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy(table: pd.DataFrame) -> pd.DataFrame:
-    """What was measured of passes that do not preserve the computation, in all models; not of compositions."""
+    """The measurements of passes that do not preserve the computation, in all models; not of compositions."""
     composed = table["pipeline"].str.contains("+", regex=False)
     return measurements(table[(table["check"] == Check.ACCURACY) & ~composed]).drop(columns="check")
 

@@ -29,6 +29,7 @@ class Run:
     devices: Mapping[str, str]
     threads: int
     plan: str = ""
+    fxopt: str = ""
 
     @property
     def id(self) -> str:
@@ -51,6 +52,7 @@ class Run:
             devices={device: _device_name(device) for device in devices},
             threads=threads,
             plan=plan,
+            fxopt=_version("fxopt"),
         )
 
 

@@ -34,6 +34,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "python": pa.string(),
     "torch": pa.string(),
     "transformers": pa.string(),
+    "fxopt": pa.string(),
     "device_name": pa.string(),
     "threads": pa.int64(),
     "content": pa.string(),  # digest of what the case is made of: rows of one id with two of them are not alike
@@ -116,6 +117,7 @@ def _row(record: Record, run: Run) -> dict[str, object]:
         "python": run.python,
         "torch": run.torch,
         "transformers": run.transformers,
+        "fxopt": run.fxopt,
         "device_name": run.devices.get(case.device, ""),
         "threads": run.threads,
         "content": record.content,

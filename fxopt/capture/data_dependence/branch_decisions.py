@@ -27,10 +27,11 @@ from fxopt.capture.data_dependence.example_run import ExampleRun
 from fxopt.capture.data_dependence.operator_checks import OperatorChecks
 from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
+from fxopt.capture.fakes.shape_env import LEARNED
 from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
-from fxopt.capture.nodes.source_location import model_frame
+from fxopt.capture.nodes.source_location import describe_origin, model_frame
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.objects import tensors_in
 
@@ -50,13 +51,13 @@ _MOST_QUESTIONS_BY_LINE = 1000
 Q = TypeVar("Q", bound=DataDependentBranch)
 
 
-# The writes after a question, each with the index that says where in a tensor.
+# The writes in the body of a branch, each with the index that says where in a tensor.
 Body = list[tuple[torch.fx.Node, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchAtLine:
-    """A question at a line: the node of its check, where, and the answer.
+    """A branch at a line: the node of its check, where, and the outcome.
 
     `drawn` is how often random numbers were drawn before, and `state` what Python held then.
     """
@@ -71,8 +72,7 @@ class BranchAtLine:
 class BranchDecisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
-    `answers` answers the first questions, and `example`, where there is one, the others. Most texts that hold a value are
-    messages of errors, which ask nothing: what stands in them is decided only with `reads_texts`.
+    `answers` is the script of outcomes; `example`, where there is one, decides what comes after it.
     """
 
     def __init__(
@@ -82,13 +82,12 @@ class BranchDecisions:
         fake_mode: CaptureFakeMode,
         answers: Outcomes,
         example: ExampleRun | None = None,
-        reads_texts: bool = False,
         raising: dict[tuple[Any, str], bool] | None = None,
         knows_keys: bool = False,
     ) -> None:
         self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
         self._shape_env: Any = fake_mode.shape_env
-        self._answers, self._example, self._reads_texts = answers, example, reads_texts
+        self._answers, self._example = answers, example
         # Whether a size is known where it is the key of a dict; there is none otherwise.
         self.knows_keys = knows_keys
         self._answered = 0
@@ -96,14 +95,14 @@ class BranchDecisions:
         # What was answered about sizes by line, or as a call of torch requires it.
         self._supposed: dict[Any, bool] = {}
         self.calls = OperatorChecks(fake_mode, {} if raising is None else raising, self._settle)
-        # The questions at each of those lines.
+        # The branches at each of those lines.
         self.asked_at: dict[str, list[BranchAtLine]] = collections.defaultdict(list)
         self._asked_by_line = 0
         # The loop over places that runs now, and the place.
         self.running: tuple[str, int] | None = None
         # The checks of decisions, one line each.
         self.checks: list[str] = []
-        # The first question without an answer; a forward may catch the error, but a graph must not come of it.
+        # The first branch without an outcome; a forward may catch the error, but a graph must not come of it.
         self.open: DataDependentBranch | None = None
         # The last text that was made of a value which is not known, and that is no message.
         self.text_question: DataDependentText | None = None
@@ -114,7 +113,7 @@ class BranchDecisions:
         return self._example is not None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function`, one of `READS`, gives on tensors."""
+        """Give the value that `function`, one of `READS`, reads of tensors."""
         kind = READS[name]
         if len(args) == 1 and not kwargs and name != "__contains__":
             node = self._writer.argument(args[0])
@@ -143,10 +142,11 @@ class BranchDecisions:
         return answer
 
     def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
-        """What `__format__` or `__repr__` gives for a tensor."""
-        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        """Give the text that `__format__` or `__repr__` makes of a tensor; in a message, any text will do."""
+        message = is_diagnostic(model_frame(sys._getframe(1)))
         number = name == "__format__" and not tensor.dim() and not tensor.is_complex()
-        if self._reads_texts and number:
+        if self.specialised and number and not message:
+            kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
             return format(self.read(f"__{kind.__name__}__", None, (tensor,), {}), specification)
         self.note_text(tensor)
         return object.__format__(tensor, "")
@@ -167,7 +167,7 @@ class BranchDecisions:
         return self._example.read(node, lambda tensor: tensor.detach().clone().numpy())
 
     def size(self, expression: Any) -> Any:
-        """The value of a sympy expression of numbers that only a run knows; None if it cannot be told."""
+        """The value of a sympy expression of unbacked sizes; None if it cannot be told."""
         if not all(map(self._sizes.has_source, expression.free_symbols)):
             return None
         if expression in self._supposed:
@@ -189,16 +189,16 @@ class BranchDecisions:
         return sympy.sympify(answer)
 
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
-        """Answer a question about sizes, with a check: a call raises the error `otherwise` for the other answer."""
+        """Settle a condition on sizes, with a check: a call raises the error `otherwise` for the other outcome."""
         self._check(self._sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
         self._supposed |= {question: answer, sympy.Not(question): not answer}
         self._learn(question, answer)
 
     def _learn(self, expression: Any, answer: bool) -> None:
-        """Tell the ShapeEnv of the answer to a question about integers, which the graph checks."""
+        """Tell the ShapeEnv the outcome of a condition on integers, which the graph checks."""
         fact = expression if answer else sympy.Not(expression)
         if isinstance(fact, sympy.Rel) and all(symbol.is_integer for symbol in fact.free_symbols):
-            self._shape_env.learn(fact)
+            self._shape_env.assume(fact, LEARNED)
 
     def _suppose(self, expression: Any, answer: bool) -> None:
         """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
@@ -214,10 +214,10 @@ class BranchDecisions:
                 message = f"the graph assumes that a size is not 0. {self._writer.where()}"
                 self._writer.create("call_function", check_value, (not_empty, message), {}, None)
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
-                    self._shape_env.learn(fact)
+                    self._shape_env.assume(fact, LEARNED)
 
     def _by_line(self, node: torch.fx.Node, kind: type, counted: bool = True) -> bool | None:
-        """The answer that the line gives which asks, if it does, with a check that all its questions have one answer."""
+        """The outcome that the script has for this line, if any, with a check that all branches of the line have one outcome."""
         line = self._writer.location()
         answers = self._answers.at_lines.get(line)
         if answers is None or kind is not bool:
@@ -264,7 +264,7 @@ class BranchDecisions:
     def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
         return question(
             f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
-            f"{self._writer.origin(node)}. Capture with specialize=True, which takes the decision that the example "
+            f"{describe_origin(node)}. Capture with specialize=True, which takes the decision that the example "
             "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
             "or make the module a leaf (leaf_modules=...).",
             kind,

@@ -1,4 +1,4 @@
-"""The questions that a forward asks of values, and the answers that are given to them."""
+"""Data-dependent branches, and scripts of their outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxopt.errors import TraceError
 class DataDependentBranch(TraceError):
     """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
 
-    `line` is where the question stands in the source, in whichever module.
+    `line` is where the branch stands in the source, in whichever module.
     """
 
     def __init__(self, message: str, kind: type, where: str, line: str) -> None:
@@ -29,7 +29,7 @@ class DataDependentLoop(DataDependentBranch):
 
 
 class PlaceError(TraceError):
-    """What a loop does at a place is an error of the model's: `error`, as for an index that is out of range."""
+    """The body of a loop raises an error of the model's at a place: `error`, as for an index that is out of range."""
 
     def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class SizeAsKeyError(TypeError):
 
 @dataclasses.dataclass
 class Outcome:
-    """The answer to a question, the error of the model to which the other one leads, and whether it was asked for."""
+    """The outcome of a branch, the error of the model to which the other one leads, and whether a run came to the branch."""
 
     answer: bool
     otherwise: str = ""
@@ -55,9 +55,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """The answers to all questions at some lines, and to the first questions elsewhere, in the order of asking.
+    """A script: the outcomes of all branches at some lines, and of the first branches elsewhere, in the order of the run.
 
-    A line has two answers, which are given in turn: mostly one answer twice. Loops that start at one of the lines in `ends`
+    A line has two outcomes, which are taken in turn: mostly one outcome twice. Loops that start at one of the lines in `ends`
     end before a place, at which the model would raise an error.
     """
 

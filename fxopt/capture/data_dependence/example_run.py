@@ -58,7 +58,7 @@ class ExampleRun:
         self._random_state: torch.Tensor | None = None
 
     def read(self, node: torch.fx.Node, read: Callable[[Any], T]) -> T:
-        """What `read` makes of the value that `node` has for the example inputs."""
+        """Apply `read` to the value that `node` has for the example inputs."""
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
             self._thread.submit(self._start).result()
@@ -146,7 +146,7 @@ class ExampleRun:
 
 
 def _current_modes() -> list[Callable[[], Any]]:
-    """What brings another thread into the modes of this one."""
+    """Contexts that bring another thread into the modes of this one."""
     enter: list[Callable[[], Any]] = [functools.partial(torch._C._set_grad_enabled, torch.is_grad_enabled())]
     if torch.is_inference_mode_enabled():
         enter.append(torch.inference_mode().__enter__)

@@ -1,4 +1,4 @@
-"""Indexing with numbers that only a run knows: `x[scores.argmax()]`, and `x[rows, columns]` of sequences of such numbers.
+"""Indexing with unbacked numbers: `x[scores.argmax()]`, and `x[rows, columns]` of sequences of such numbers.
 
 torch reads the numbers, which no fake tensor has. Selecting with a number that is a node, and indexing with a tensor of
 them, are the same in values and in memory.
@@ -25,7 +25,7 @@ def with_tensors(index: Any, call: MakesCall) -> Any:
 
 
 def select_by_scalar(value: torch.Tensor, index: Any, call: MakesCall) -> torch.Tensor | None:
-    """`value[index]`: first a `select` for each number that only a run knows, then the rest.
+    """`value[index]`: first a `select` for each unbacked number, then the rest.
 
     None where there is no such number, or a list: how many dimensions that takes depends on what is in it.
     """
@@ -51,7 +51,7 @@ def select_by_scalar(value: torch.Tensor, index: Any, call: MakesCall) -> torch.
 
 
 def are_numbers(data: Any) -> bool:
-    """Tell whether data is a list of tensors of one number each, which only a run knows."""
+    """Tell whether data is a list of tensors of one number each, known only when the graph runs."""
     return (
         isinstance(data, (list, tuple))
         and bool(data)
@@ -60,7 +60,7 @@ def are_numbers(data: Any) -> bool:
 
 
 def _is_unknown(part: Any) -> bool:
-    """Tell whether a part of an index is an integer that only a run knows, as a tensor or a number."""
+    """Tell whether a part of an index is an unbacked integer, as a tensor or a number."""
     if isinstance(part, FakeTensor):
         whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
         return part.dim() == 0 and whole and part.constant is None

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class AskedInCallError(Exception):
-    """A call of torch asks a question on numbers that only a run knows; it is made anew when that is settled."""
+    """A call of torch decides on an unbacked size; it is made anew when that is settled."""
 
 
 def is_model_error(error: BaseException) -> bool:
@@ -40,11 +40,11 @@ def is_model_error(error: BaseException) -> bool:
 
 
 class OperatorChecks:
-    """The questions about sizes that calls of torch ask, settled at once where the call itself raises for one answer.
+    """Settles conditions on unbacked sizes inside a call of torch, where the call itself raises unless they have one outcome.
 
-    `raising` says of kinds of questions whether a call was seen to raise for one: to try costs a few calls, and once a
-    function leaves a kind of question open, it is not tried again. `settle(question, answer, otherwise)` is told what
-    the answer must be, and the error that the other one leads to.
+    `raising` says of kinds of conditions whether a call was seen to raise: to try costs a few calls, and once a function
+    leaves a kind open, it is not tried again. `settle(condition, outcome, otherwise)` is told the outcome that it must
+    have, and the error to which the other one leads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OperatorChecks:
         settle: Callable[[Any, bool, str], None],
     ) -> None:
         self._fake_mode, self._raising, self._settle = fake_mode, raising, settle
-        # The function that runs, its first question, and those that it leaves open.
+        # The function that runs, its first condition, and those that it leaves open.
         self._function: Any = None
         self._asked: Any = None
         self._left_open: set[Any] = set()
@@ -69,7 +69,7 @@ class OperatorChecks:
 
     @makes_calls
     def result_of(self, call: functools.partial[T]) -> T:
-        """What a call gives."""
+        """Make a call and return its result."""
         self._left_open = set()
         shape_env: Any = self._fake_mode.shape_env
         while True:
@@ -88,7 +88,7 @@ class OperatorChecks:
             shape_env.drop_new(known)
 
     def _try(self, call: functools.partial[Any], question: Any) -> None:
-        """Make a call with both answers to a question."""
+        """Make a call with both outcomes of a condition."""
         errors = {answer: _error(call, question, answer, self._fake_mode) for answer in (True, False)}
         raises = (errors[True] is None) != (errors[False] is None)
         self._raising.setdefault(_kind(call.func, question), raises)
@@ -100,13 +100,13 @@ class OperatorChecks:
 
 
 def _kind(function: Any, question: Any) -> tuple[Any, str]:
-    """What is alike in the questions of a function about one size or another."""
+    """A condition with its size left open: a function asks the same of one size and another."""
     symbols = sorted(question.free_symbols, key=str)
     return function, str(question.xreplace({s: sympy.Symbol(f"n{i}") for i, s in enumerate(symbols)}))
 
 
 def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: CaptureFakeMode) -> str | None:
-    """The error that a call raises where this is the answer to a question, if it asks nothing else before.
+    """The error that a call raises where this is the outcome of a condition, if it meets no other before.
 
     Nothing that is asked of sizes on the way leaves a guard, and torch keeps nothing of what operators give.
     """

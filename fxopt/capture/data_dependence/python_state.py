@@ -1,4 +1,4 @@
-"""What Python holds where a forward asks a question, to tell whether what an answer leads to changes it."""
+"""Snapshots of Python variables at a branch, to tell whether its body changes them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ TAKES_SIZES = {"arange", *_TAKES_SIZES, *_READS_SIZES}
 
 @dataclasses.dataclass
 class Number:
-    """What a tensor holds: a fraction of sizes and integers, or the answer to a comparison.
+    """The known value of a tensor: a fraction of sizes and integers, or the answer to a comparison.
 
     It is `exact` if it cannot be another number in a run, as one that is computed from sizes alone, in int64.
     """
@@ -111,7 +111,7 @@ class KnownScalars:
         return args, kwargs
 
     def truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """What `bool(tensor)` is, if that follows from sizes."""
+        """Give `bool(tensor)` if that follows from sizes."""
         if name != "__bool__" or id(args[0]) not in self._numbers:
             return None
         number = self._number(args[0])
@@ -136,7 +136,7 @@ class KnownScalars:
         return number if number is not None and number.version == _version(value) else None
 
     def _held(self, tensor: torch.Tensor) -> Number | None:
-        """What the model holds in an integer tensor that the forward does not write."""
+        """Give the numbers in an integer tensor of the model that the forward does not write."""
         name, real = self._model_tensor(tensor)
         if name in self._written or _version(tensor):
             return None

@@ -23,13 +23,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxopt.capture.fakes.call_metadata import UncertainError, argument_key, has_hooks, layer_key, metadata_key
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
+from fxopt.memory import storage_of
 
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 # What these give depends on more than the sizes and strides of their arguments.
@@ -48,12 +46,8 @@ class _Sequence:
 Earlier = dict[Any, dict[frozenset[Any], Any]]
 
 
-class _UncertainError(Exception):
-    """Metadata does not tell all about a value."""
-
-
 class CallCache:
-    """What the calls of one capture (one ShapeEnv) gave; `earlier` is what those of other captures of the forward gave."""
+    """The results of the calls of one run (one ShapeEnv); `earlier` has those of other runs of the forward."""
 
     def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
         self._fake_mode = fake_mode
@@ -69,13 +63,13 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
+        if layer._modules or has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
         try:
-            what = (type(layer), *_settings(layer))
-        except _UncertainError:
+            what = (type(layer), *layer_key(layer))
+        except UncertainError:
             return None
         return self._call(what, tuple(layer.parameters()), args, kwargs)
 
@@ -86,8 +80,8 @@ class CallCache:
             return None
         inputs: list[torch.Tensor] = []
         try:
-            arguments = _described(args, inputs), _described(kwargs, inputs)
-        except _UncertainError:
+            arguments = argument_key(args, inputs), argument_key(kwargs, inputs)
+        except UncertainError:
             return None
         key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
         return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
@@ -146,7 +140,7 @@ class CachedCall:
         """Tell whether another capture made this call, with the same knowledge of the sizes."""
         if self._key not in self._earlier:
             return False
-        facts, _ = self._shape_env.facts(self._symbols)
+        facts, _ = self._shape_env.facts.about(self._symbols)
         if facts not in self._earlier[self._key]:
             return False
         known = self._earlier[self._key][facts]
@@ -162,18 +156,18 @@ class CachedCall:
         unchanged = self._versions == [tensor._version for tensor in self._inputs]
         unchanged = unchanged and self._drawn == self._fake_mode.drawn
         if unchanged and result is not None:
-            with contextlib.suppress(_UncertainError):
+            with contextlib.suppress(UncertainError):
                 known = self._results[self._key] = self._known(result, {})
                 if self._state == self._shape_env.state:
                     self._keep(known)
 
     def _keep(self, known: Any) -> None:
         """Keep what the call gave for other captures."""
-        facts, related = self._shape_env.facts(self._symbols)
+        facts, related = self._shape_env.facts.about(self._symbols)
 
         def expression(size: Any) -> Any:
             if not size.node.expr.free_symbols <= related:
-                raise _UncertainError
+                raise UncertainError
             return size.node.expr
 
         self._earlier.setdefault(self._key, {})[facts] = _with_sizes(known, expression)
@@ -185,22 +179,22 @@ class CachedCall:
         if isinstance(result, (tuple, list)):
             named = type(result).__module__ == "torch.return_types"
             if not named and type(result) not in (tuple, list):
-                raise _UncertainError
+                raise UncertainError
             return _Sequence(type(result), tuple(self._known(item, memories) for item in result))
         if type(result) is not FakeTensor or any(result is tensor for tensor in self._inputs):
-            raise _UncertainError
-        _metadata(result)
+            raise UncertainError
+        metadata_key(result)
         if free_unbacked_symbols(result) - self._symbols:
-            raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
+            raise UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
-        owners = [i for i, tensor in enumerate(self._inputs) if _memory(tensor) == storage._cdata]
+        owners = [i for i, tensor in enumerate(self._inputs) if storage_of(tensor) == storage._cdata]
         sources = [self._inputs[owners[0]]] if len(owners) == 1 else self._sources()
         if len(owners) > 1 or storage._cdata in memories:
-            raise _UncertainError
+            raise UncertainError
         if owners and result.dtype != sources[0].dtype:
-            raise _UncertainError
+            raise UncertainError
         if result.requires_grad != (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
-            raise _UncertainError
+            raise UncertainError
         if not owners:
             memories[storage._cdata] = storage
         return Metadata(
@@ -215,7 +209,7 @@ class CachedCall:
         )
 
     def _sources(self) -> list[torch.Tensor]:
-        """What a new tensor depends on for autograd."""
+        """The tensors on which a new one depends for autograd."""
         return [tensor for tensor in (*self._inputs, *self._parameters) if tensor.requires_grad]
 
 
@@ -259,67 +253,3 @@ def _with_sizes(known: Any, replaced: Callable[[Any], Any]) -> Any:
         offset=size(known.offset),
         bytes=size(known.bytes),
     )
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """All of an argument that metadata of a result can depend on; its tensors are added to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        for position, other in enumerate(tensors):
-            if other is value:
-                return position
-        metadata = _metadata(value)
-        tensors.append(value)
-        return metadata
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return type(value), value.node.expr
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
-        return type(value), tuple(_described(item, tensors) for item in value)
-    if type(value) is dict:
-        return dict, tuple((key, _described(item, tensors)) for key, item in value.items())
-    if isinstance(value, slice):
-        return slice, _described((value.start, value.stop, value.step), tensors)
-    raise _UncertainError
-
-
-def _metadata(tensor: Any) -> tuple[Any, ...]:
-    plain = type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None
-    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
-        raise _UncertainError
-    return (
-        tuple(map(_expression, tensor.shape)),
-        tuple(map(_expression, tensor.stride())),
-        _expression(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _settings(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """All of a layer that the metadata of its output can depend on."""
-    settings = tuple(
-        (name, _described(value, [])) for name, value in layer.__dict__.items() if not name.startswith("_")
-    )
-    tensors = tuple(
-        (name, None if tensor is None else _metadata(tensor))
-        for registry in (layer._parameters, layer._buffers)
-        for name, tensor in registry.items()
-    )
-    return settings, tensors
-
-
-def _has_hooks(layer: torch.nn.Module) -> bool:
-    return bool(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    )
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The identity of the memory of a tensor, which its views share."""
-    return int(tensor.untyped_storage()._cdata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def is_backed(size: Any) -> bool:
 def symbolic_context(
     tensor: torch.Tensor, dimensions: dict[int, Dimension]
 ) -> StatelessSymbolicContext[Any, Any]:
-    """Which dimensions of `tensor` become symbols of the ShapeEnv."""
+    """Say which dimensions of `tensor` become symbols of the ShapeEnv."""
     return StatelessSymbolicContext(
         dynamic_sizes=[
             DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())
@@ -66,3 +67,17 @@ def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int,
 def is_hint(choice: Any, hint: Any) -> bool:
     """Tell whether a choice is `Dim.AUTO`, `Dim.DYNAMIC` or `Dim.STATIC`, with limits (`Dim.AUTO(max=64)`) or without."""
     return type(choice) is type(hint) and choice.type == hint.type
+
+
+def is_for_all(spec: Any) -> bool:
+    """Tell whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
+    return (
+        isinstance(spec, Mapping)
+        and all(isinstance(key, int) for key in spec)
+        and not any(isinstance(choice, (Mapping, tuple, list)) for choice in spec.values())
+    )
+
+
+def part_of(spec: Any, key: Any, position: int) -> Any:
+    """The entry of `dynamic_shapes` for a part of a container."""
+    return spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None

@@ -117,7 +117,7 @@ def _are_contiguous(tensors: Sequence[Any]) -> bool:
 
 
 class _Bare(torch.Tensor):
-    """What a FakeTensor is made of here: sizes, and memory of which nothing but its size is known."""
+    """The sizes inside a FakeTensor, with memory of which nothing but its size is known."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

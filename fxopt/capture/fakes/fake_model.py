@@ -166,7 +166,7 @@ class FakeModel:
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """What the forward has changed of that, with what is there now."""
+        """Give the attributes that the forward has changed, with their values now."""
         after = self.state(aliases)
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
@@ -223,7 +223,7 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """What decides how a layer computes: numbers, flags, and which tensors it holds."""
+    """All that decides how a layer computes: numbers, flags, and the tensors it holds."""
     held = dict(module._parameters) | dict(module._buffers) | module.__dict__
     return {
         key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)

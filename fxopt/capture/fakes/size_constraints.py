@@ -1,4 +1,4 @@
-"""What a graph assumes of the sizes that were left free."""
+"""Constraints on the sizes that were left free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DynamicDimensions:
         self.dimensions: list[DynamicDimension] = []
 
     def assumed(self) -> list[Condition]:
-        """What the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
+        """List what the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
         conditions = self._shape_env.conditions()
         for free in self.dimensions:
             bounds = self._shape_env.var_to_range.get(free.symbol)
@@ -49,7 +49,7 @@ class DynamicDimensions:
         return conditions
 
     def asked(self) -> list[Condition]:
-        """What `dynamic_shapes` states: limits, and that a named `Dim` is the same wherever it stands."""
+        """List what `dynamic_shapes` states: limits, and that a named `Dim` is the same wherever it stands."""
         conditions: list[Condition] = []
         first: dict[str, DynamicDimension] = {}
         named = [free for free in self.dimensions if isinstance(free.choice, Dim)]

@@ -1,4 +1,4 @@
-"""What is in an object that a module holds, in a form in which it can be compared before and after a forward."""
+"""Snapshots of the objects that a module holds, to compare them before and after a forward."""
 
 from __future__ import annotations
 

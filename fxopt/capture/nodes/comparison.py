@@ -1,8 +1,9 @@
-"""Whether two captures of one model made the same calls."""
+"""Equality of two graphs of one model: the same calls, however sizes are written and unbacked symbols are named."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime.input_specs import same_value
+from fxopt.operators import is_write_name
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
@@ -44,22 +46,61 @@ def _quotient(numerator: Any, denominator: Any) -> Any:
 Pairs = Sequence[tuple[torch.fx.Node, torch.fx.Node]]
 
 
-def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph) -> Pairs | None:
-    """The calls of both graphs in their order; None if one has more of them."""
-    mine, its = calls_of(graph), calls_of(other)
+# Nodes of which another one has the same value.
+Aliases = Mapping[torch.fx.Node, torch.fx.Node]
+
+# Views with the elements of their first argument: of the same shape, they are that argument.
+_RESHAPING = {"expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as"}
+
+
+def paired_calls(
+    graph: torch.fx.Graph, other: torch.fx.Graph, without: Aliases | None = None
+) -> Pairs | None:
+    """The calls of both graphs in their order, but for those `without`; None if one has more of them."""
+    mine, its = ([call for call in calls_of(one) if call not in (without or {})] for one in (graph, other))
     return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
+
+
+def views_of_same_shape(
+    graph: torch.fx.Graph, size: Callable[[Any], Any]
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The views that have the shape of what they view, with the node of that; `size` rewrites expressions of sizes first.
+
+    They are left out where either is written, which may give one of both another shape.
+    """
+
+    def facts(node: torch.fx.Node) -> list[Any]:
+        found = _facts(node.meta.get("val"))
+        return [size(fact) if isinstance(fact, sympy.Basic) else fact for fact in found]
+
+    views = {}
+    for node in calls_of(graph):
+        viewed = node.args[0] if _name(node) in _RESHAPING and node.args else None
+        if isinstance(viewed, torch.fx.Node) and not (_is_written(node) or _is_written(viewed)):
+            pairs = itertools.zip_longest(facts(node), facts(viewed))
+            if all(mine == its or same_expression(mine, its) for mine, its in pairs):
+                views[node] = viewed
+    return views
+
+
+def _is_written(node: torch.fx.Node) -> bool:
+    return any(user.args[:1] == (node,) and is_write_name(_name(user)) for user in node.users)
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def same_calls(
     pairs: Pairs,
     same_size: Callable[[Any, Any], bool],
-    aliases: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
+    aliases: Aliases | None = None,
 ) -> bool:
     """Tell whether the calls of each pair call the same thing with the same arguments.
 
     Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
     expression of the one graph and one of the other are the same. So are parts of tuples, and the model's tensors.
-    `aliases` has, for nodes of the one graph, the one whose value they give.
+    `aliases` has, for nodes of either graph, the one whose value they give.
     """
     counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
     aliases = aliases or {}
@@ -68,10 +109,10 @@ def same_calls(
         if _is_size(mine) or _is_size(its):
             return _is_number(mine) and _is_number(its) and same_size(_expression(mine), _expression(its))
         if isinstance(mine, torch.fx.Node):
-            while mine in aliases:
-                mine = aliases[mine]
+            mine = _without_aliases(mine, aliases)
             if not isinstance(its, torch.fx.Node):
                 return False
+            its = _without_aliases(its, aliases)
             if _is_reference(mine) and mine.target == its.target:
                 return same((mine.op, mine.args), (its.op, its.args))
             return counterpart.get(mine) is its or _is_device(mine, its)
@@ -96,6 +137,12 @@ def same_calls(
     return True
 
 
+def _without_aliases(node: torch.fx.Node, aliases: Aliases) -> torch.fx.Node:
+    while node in aliases:
+        node = aliases[node]
+    return node
+
+
 def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
     """Tell whether the results of the calls have the same sizes and dtypes; the calls must be the same."""
     for mine, its in pairs:
@@ -112,7 +159,7 @@ def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
 
 
 def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
-    """The symbol of the one graph for each of the other that stands for a number that only a run knows.
+    """The symbol of the one graph for each unbacked symbol of the other.
 
     Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
     """
@@ -186,7 +233,7 @@ def _expression(value: Any) -> Any:
 
 
 def _facts(value: Any, original: bool = False) -> Iterator[Any]:
-    """What is known of a result: sizes as sympy expressions, dtypes, and how many there are.
+    """All that is known of a result: sizes as sympy expressions, dtypes, and how many there are.
 
     `original` sizes are as they were made, before more was learned of them.
     """

@@ -1,4 +1,4 @@
-"""What completes a graph: names that its code can hold, and `val`, `nn_module_stack` and `stack_trace` on every node.
+"""Completes a graph: names that its code can hold, and `val`, `nn_module_stack` and `stack_trace` on every node.
 
 The form of the metadata is that of torch.export: `nn_module_stack` is a dict, outermost module first, of (qualified name, class).
 """
@@ -41,7 +41,7 @@ def complete_metadata(graph: Graph, root: str) -> None:
 
 
 def _value(node: Node) -> Any:
-    """What a node gives that builds an output or computes a number; None for what has no value."""
+    """The value of a node that builds an output or computes a number; None for one that has no value."""
     described: Any = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
     args, kwargs = described
     target: Any = node.target

@@ -12,9 +12,8 @@ import dataclasses
 import enum
 import functools
 import operator
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -24,15 +23,17 @@ from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.capture.nodes.mutable_objects import MutableObjects
+from fxopt.capture.nodes.shared_memory import SharedMemory
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
-from fxopt.effects import written_by
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
-from fxopt.objects import attributes, build_object, is_open, set_attributes, set_items, tensors_in
-from fxopt.operators import Fact, facts_of
+from fxopt.objects import attributes, is_open, tensors_in
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, range),
+    *(torch.dtype, torch.layout, torch.memory_format),
+)
 
 
 @dataclasses.dataclass
@@ -72,14 +73,11 @@ class GraphWriter:
         self.device = device
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
-        # By memory, the tensors of the first so many of these; and the memory of the model's own tensors.
-        self._sharing: dict[int, set[int]] = {}
-        self._indexed = 0
-        self._own_memory: set[int] = set()
+        self.memory = SharedMemory(shell.model, self._alive)
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
-        self.containers = MutableObjects(graph, self._create_function, self.argument, self._bind_entry)
+        self.containers = MutableObjects(graph, self._create_call, self.argument, self._bind_entry)
         self._inputs: list[Any] = []
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
@@ -116,18 +114,14 @@ class GraphWriter:
             return self._sizes.node(value)
         if isinstance(value, torch.device):
             return self._device_argument(value)
-        if isinstance(value, (enum.Enum, range)):
-            return value
         if type(value).__module__ == "torch.return_types" and id(value) in self._values:
             return self._values[id(value)].node
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value.item()  # its repr is no Python literal
-        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
+        if isinstance(value, _PLAIN):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self.create(
-                "call_function", importable(type(value)), tuple(map(self.argument, value)), {}, None
-            )
+            return self._create_call(importable(type(value)), *map(self.argument, value))
         if type(value) is list:
             return [self.argument(item) for item in value]
         if isinstance(value, tuple):
@@ -136,10 +130,9 @@ class GraphWriter:
             return {key: self.argument(item) for key, item in value.items()}
         if type(value) is collections.OrderedDict:
             pairs = [(key, self.argument(item)) for key, item in value.items()]
-            return self.create("call_function", collections.OrderedDict, (pairs,), {}, None)
+            return self._create_call(collections.OrderedDict, pairs)
         if type(value) in (set, frozenset):
-            items = [self.argument(item) for item in value]
-            return self.create("call_function", type(value), (items,), {}, None)
+            return self._create_call(type(value), [self.argument(item) for item in value])
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -168,7 +161,7 @@ class GraphWriter:
             )
         given = {f.name: getattr(value, f.name) for f in fields}
         kwargs = {f.name: self.argument(given[f.name]) for f in fields if given[f.name] is not f.default}
-        return self.create("call_function", importable(type(value)), (), kwargs, None)
+        return self._create_call(importable(type(value)), **kwargs)
 
     def _node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
         value = self._values.get(id(tensor))
@@ -185,29 +178,9 @@ class GraphWriter:
         origin = self._values.get(id(tensor))
         return origin.node if origin is not None and not origin.path else None
 
-    def is_sole_view(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a call made this tensor, and nothing that a later call or the caller can see shares its memory."""
-        node = self.made_by(tensor)
-        if node is None or not self._is_in_new_memory(node):
-            return False
-        if any(user.target in (build_object, set_attributes, set_items) for user in node.users):
-            return False  # an object has it already
-        if not self._own_memory:
-            model = self._shell.model
-            self._own_memory = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
-        for other in self._alive[self._indexed :]:
-            for t in tensors_in(other):
-                self._sharing.setdefault(storage_of(t), set()).add(id(t))
-        self._indexed = len(self._alive)
-        memory = storage_of(tensor)
-        return memory not in self._own_memory and self._sharing[memory] == {id(tensor)}
-
-    def _is_in_new_memory(self, node: torch.fx.Node) -> bool:
-        """Tell whether the value of a node is in memory of its own for all inputs: `x.float()` may be `x` in another call."""
-        module = self._shell.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if node.args and node.args[0] in (written_by(node, module) or ()):
-            return self._is_in_new_memory(node.args[0])  # type: ignore[arg-type]  # what is written is a node
-        return Fact.NEW in facts_of(node, module)
+    def forget(self, nodes: Collection[torch.fx.Node]) -> None:
+        """Forget what these nodes made."""
+        self._values = {key: value for key, value in self._values.items() if value.source not in nodes}
 
     def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Take what made the one tensor for what made the other."""
@@ -217,8 +190,7 @@ class GraphWriter:
         """The node at the end of a path, made the first time that something uses it."""
         node = value.node
         for kind, key in value.path:
-            target = operator.getitem if kind == "item" else getattr
-            node = self.create("call_function", target, (node, key), {}, None)
+            node = self._create_call(operator.getitem if kind == "item" else getattr, node, key)
         return node
 
     def _attribute(self, tensor: torch.Tensor) -> torch.fx.Node:
@@ -257,11 +229,9 @@ class GraphWriter:
         return name
 
     def _device_argument(self, device: torch.device) -> Any:
-        if device != self.device:
+        if device != self.device or self._device_source is None:
             return device
         if self._device_node is None:
-            if self._device_source is None:
-                return device
             with self.graph.inserting_after(self._device_source):
                 self._device_node = self.graph.call_function(getattr, (self._device_source, "device"))
                 self._device_node.meta["val"] = device
@@ -273,11 +243,8 @@ class GraphWriter:
             return True
         if isinstance(result, SymbolicNumber):
             return self._sizes.is_new(result)
-        if isinstance(result, (tuple, list)):
-            return any(self.makes_something(item) for item in result)
-        if isinstance(result, dict):
-            return any(self.makes_something(item) for item in result.values())
-        return False
+        items = result.values() if isinstance(result, dict) else result
+        return isinstance(result, (tuple, list, dict)) and any(map(self.makes_something, items))
 
     def arguments(self, name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
@@ -298,8 +265,8 @@ class GraphWriter:
         self.bind_result(result, Origin(node))
         return node
 
-    def _create_function(self, target: Any, *args: Any) -> torch.fx.Node:
-        return self.create("call_function", target, args, {}, None)
+    def _create_call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return self.create("call_function", target, args, kwargs, None)
 
     def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
         """Take `value` as an entry of what `node()` gives."""
@@ -312,21 +279,17 @@ class GraphWriter:
             self._sizes.bind_shape(result, functools.partial(self._node_of, result))
         elif isinstance(result, SymbolicNumber):
             self._sizes.bind(result, functools.partial(self._follow, value))
-        elif isinstance(result, (tuple, list)):
+        elif isinstance(result, (tuple, list, dict)):
             if type(result).__module__ == "torch.return_types":
-                self._values[id(result)] = value
-                self._alive.append(result)
-            for index, item in enumerate(result):
-                self.bind_result(item, Origin(value.source, (*value.path, ("item", index))))
-        elif isinstance(result, dict):
-            for key, item in result.items():
+                self._bind(result, value)
+            for key, item in result.items() if isinstance(result, dict) else enumerate(result):
                 self.bind_result(item, Origin(value.source, (*value.path, ("item", key))))
         elif is_open(result):
             self.containers.add(result, functools.cache(lambda: self._follow(value)), bind=True)
 
-    def _bind(self, tensor: torch.Tensor, value: Origin) -> None:
-        self._values[id(tensor)] = value
-        self._alive.append(tensor)
+    def _bind(self, result: Any, value: Origin) -> None:
+        self._values[id(result)] = value
+        self._alive.append(result)
 
     @contextlib.contextmanager
     def inside(self, name: str, module: torch.nn.Module) -> Iterator[None]:
@@ -335,20 +298,6 @@ class GraphWriter:
             yield
         finally:
             self._modules.pop()
-
-    def origin(self, node: torch.fx.Node) -> str:
-        """What made the value of a node, in words: an input, or a call at a line of the model."""
-        if node.op == "placeholder":
-            return f"the input {str(node.target).lstrip('*')!r}"
-        if node.op == "get_attr":
-            return f"the tensor {node.target!r} of the model"
-        if "stack_trace" not in node.meta:  # it computes with a size, or follows a path into a result
-            sources = [self.origin(source).removeprefix("computed from ") for source in node.all_input_nodes]
-            return f"computed from {' and '.join(dict.fromkeys(sources))}"
-        module = list(node.meta["nn_module_stack"])[-1:]
-        lines = re.findall(r'^ *File "(.*)", line (\d+), ', node.meta["stack_trace"], re.MULTILINE)
-        file = ":".join(lines[-1]) if lines else "an unknown place"
-        return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
 
     def location(self) -> str:
         """`file:line` of the model's code that runs now."""

@@ -60,7 +60,7 @@ class SizeNodes:
                     self._bind_offset(tensor, node)
 
     def _bind_offset(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
-        """Take `tensor`, maybe a slice that begins at a number which only a run knows, as the source of that."""
+        """Take `tensor`, maybe a slice that begins at an unbacked number, as the source of that."""
         with torch._C.DisableTorchFunction():
             offset = tensor.storage_offset() if tensor.layout == torch.strided else 0
         if isinstance(offset, torch.SymInt):

@@ -7,6 +7,7 @@ import functools
 import itertools
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -33,6 +34,21 @@ def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
     return f"{inside}, at {file}:{line}: `{text}`." if text else f"{inside}, at {file}:{line}."
+
+
+def describe_origin(node: torch.fx.Node) -> str:
+    """Say what made the value of a node: an input, or a call at a line of the model."""
+    if node.op == "placeholder":
+        return f"the input {str(node.target).lstrip('*')!r}"
+    if node.op == "get_attr":
+        return f"the tensor {node.target!r} of the model"
+    if "stack_trace" not in node.meta:  # it computes with a size, or follows a path into a result
+        sources = [describe_origin(source).removeprefix("computed from ") for source in node.all_input_nodes]
+        return f"computed from {' and '.join(dict.fromkeys(sources))}"
+    module = list(node.meta["nn_module_stack"])[-1:]
+    lines = re.findall(r'^ *File "(.*)", line (\d+), ', node.meta["stack_trace"], re.MULTILINE)
+    file = ":".join(lines[-1]) if lines else "an unknown place"
+    return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep

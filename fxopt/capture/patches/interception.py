@@ -1,4 +1,4 @@
-"""What does not reach a `TorchFunctionMode` by itself, made to: for one capture, in one thread.
+"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread.
 
 `torch.inference_mode`, `sdpa_kernel` and `torch.autograd.Function` report to no mode. Their entry points are
 replaced while a capture runs, under a lock; calls from any other thread go straight to the originals.
@@ -32,6 +32,7 @@ lock = threading.RLock()
 def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     """Report to `recorder` what this thread does inside the block, in which `model` is run."""
     thread = threading.get_ident()
+    writer, decisions = recorder.writer, recorder.decisions
 
     def active() -> bool:
         return threading.get_ident() == thread and recorder.recording
@@ -39,13 +40,13 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
         stack.enter_context(replaced(torch.compiler, "_is_exporting_flag", True))
-        # It logs each error of an operator before raising it, and some are answers to questions asked here.
+        # It logs each error of an operator before raising it, and some only decide a condition here.
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         patch_torch(stack, recorder, active)
         patch_compilation(stack, active)
-        patch_numbers(stack, recorder, active)
-        patch_random_numbers(stack, recorder, active)
-        patch_masks(stack, recorder, active)
-        patch_loops(stack, recorder, active)
+        patch_numbers(stack, decisions, active)
+        patch_random_numbers(stack, recorder.draws, active, recorder.fail)
+        patch_masks(stack, writer, decisions.specialised, active, recorder.fail)
+        patch_loops(stack, writer, decisions, active)
         patch_types(stack, model, active)
         yield

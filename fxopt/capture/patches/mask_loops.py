@@ -16,21 +16,24 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
+from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.recording.recorder import Recorder
 
 _PLACES: set[Any] = {"nonzero", "argwhere", torch.nonzero, torch.argwhere}
 
 
-def patch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callable[[], bool]) -> None:
+def patch_loops(
+    stack: contextlib.ExitStack, writer: GraphWriter, decisions: BranchDecisions, active: Callable[[], bool]
+) -> None:
     """Let loops over places run at all of them; a specialised graph runs them as often as the example does."""
     original: Any = torch.Tensor.__iter__
     # The places of a mask of each length, one tensor each.
     places: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
 
     def __iter__(self: torch.Tensor) -> Iterator[Any]:
-        watched = active() and not recorder.decisions.specialised and _is_loop(sys._getframe(1))
-        length = _length(recorder, self) if watched else None
+        watched = active() and not decisions.specialised and _is_loop(sys._getframe(1))
+        length = _length(writer, self) if watched else None
         if length is None:
             yielded: Iterator[Any] = original(self)
             return yielded
@@ -38,7 +41,7 @@ def patch_loops(stack: contextlib.ExitStack, recorder: Recorder, active: Callabl
         if key not in places:
             places[key] = [torch.tensor([place], device=self.device) for place in range(length)]
         found = (self == torch.arange(length, device=self.device)).any(0)
-        return _loop(recorder, found, places[key])
+        return _loop(decisions, found, places[key])
 
     stack.enter_context(replaced(torch.Tensor, "__iter__", __iter__))
 
@@ -48,17 +51,19 @@ def _is_loop(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
 
 
-def _loop(recorder: Recorder, found: torch.Tensor, places: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _loop(
+    decisions: BranchDecisions, found: torch.Tensor, places: list[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     """The places at which the loop runs."""
     for position, place in enumerate(places):
-        if recorder.decisions.runs(found[position], position):
+        if decisions.runs(found[position], position):
             yield place
-    recorder.decisions.running = None
+    decisions.running = None
 
 
-def _length(recorder: Recorder, tensor: torch.Tensor) -> int | None:
+def _length(writer: GraphWriter, tensor: torch.Tensor) -> int | None:
     """The length of the mask of whose places a tensor is the unchanged list."""
-    node = recorder.writer.argument(tensor)
+    node = writer.argument(tensor)
     mask = node.args[0].meta.get("val") if node.target in _PLACES and node.args else None
     one_dimension = isinstance(mask, torch.Tensor) and mask.dim() == 1 and type(mask.shape[0]) is int
     unchanged = tensor.dim() == 2 and not tensor._version

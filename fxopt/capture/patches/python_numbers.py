@@ -1,4 +1,4 @@
-"""What Python does with numbers, where they are sizes that are free or that only a run knows."""
+"""Python's functions of numbers (`len`, `max`, `round`, `hash`), for sizes that are free or unbacked."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.recording.recorder import Recorder
 
 
-def patch_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_numbers(stack: contextlib.ExitStack, decisions: BranchDecisions, active: Any) -> None:
     """Let Python take such sizes for the ints that they are to the model."""
     _lengths(stack, active)
-    _extremes(stack, recorder, active)
+    _extremes(stack, decisions, active)
     _rounding(stack, active)
-    _keys(stack, recorder, active)
-    _types(stack, recorder, active)
+    _keys(stack, decisions, active)
+    _types(stack, decisions, active)
 
 
 def _lengths(stack: contextlib.ExitStack, active: Any) -> None:
@@ -42,10 +42,10 @@ def _lengths(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(replaced(builtins, "len", length))
 
 
-def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _extremes(stack: contextlib.ExitStack, decisions: BranchDecisions, active: Any) -> None:
     """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
 
-    Of sizes that only a run knows, the graph computes them; if it is specialised, they are decided.
+    Of unbacked sizes, the graph computes them; if it is specialised, they are decided.
     """
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
         original: Any = getattr(builtins, name)
@@ -62,7 +62,7 @@ def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
             if not sizes or not is_model_code(sys._getframe(1).f_code.co_filename):
                 return original(*args)
             if not all(type(value) is int or is_backed(value) for value in values):
-                decided = recorder.decisions.specialised
+                decided = decisions.specialised
                 return original(*args) if decided else functools.reduce(symbolic, values)
             best = original(values, key=_hint)
             for value in values:
@@ -73,7 +73,7 @@ def _extremes(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
 
 
 def _rounding(stack: contextlib.ExitStack, active: Any) -> None:
-    """`round` of a number that only a run knows: torch has no symbol for it, so the number is decided, as by `float`."""
+    """`round` of an unbacked number: torch has no symbol for it, so the number is decided, as by `float`."""
     original: Any = torch.SymFloat.__dict__["__round__"]
 
     def __round__(self: Any, digits: int | None = None) -> Any:
@@ -84,7 +84,7 @@ def _rounding(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(replaced(torch.SymFloat, "__round__", __round__))
 
 
-def _keys(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _keys(stack: contextlib.ExitStack, decisions: BranchDecisions, active: Any) -> None:
     """A number that is the key of a dict must be known: it is fixed, or decided, as by `int(number)`.
 
     At first it cannot be hashed: einops, which looks up by sizes, then goes on without. Only where the forward fails
@@ -94,7 +94,7 @@ def _keys(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
 
     def __hash__(self: Any) -> int:
         if active() and is_model_code(sys._getframe(1).f_code.co_filename):
-            if recorder.decisions.knows_keys or self.node.expr.is_number:
+            if decisions.knows_keys or self.node.expr.is_number:
                 return hash(int(self))
             raise SizeAsKeyError("a free size is the key of a dict")
         return int(original(self))
@@ -102,7 +102,7 @@ def _keys(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     stack.enter_context(replaced(torch.SymInt, "__hash__", __hash__))
 
 
-def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _types(stack: contextlib.ExitStack, decisions: BranchDecisions, active: Any) -> None:
     """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
     original: Any = builtins.isinstance
     sym_int = torch.SymInt
@@ -122,7 +122,7 @@ def _types(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
             if not active() or not is_model_code(frame.f_code.co_filename):
                 return str(text(self))
             if not self.node.has_hint():
-                recorder.decisions.note_text(self)
+                decisions.note_text(self)
                 return str(text(self))
             return str(kind(self.node.hint if is_diagnostic(frame) else self))
 

@@ -7,55 +7,61 @@ import numbers
 import os
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.recording.random_state import generators, reason, restore, state_of
-from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.random_state import PythonRandomState, generators, reason, restore, state_of
 
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 
 
-def patch_random_numbers(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_random_numbers(
+    stack: contextlib.ExitStack, draws: PythonRandomState, active: Any, refuse: Callable[[str], None]
+) -> None:
     """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
-    _seeds(stack, recorder, active)
-    _states(stack, recorder, active)
-    _draws(stack, recorder, active)
-    _entropy(stack, recorder, active)
+    _seeds(stack, draws, active)
+    _states(stack, draws, active, refuse)
+    _draws(stack, draws, active, refuse)
+    _entropy(stack, active, refuse)
 
 
-def _seeds(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """What Python and numpy draw after a seed is the same each time, and no random number."""
+def _seeds(stack: contextlib.ExitStack, draws: PythonRandomState, active: Any) -> None:
+    """Take note of seeds: numbers that Python and numpy draw after one are the same each time."""
     for name in {"random", "numpy.random"} & sys.modules.keys():
         original: Any = sys.modules[name].__dict__["seed"]
 
         def seed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
             if active() and (args or kwargs):
-                recorder.draws.seed(name)
+                draws.seed(name)
             original(*args, **kwargs)
 
         stack.enter_context(replaced(sys.modules[name], "seed", seed))
 
 
-def _states(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """What was drawn out of sight shows in the state, until that is restored."""
+def _states(
+    stack: contextlib.ExitStack, draws: PythonRandomState, active: Any, refuse: Callable[[str], None]
+) -> None:
+    """Look for draws out of sight before a state is restored, which hides them."""
     for name, function in (("random", "setstate"), ("numpy.random", "set_state")):
         if name not in generators():
             continue
         original: Any = sys.modules[name].__dict__[function]
 
         def restored(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
-            if active() and name in recorder.draws.drawn_from():
-                recorder.fail(reason(name))
+            if active() and name in draws.drawn_from():
+                refuse(reason(name))
             original(*args, **kwargs)
             if active():
-                recorder.draws.restored(name)
+                draws.restored(name)
 
         stack.enter_context(replaced(sys.modules[name], function, restored))
 
 
-def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _draws(
+    stack: contextlib.ExitStack, draws: PythonRandomState, active: Any, refuse: Callable[[str], None]
+) -> None:
     """A number that a forward draws and does not use is harmless, as one that drops layers in training alone."""
     for name, generator in generators().items():
         for function, original in list(vars(sys.modules[name]).items()):
@@ -63,24 +69,24 @@ def _draws(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None
                 continue
 
             def draw(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
-                if not active() or recorder.draws.is_seeded(name):
+                if not active() or draws.is_seeded(name):
                     return original(*args, **kwargs)
                 before = state_of(name)
                 drawn = original(*args, **kwargs)
                 if not isinstance(drawn, numbers.Number):
                     return drawn
                 restore(name, before)
-                return UnusableNumber(lambda: recorder.fail(reason(name)))
+                return UnusableNumber(lambda: refuse(reason(name)))
 
             stack.enter_context(replaced(sys.modules[name], function, draw))
 
 
-def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """What the operating system draws, for `secrets`, `uuid4`, and generators without a seed."""
+def _entropy(stack: contextlib.ExitStack, active: Any, refuse: Callable[[str], None]) -> None:
+    """Refuse numbers that the operating system draws, for `secrets`, `uuid4`, and generators without a seed."""
 
-    def refuse() -> None:
+    def refuse_entropy() -> None:
         if active():
-            recorder.fail(
+            refuse(
                 "the forward draws random numbers from the operating system, as generators without a seed do, and a graph "
                 "would hold those that it drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)"
             )
@@ -89,7 +95,7 @@ def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
         original: Any = module.__dict__[name]
 
         def urandom(size: int, original: Any = original) -> bytes:
-            refuse()
+            refuse_entropy()
             return bytes(original(size))
 
         stack.enter_context(replaced(module, name, urandom))
@@ -97,7 +103,7 @@ def _entropy(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
 
     def __init__(self: Any, *seed: Any, **named: Any) -> None:
         if seed in ((), (None,)) and not named:
-            refuse()
+            refuse_entropy()
         prepare(self, *seed, **named)
 
     stack.enter_context(replaced(random.Random, "__init__", __init__))

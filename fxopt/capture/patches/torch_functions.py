@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ import torch.nn.attention
 import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
 from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.recording.mode_switches import ModeSwitches
+from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runtime import modes
 
@@ -42,51 +45,49 @@ _TRANSFORMS = (
 
 def patch_torch(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
     """Report to `recorder` what torch does not."""
-    _inference_mode(stack, recorder, active)
-    _sdpa_kernel(stack, recorder, active)
+    _inference_mode(stack, recorder.switches, active)
+    _sdpa_kernel(stack, recorder.switches, recorder.memo, active)
     _autograd_function(stack, recorder, active)
-    _transforms(stack, recorder, active)
-    _checkpointing(stack, recorder, active)
+    _transforms(stack, recorder.below_transforms, active)
+    _checkpointing(stack, recorder.fail, active)
     _conversions(stack, active)
-    _queries(stack, recorder, active)
+    _queries(stack, recorder.queries, active)
     _lists(stack, active)
     _attention(stack, active)
-    _refusals(stack, recorder, active)
+    _refusals(stack, recorder.fail, active)
 
 
-def _inference_mode(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _inference_mode(stack: contextlib.ExitStack, switches: ModeSwitches, active: Any) -> None:
     enter: Any = torch.inference_mode.__enter__
     leave: Any = torch.inference_mode.__exit__
 
     def __enter__(self: Any) -> None:
         enter(self)
         if active():
-            recorder.switches.enter(self, modes.enter_inference_mode, self.mode)
+            switches.enter(self, modes.enter_inference_mode, self.mode)
 
     def __exit__(self: Any, *error: Any) -> None:
         leave(self, *error)
         if active():
-            recorder.switches.leave(self)
+            switches.leave(self)
 
     stack.enter_context(replaced(torch.inference_mode, "__enter__", __enter__))
     stack.enter_context(replaced(torch.inference_mode, "__exit__", __exit__))
 
 
-def _sdpa_kernel(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _sdpa_kernel(stack: contextlib.ExitStack, switches: ModeSwitches, memo: CallCache, active: Any) -> None:
     switch: Any = torch.nn.attention._sdpa_kernel
 
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         switch(backends, set_priority)
         if active():
-            recorder.memo.forget()  # which backend is chosen decides on the strides of what attention gives
+            memo.forget()  # which backend is chosen decides on the strides of what attention gives
             # Called twice from the frame of one context manager: to enter and to leave.
             block = sys._getframe(1)
-            if recorder.switches.entered(block):
-                recorder.switches.leave(block)
+            if switches.entered(block):
+                switches.leave(block)
             else:
-                recorder.switches.enter(
-                    block, modes.enter_sdpa_kernel, [b.name for b in backends], set_priority
-                )
+                switches.enter(block, modes.enter_sdpa_kernel, [b.name for b in backends], set_priority)
 
     stack.enter_context(replaced(torch.nn.attention, "_sdpa_kernel", _sdpa_kernel))
 
@@ -113,14 +114,14 @@ def _autograd_function(stack: contextlib.ExitStack, recorder: Recorder, active: 
     replace_apply(stack, apply)
 
 
-def _transforms(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _transforms(stack: contextlib.ExitStack, below: Callable[[], Any], active: Any) -> None:
     """`vmap`, `grad`, `jvp` and what torch.func makes of them."""
 
     def recorded(call: Any) -> Any:
         def transform(*args: Any, **kwargs: Any) -> Any:
             if not active():
                 return call(*args, **kwargs)
-            with recorder.below_transforms():
+            with below():
                 return call(*args, **kwargs)
 
         return transform
@@ -136,7 +137,7 @@ def _transforms(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
     stack.enter_context(replaced(eager_transforms, "_vjp_with_argnums", vjp))
 
 
-def _checkpointing(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def _checkpointing(stack: contextlib.ExitStack, refuse: Callable[[str], None], active: Any) -> None:
     """Record what `torch.utils.checkpoint` runs as if it were called directly: values and gradients are the same."""
     original: Any = checkpointing._checkpoint_without_reentrant_generator
 
@@ -146,7 +147,7 @@ def _checkpointing(stack: contextlib.ExitStack, recorder: Recorder, active: Any)
             return
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if bound.get("context_fn", checkpointing.noop_context_fn) is not checkpointing.noop_context_fn:
-            recorder.fail("the forward gives torch.utils.checkpoint a context_fn, which a graph cannot hold")
+            refuse("the forward gives torch.utils.checkpoint a context_fn, which a graph cannot hold")
         warnings.warn(
             "the graph holds the forward without activation checkpointing: its gradients are the same, "
             "and it keeps the activations that checkpointing would compute again.",
@@ -174,8 +175,8 @@ def _conversions(stack: contextlib.ExitStack, active: Any) -> None:
     stack.enter_context(replaced(torch.nn.Module, "to", to))
 
 
-def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """The model's own questions after global modes, whose answers the graph takes for granted."""
+def _queries(stack: contextlib.ExitStack, queries: PropertyReads, active: Any) -> None:
+    """Take note of global modes that the model reads, which the graph takes for granted."""
     for name, mode in _MODES.items():
         original: Any = getattr(torch, name)
 
@@ -183,14 +184,14 @@ def _queries(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> No
             answer = bool(original(*args))
             caller = sys._getframe(1)
             if active() and is_model_code(caller.f_code.co_filename):
-                recorder.queries.note_mode(mode, answer)
+                queries.note_mode(mode, answer)
             return answer
 
         stack.enter_context(replaced(torch, name, ask))
 
 
 def _lists(stack: contextlib.ExitStack, active: Any) -> None:
-    """The numbers in a tensor, which only a run knows, are the same each time that they are listed until it is written."""
+    """Give the same unbacked numbers each time that a tensor is listed, until it is written."""
     original: Any = FakeTensor.tolist
     # Tensors, kept alive, and what `tolist` gave, by identity and version.
     known: dict[tuple[int, int], Any] = {}
@@ -225,14 +226,14 @@ def _attention(stack: contextlib.ExitStack, active: Any) -> None:
     )
 
 
-def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
-    """What a graph cannot hold, and what would be lost without a word."""
+def _refusals(stack: contextlib.ExitStack, refuse: Callable[[str], None], active: Any) -> None:
+    """Refuse what a graph cannot hold, and what would be lost without a word."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
     def __enter__(self: Any) -> None:
         if active() and type(self) is hooks:  # checkpointing has a class of its own, and changes no value
-            recorder.fail("the forward sets saved_tensors_hooks, which a graph cannot hold")
+            refuse("the forward sets saved_tensors_hooks, which a graph cannot hold")
         enter(self)
 
     stack.enter_context(replaced(hooks, "__enter__", __enter__))
@@ -240,9 +241,7 @@ def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
 
     def set_default_dtype(dtype: torch.dtype) -> None:
         if active() and dtype != torch.get_default_dtype():
-            recorder.fail(
-                "the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls"
-            )
+            refuse("the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls")
         set_dtype(dtype)
 
     stack.enter_context(replaced(torch, "set_default_dtype", set_default_dtype))
@@ -251,9 +250,7 @@ def _refusals(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> N
 
         def seed(*args: Any, original: Any = original, name: str = name) -> Any:
             if active():
-                recorder.fail(
-                    f"the forward calls torch.{name}, and a graph cannot hold the state of random numbers"
-                )
+                refuse(f"the forward calls torch.{name}, and a graph cannot hold the state of random numbers")
             return original(*args)
 
         for module in (torch, torch.random):

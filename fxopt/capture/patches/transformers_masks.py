@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.source_location import describe_origin
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.recording.recorder import Recorder
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
 # both leave out masks in both directions.
@@ -56,13 +57,19 @@ class _Made:
         return _writes(self.mask) != self.writes
 
 
-def patch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) -> None:
+def patch_masks(
+    stack: contextlib.ExitStack,
+    writer: GraphWriter,
+    specialised: bool,
+    active: Any,
+    refuse: Callable[[str], None],
+) -> None:
     """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
     _leave_out_masks_without_padding(stack, masking, active)
-    watch = _SkippableMasks(recorder, active)
+    watch = _SkippableMasks(writer, specialised, active, refuse)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
     for interface, name, watched in (
@@ -85,8 +92,15 @@ def patch_masks(stack: contextlib.ExitStack, recorder: Recorder, active: Any) ->
 class _SkippableMasks:
     """The masks of one capture that may be left out."""
 
-    def __init__(self, recorder: Recorder, active: Callable[[], bool]) -> None:
-        self._recorder, self._active = recorder, active
+    def __init__(
+        self,
+        writer: GraphWriter,
+        specialised: bool,
+        active: Callable[[], bool],
+        refuse: Callable[[str], None],
+    ) -> None:
+        self._writer, self._specialised = writer, specialised
+        self._active, self._refuse = active, refuse
         self._made: dict[torch.fx.Node, _Made] = {}
         self._origins: dict[torch.fx.Node, list[_Made]] = {}
         # The masks that attention gets in the place of one that says something else than it declares.
@@ -100,7 +114,7 @@ class _SkippableMasks:
             if self._active() and isinstance(made, torch.Tensor):
                 is_causal = options.get("allow_is_causal_skip", True)
                 if (is_causal and name == _SDPA) or options.get("allow_is_bidirectional_skip", False):
-                    node = self._recorder.writer.argument(made)
+                    node = self._writer.argument(made)
                     self._made[node] = _Made(made, _writes(made), is_causal, options)
             return made
 
@@ -124,7 +138,7 @@ class _SkippableMasks:
         return attention
 
     def attending_with_masks_alone(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Attention that sees every key where it has no mask."""
+        """Wrap eager attention, which without a mask sees every key."""
 
         def attention(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
@@ -135,22 +149,24 @@ class _SkippableMasks:
         return attention
 
     def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
-        """What a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
+        """Give the masks that a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
         if not (self._active() and self._made and isinstance(mask, torch.Tensor)):
             return []
-        node = self._recorder.writer.argument(mask)
+        node = self._writer.argument(mask)
         if node not in self._origins:
             self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
         for made in self._origins[node]:
-            if (made.is_written or not _is_part(node, self._made)) and not _is_there(self._recorder, made):
-                self._recorder.fail(_changed(type(module).__name__, self._recorder.writer.origin(node)))
+            if (made.is_written or not _is_part(node, self._made)) and not (
+                self._specialised and _is_there(made)
+            ):
+                self._refuse(_changed(type(module).__name__, describe_origin(node)))
         return self._origins[node]
 
     def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
-        """What an attention gets that declares to be causal and whose mask is not, or the other way round."""
-        node = self._recorder.writer.argument(mask)
+        """Give the mask for an attention that declares to be causal and whose mask is not, or the other way round."""
+        node = self._writer.argument(mask)
         if node not in self._made or not made.is_whole:
-            self._recorder.fail(_reason(type(module).__name__, declared))
+            self._refuse(_reason(type(module).__name__, declared))
         if (node, declared) not in self._as_declared:
             self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
         return self._as_declared[node, declared]
@@ -168,10 +184,10 @@ def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, 
     stack.callback(setattr, masking, original.__name__, original)
 
 
-def _is_there(recorder: Recorder, made: _Made) -> bool:
+def _is_there(made: _Made) -> bool:
     """Tell whether the eager model has this mask too, as the example inputs decide and the graph checks."""
     padding: torch.Tensor | None = made.options.get("attention_mask")
-    if padding is None or not made.is_whole or not recorder.decisions.specialised:
+    if padding is None or not made.is_whole:
         return False
     return not bool(padding.all())
 

@@ -1,7 +1,7 @@
-"""Higher-order operators, as the calls of torch that they stand for: `torch.cond`, `while_loop`, `scan`, `map`, `flex_attention`.
+"""Higher-order operators, as the calls of torch that they stand for: `while_loop`, `scan`, `map`, `flex_attention`.
 
-They exist so that a compiler need not look into Python's branches and loops. A capture does look: a branch on a value
-is decided like `if`, with a check, and a loop over a dimension is unrolled.
+They exist so that a compiler need not look into Python's loops. A capture does look: a loop over a dimension is unrolled.
+`conditional.py` makes a node of `torch.cond`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from torch.utils import _pytree as pytree
 def expansion(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any] | None:
     """The function that computes what `operator` does by ordinary calls of torch; None if there is none."""
     return _EXPANSIONS.get(operator.name())
-
-
-def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any]) -> Any:
-    return true_fn(*operands) if pred else false_fn(*operands)
 
 
 def _while_loop(
@@ -51,7 +47,6 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 _EXPANSIONS: dict[str, Callable[..., Any]] = {
-    "cond": _cond,
     "while_loop": _while_loop,
     "scan": _scan,
     "map_impl": _map,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -15,11 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, symbolic_context
+from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
+from fxopt.capture.nodes.dtype_use import takes_any_dtype
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import compares_identity
+from fxopt.capture.recording.input_objects import (
+    filled,
+    has_parts,
+    hides_tensors,
+    identities,
+    is_taken_apart,
+    snapshot,
+)
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runtime.input_specs import (
@@ -30,13 +37,14 @@ from fxopt.capture.runtime.input_specs import (
     StructureSpec,
     TensorSpec,
     describe,
+    describe_path,
     layout,
     same_value,
     structure_keys,
 )
 from fxopt.capture.runtime.size_guards import python_expression
 from fxopt.errors import TraceError
-from fxopt.objects import attributes, entries, is_mutable, is_open, key_kind, rebuilt
+from fxopt.objects import entries, is_mutable, key_kind, rebuilt
 
 
 class Placeholders:
@@ -77,12 +85,12 @@ class Placeholders:
         """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
         node = self._writer.graph.placeholder(name, **options)
         fake = self._fake(node, name.lstrip("*"), (), value, spec, False)
-        node.meta["val"] = _snapshot(fake)
+        node.meta["val"] = snapshot(fake)
         return fake
 
     def check_unchanged(self) -> None:
         """Raise TraceError if the forward has changed an input that the graph would leave as it is."""
-        changed = [where for where, container, before in self._fixed if _entries(container) != before]
+        changed = [where for where, container, before in self._fixed if identities(container) != before]
         changed += [where for where, given, before in self._constants if not same_value(given, before)]
         if changed:
             raise TraceError(
@@ -98,7 +106,7 @@ class Placeholders:
         }
 
     def final(self, queries: PropertyReads) -> list[InputSpec]:
-        """What is expected, with the sizes that are left free after the whole forward."""
+        """Give the specs of the inputs, with the sizes that are left free after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
 
     def identity_matters(self, queries: PropertyReads) -> bool:
@@ -113,8 +121,8 @@ class Placeholders:
         """The fake of one value; `inside` an open object it may be changed, and the change is written back."""
         if isinstance(value, torch.Tensor):
             return self._fake_tensor(node, name, path, value, spec, inside)
-        opened = _opens(value, inside)
-        if not opened and not _has_parts(value) and not (inside and is_mutable(value)):
+        opened = is_taken_apart(value, inside)
+        if not opened and not has_parts(value) and not (inside and is_mutable(value)):
             return self._constant(name, path, value)
         keys = structure_keys(value)
         self.expected.append(StructureSpec(name, path, type(value), keys))
@@ -123,15 +131,15 @@ class Placeholders:
         items = {}
         for position, key in enumerate(keys):
             item = value[key] if isinstance(value, (tuple, list, dict)) else getattr(value, key)
-            part = spec if inside else _part(spec, key, position)
+            part = spec if inside else part_of(spec, key, position)
             items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, inside)
         container: Any
         if isinstance(value, (tuple, list)):
             named_tuple = hasattr(value, "_fields")
             container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
         else:
-            container = items if type(value) is dict else _filled(type(value), items)
-        self._fixed.append((_where(name, path), container, _entries(container)))
+            container = items if type(value) is dict else filled(type(value), items)
+        self._fixed.append((_where(name, path), container, identities(container)))
         return container
 
     def _fake_object(
@@ -146,7 +154,7 @@ class Placeholders:
             )
         items = {}
         for position, (key, item) in enumerate(entries(value).items()):
-            part = spec if _is_for_all(spec) else _part(spec, key, position)
+            part = spec if is_for_all(spec) else part_of(spec, key, position)
             items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, True)
         made = rebuilt(value, items)
         for key, item in items.items():
@@ -160,7 +168,7 @@ class Placeholders:
         self, node: torch.fx.Node, name: str, path: Path, value: torch.Tensor, spec: Any, inside: bool
     ) -> torch.Tensor:
         where = _where(name, path)
-        if inside and _is_for_all(spec):
+        if inside and is_for_all(spec):
             spec = {dim: choice for dim, choice in spec.items() if -value.dim() <= dim < value.dim()}
         choices = dynamic_dimensions(spec, value, where)
         with torch.no_grad():
@@ -215,7 +223,7 @@ class Placeholders:
         where = _where(name, path)
         if where in self._request.moving:
             return self._number(name, path, value)
-        if isinstance(value, torch.nn.Module) or _hides_tensors(value):
+        if isinstance(value, torch.nn.Module) or hides_tensors(value):
             raise TraceError(
                 f"{where} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
                 "tensors, and tuples, lists, dicts, dataclasses and plain objects of tensors."
@@ -261,10 +269,17 @@ class Placeholders:
             shape=shape,
             fixed_by=fixed,
             strict_dtype=expected.dtype in queries.dtypes_read_at,
+            any_dtype=self._takes_any_dtype(expected, queries),
             layout=expected.layout if queries.layout_read_at is not None else None,
             requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
             same_as=expected.same_as if self.identity_matters(queries) else None,
         )
+
+    def _takes_any_dtype(self, expected: TensorSpec, queries: PropertyReads) -> bool:
+        if expected.path or expected.dtype in queries.dtypes_asked:
+            return False
+        placeholders = self._writer.graph.find_nodes(op="placeholder")
+        return any(str(n.target) == expected.name and takes_any_dtype(n) for n in placeholders)
 
     def _resolved(self, size: Any) -> int | str:
         expression = self._shape_env.replace(sympy.sympify(size))
@@ -278,74 +293,4 @@ def _resized(example: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _where(name: str, path: Path) -> str:
-    return f"input {name}{''.join(f'[{key!r}]' if kind == 'item' else f'.{key}' for kind, key in path)}"
-
-
-def _is_for_all(spec: Any) -> bool:
-    """Tell whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
-    return (
-        isinstance(spec, Mapping)
-        and all(isinstance(key, int) for key in spec)
-        and not any(isinstance(choice, (Mapping, tuple, list)) for choice in spec.values())
-    )
-
-
-def _part(spec: Any, key: Any, position: int) -> Any:
-    """The entry of `dynamic_shapes` for a part of a container."""
-    return spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
-
-
-def _opens(value: Any, inside: bool) -> bool:
-    """Tell whether the graph takes an object apart; one that can be compared and holds no tensors is a constant."""
-    if not is_open(value) or (dataclasses.is_dataclass(value) and not inside):
-        return False
-    cls: Any = type(value)
-    return cls.__eq__ is object.__eq__ or any(map(_has_parts, vars(value).values()))
-
-
-def _has_parts(value: Any) -> bool:
-    """Tell whether there is a tensor, or an object that the graph takes apart, in a value."""
-    if isinstance(value, torch.Tensor) or _opens(value, False):
-        return True
-    if isinstance(value, dict):
-        return any(map(_has_parts, value.values()))
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_parts, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_has_parts(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return False
-
-
-def _snapshot(value: Any) -> Any:
-    """A fake as it is before the forward changes it."""
-    if not is_mutable(value):
-        return value
-    return rebuilt(value, {key: _snapshot(item) for key, item in entries(value).items()})
-
-
-def _hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Tell whether an object that is no known container holds tensors, or is an array."""
-    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
-        return True
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
-        return False
-    containers = (tuple, list, set, frozenset, collections.deque)
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, containers) else ()
-    return any(_hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
-
-
-def _filled(cls: Any, items: dict[str, Any]) -> Any:
-    """A mapping with these keys, or a dataclass with these fields, also where its `__init__` does not take them."""
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    later = {field.name for field in fields if not field.init}
-    made = cls(**{name: item for name, item in items.items() if name not in later})
-    for name in later & items.keys():
-        object.__setattr__(made, name, items[name])  # it may be frozen
-    return made
-
-
-def _entries(container: Any) -> list[tuple[Any, int]]:
-    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
-    if items is None:
-        items = (container if isinstance(container, dict) else attributes(container)).items()
-    return [(key, id(value)) for key, value in items]
+    return f"input {describe_path(name, path)}"

@@ -1,4 +1,4 @@
-"""What a forward asks besides sizes and values: strides, gradients, dtypes, global modes. A graph holds for those answers alone."""
+"""The properties that a forward reads besides sizes and values: strides, gradients, dtypes, global modes. They become guards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from typing import Any
 import torch
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.objects import tensors_in
 
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
 GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
+_NO_DTYPE_QUERIES = {
+    "size",
+    "shape",
+    "dim",
+    "ndim",
+    "device",
+    "numel",
+    "nelement",
+    "__len__",
+    "is_cuda",
+    "layout",
+}
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 
 class PropertyReads:
-    """The questions of one forward whose answers the graph takes for granted, and where it asked first."""
+    """The properties that one forward has read, with their values, which the graph takes for granted, and where it read them first."""
 
     def __init__(self, writer: GraphWriter) -> None:
         self._writer = writer
@@ -27,6 +40,8 @@ class PropertyReads:
         self._grad_enabled = torch.is_grad_enabled()
         # Where it asked for each dtype, and for a global mode, with the answer.
         self.dtypes_read_at: dict[torch.dtype, str] = {}
+        # The dtypes of all tensors of which it asked anything that may depend on that, as `is_floating_point()` does.
+        self.dtypes_asked: set[torch.dtype] = set()
         self.modes_read: dict[str, tuple[bool, str]] = {}
 
     def note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
@@ -38,6 +53,8 @@ class PropertyReads:
         if name in GRAD_QUERIES and self.gradients_read_at is None:
             self.gradients_read_at = self._writer.location()
             self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
+        if name not in _LAYOUT_QUERIES | _NO_DTYPE_QUERIES:
+            self.dtypes_asked |= {tensor.dtype for tensor in tensors_in(args)}
         if isinstance(result, torch.dtype):
             self.dtypes_read_at.setdefault(result, self._writer.location())
         elif name in _DTYPE_QUERIES:
@@ -48,7 +65,7 @@ class PropertyReads:
         self.modes_read.setdefault(mode, (answer, self._writer.location()))
 
     def answers(self) -> Any:
-        """What was asked, with the answers, to compare with another forward."""
+        """The properties that were read, with their values, to compare with another run."""
         answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
 

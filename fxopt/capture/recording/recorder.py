@@ -94,7 +94,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.aliases: dict[int, torch.Tensor] = {}
         # By identity: what `tensor.data` gave, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._opaque = 0
+        self._opaque, self.records_layers_in_calls = 0, False
 
     # --- calls
 
@@ -176,9 +176,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         if result is not None and not self.writer.makes_something(result):
             self.queries.note(about, args, result)
             return False
-        op, target, node_args, node_kwargs = canonical(function, args, kwargs)
-        node_args, node_kwargs = self.writer.arguments(name, node_args, node_kwargs)
-        self.writer.create(op, target, node_args, node_kwargs, result)
+        op, target, *given = canonical(function, args, kwargs)
+        self.writer.create(op, target, *self.writer.arguments(name, *given), result)
         return True
 
     def distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
@@ -202,7 +201,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         if self._opaque:
             return module._call_impl(*args, **kwargs)
         self._refuse_packed((*args, *kwargs.values()))
-        if self.shell.has_changed(module):
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
         containers = self.writer.containers

@@ -1,4 +1,4 @@
-"""What a capture is asked, and how the forward takes the inputs of it."""
+"""The request of a run, and how the forward takes its inputs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fxopt.errors import TraceError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What one run of a forward is to be recorded for.
+    """The options of the user and the assumptions of one run.
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
-    `at_one` says which of the free sizes are 1 this time. `answers` answers questions on values, and so do the example
-    inputs if `specialize` is set: those on texts that hold a value with `reads_texts` alone. `knows_keys` says that sizes
-    which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
+    `at_one` says which of the free sizes are 1 this time. `answers` is the script of outcomes of branches; with `specialize`
+    the example inputs decide the others. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
     them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
     the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
-    are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared by all captures are `raising`, whether functions of torch
-    were seen to raise for one answer to a question, `results`, what calls gave, and `running`, the functions that made
+    are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared
+    by all captures are `raising`, whether functions of torch were seen to raise for one outcome of a condition, `results`,
+    what calls gave, and `running`, the functions that made
     calls.
     """
 
@@ -40,7 +40,6 @@ class Request:
     specialize: bool
     at_one: Set[tuple[str, int | None]] = frozenset()
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
-    reads_texts: bool = False
     knows_keys: bool = False
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
@@ -89,7 +88,7 @@ class Request:
         return args, kwargs
 
     def default(self, name: str) -> dict[str, Any]:
-        """What equals the forward's own default can be left out, where no input without one follows."""
+        """The default of a placeholder: an input that equals the forward's own can be left out, where none without one follows."""
         parameters = inspect.signature(self.model.forward).parameters
         rest = list(self.inputs)[list(self.inputs).index(name) :]
         if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):

@@ -24,6 +24,7 @@ from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.call_targets import property_name
 from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.recording.conditional import conditional
 from fxopt.capture.recording.higher_order import expansion
 from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
 from fxopt.capture.recording.recorder import Call, Recorder, Rewrite
@@ -82,7 +83,7 @@ def _write_in_place(recorder: Recorder, call: Call) -> Any:
         return NotImplemented
     bound.arguments["inplace"] = False
     written = bound.arguments["input"]
-    if recorder.writer.is_sole_view(written):
+    if recorder.writer.memory.is_sole_view(written, recorder.writer.made_by(written)):
         return _replaced(recorder, written, Call(call.function, bound.args, bound.kwargs))
     if torch.is_grad_enabled() and written.requires_grad and call.name not in _KEEP_NO_INPUT:
         # What backward needs of the input would be overwritten; torch copies it, too.
@@ -225,7 +226,9 @@ def _assert(recorder: Recorder, call: Call) -> Any:
 
 
 def _expand(recorder: Recorder, call: Call) -> Any:
-    """Record the calls that a higher-order operator stands for."""
+    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
+    if call.function is torch.ops.higher_order.cond:
+        return conditional(recorder, *call.args, **call.kwargs)
     expanded = expansion(call.function)
     if expanded is None:
         raise TraceError(

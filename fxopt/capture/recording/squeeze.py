@@ -24,7 +24,7 @@ def squeeze_with_guard(
     *dims: Any,
     dim: Any = None,
 ) -> torch.Tensor | None:
-    """What `squeeze` gives, by other calls; None where torch gives the same, now that there is a guard.
+    """Squeeze by other calls; None where torch gives the same, now that there is a guard.
 
     `is_known` says whether it can be told of a size if it is 1.
     """
@@ -39,7 +39,7 @@ def squeeze_with_guard(
 
 
 def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[Any]:
-    """What torch takes for granted of sizes that only a run knows, where it squeezes them."""
+    """List what torch takes for granted of unbacked sizes where it squeezes them."""
     for d in _named(input, dims, dim):
         size = input.shape[d]
         if isinstance(size, torch.SymInt) and free_unbacked_symbols(size):
@@ -47,7 +47,7 @@ def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[A
 
 
 def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
-    """What `unbind` gives along a dimension whose size is free; None along any other one."""
+    """Unbind along a dimension whose size is free; None along any other one."""
     size = input.shape[dim]
     return tuple(input.select(dim, index) for index in range(int(size))) if is_backed(size) else None
 

@@ -66,7 +66,7 @@ _MODES = {
 
 
 class BodyEffects:
-    """What the bodies that may be left out use and write."""
+    """The nodes that the bodies which may be left out use and write."""
 
     def __init__(self, capture: RunResult, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
         self._capture = capture
@@ -215,7 +215,7 @@ class BodyEffects:
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:
-    """The sizes of a tensor as they are known, to compare them without a question."""
+    """The sizes of a tensor as they are known, to compare them without a guard."""
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
 
 
@@ -253,7 +253,7 @@ def _index(node: torch.fx.Node) -> Any:
 
 
 def _may_be_nowhere(index: Any) -> bool:
-    """Tell whether an index may have no entries: only a run knows how many it has, or it is a mask."""
+    """Tell whether an index may have no entries: its size is unbacked, or it is a mask."""
     for part in index if isinstance(index, (tuple, list)) else (index,):
         tensor = part.meta.get("val") if isinstance(part, torch.fx.Node) else None
         if isinstance(tensor, torch.Tensor) and (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
@@ -20,9 +19,9 @@ from fxopt.capture.data_dependence.operator_checks import is_model_error
 from fxopt.capture.runs.run_result import RunResult, Unproved
 from fxopt.errors import TraceError
 
-# Each question that is settled by looking at both sides costs two captures.
-_MOST_QUESTIONS = 50
-# Lines whose answers make no difference cost a capture for each combination of answers.
+# Each branch that is settled by looking at both sides costs two runs.
+_MOST_SETTLED = 50
+# Lines whose outcomes make no difference cost a run for each combination of outcomes.
 _MOST_LINES = 3
 
 
@@ -32,83 +31,96 @@ def explore_branches(
     leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
     like: Outcomes | None = None,
 ) -> RunResult:
-    """What `capture` returns, with each question settled of which one side raises or that makes no difference.
+    """Run the forward until no data-dependent branch is open; TraceError where one makes a difference.
 
-    `capture(answers)` raises DataDependentBranch at the first question that `answers` do not answer. `agree(one, other)` says
-    whether the graph of one capture holds where another capture was made with other answers; `leave_out(one, other, line)`
-    gives it with checks that what the other one leaves out, after questions at a line, writes nothing, if that can be shown.
-    `like` are the answers of another capture, for a graph that is to hold here as well. It has checks of those answers and
-    no others: at its lines nothing is asked, and a question beyond those that it settled is raised.
+    `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script.
+    `agree(one, other)` says whether the graph of one run holds where another run had other outcomes; `leave_out(one, other,
+    line)` gives it with checks that what the other one leaves out, after branches at a line, writes nothing, if that can be
+    shown. `like` is the script of another run, for a graph that is to hold here as well. It has checks of those outcomes and
+    no others: its lines are no open branches, and one beyond those that it settled is raised.
     """
-    answers, pending = Outcomes(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
-    most_questions = _MOST_QUESTIONS if like is None else len(like.settled)
-    question: DataDependentBranch | None = None
+    path = _open_path(capture, like)
+    variants = _Variants(capture, path)
+    try:
+        return _of_any_outcome(variants, agree) or _of_most(variants, leave_out, alternating=like is None)
+    except NotSettledError as error:
+        raise (path.pending.because(str(error)) if path.pending else error) from None
+    except TraceError as error:
+        raise (path.pending or error) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """A script that leads through the forward, the run with it, and the first branch that has yet to be shown to make no difference."""
+
+    script: Outcomes
+    run: RunResult
+    pending: DataDependentBranch | None
+
+
+def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) -> _Path:
+    """Find a script: at each branch the side that does not raise; where neither does, its body always runs."""
+    script, pending = Outcomes(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
+    most_settled = _MOST_SETTLED if like is None else len(like.settled)
+    branch: DataDependentBranch | None = None
     while True:
-        if question is None:
+        if branch is None:
             try:
-                made = capture(answers)
-                break
-            except DataDependentBranch as asked:
-                question = asked
+                return _Path(script, capture(script), pending)
+            except DataDependentBranch as met:
+                branch = met
             except PlaceError as failure:
-                answers = answers.with_end(failure)
+                script = script.with_end(failure)
                 continue
             except TraceError:
                 if pending is None:
                     raise
                 raise pending from None
-        known = question.line in answers.at_lines
-        if question.kind is not bool or known or len(answers.settled) == most_questions:
-            raise question
-        no, yes = _Side(), _Side()
-        if not isinstance(question, DataDependentLoop):
-            no = _side(capture, answers, Outcome(False))
-            yes = _side(capture, answers, Outcome(True, no.error or ""))
+        if branch.kind is not bool or branch.line in script.at_lines or len(script.settled) == most_settled:
+            raise branch
+        no, yes = _sides(capture, script, branch)
         if (yes.error is None) != (no.error is None):
             last = Outcome(False, yes.error) if yes.error else Outcome(True, no.error or "")
-            answers = answers.and_then(last)
-            question = no.question if yes.error else yes.question  # a capture with these answers would ask it
+            script = script.and_then(last)
             if yes.made is not None:
-                made = yes.made
-                break
-        elif like is None and len(answers.at_lines) < _MOST_LINES:
-            pending = pending or question
-            answers = answers.with_line(question.line, ALWAYS)
-            question = None
+                return _Path(script, yes.made, pending)
+            branch = no.branch if yes.error else yes.branch  # a run with this script would end there
+        elif like is None and len(script.at_lines) < _MOST_LINES:
+            pending = pending or branch
+            script = script.with_line(branch.line, ALWAYS)
+            branch = None
         else:
-            raise question
-    variants = {tuple(answers.at_lines.values()): made}
+            raise branch
 
-    def variant(of_lines: Sequence[tuple[bool, bool]]) -> RunResult:
-        """The run with these answers at the lines, or one that has another answer only where it asks nothing."""
-        key = tuple(of_lines)
-        for given, run in variants.items():
-            pairs = zip(answers.at_lines, given, key, strict=True)
+
+class _Variants:
+    """Runs that differ in the outcomes at the lines of a script alone."""
+
+    def __init__(self, capture: Callable[[Outcomes], RunResult], path: _Path) -> None:
+        self._capture = capture
+        self._script = path.script
+        self.lines = list(path.script.at_lines)
+        self._runs = {tuple(path.script.at_lines.values()): path.run}
+
+    def run(self, outcomes: Sequence[tuple[bool, bool]]) -> RunResult:
+        """The run with these outcomes at the lines, or one that has another outcome only where it has no branch."""
+        key = tuple(outcomes)
+        for given, run in self._runs.items():
+            pairs = zip(self.lines, given, key, strict=True)
             if all(was == wanted or not run.branches.get(line) for line, was, wanted in pairs):
                 return run
-        at_lines = dict(zip(answers.at_lines, key, strict=True))
-        variants[key] = capture(dataclasses.replace(answers, at_lines=at_lines))
-        return variants[key]
-
-    try:
-        lines = list(answers.at_lines)
-        of_any = _of_any_answers(variant, agree, lines)
-        return of_any or _of_most(variant, leave_out, lines, alternating=like is None)
-    except NotSettledError as error:
-        raise (pending.because(str(error)) if pending else error) from None
-    except TraceError as error:
-        raise (pending or error) from None
+        at_lines = dict(zip(self.lines, key, strict=True))
+        self._runs[key] = self._capture(dataclasses.replace(self._script, at_lines=at_lines))
+        return self._runs[key]
 
 
-def _of_any_answers(
-    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
-    agree: Callable[[RunResult, RunResult], bool],
-    lines: Sequence[str],
-) -> RunResult | None:
-    """One of the captures with all combinations of answers at the lines, whose graph holds for all of them, if any does."""
-    variants = [capture(answers) for answers in itertools.product((ALWAYS, NEVER), repeat=len(lines))]
-    for candidate in variants:
-        if all(candidate is other or agree(candidate, other) for other in variants):
+def _of_any_outcome(variants: _Variants, agree: Callable[[RunResult, RunResult], bool]) -> RunResult | None:
+    """One of the runs with all combinations of outcomes at the lines, whose graph holds for all of them, if any does."""
+    runs = [
+        variants.run(outcomes) for outcomes in itertools.product((ALWAYS, NEVER), repeat=len(variants.lines))
+    ]
+    for candidate in runs:
+        if all(candidate is other or agree(candidate, other) for other in runs):
             return candidate
     return None
 
@@ -118,33 +130,33 @@ class NotSettledError(TraceError):
 
 
 def _of_most(
-    capture: Callable[[Sequence[tuple[bool, bool]]], RunResult],
+    variants: _Variants,
     leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
-    lines: Sequence[str],
     alternating: bool,
 ) -> RunResult:
-    """The capture that does most after the questions at each line, if leaving that out makes no difference.
+    """The run that does most after the branches at each line, if leaving that out makes no difference.
 
-    Raises NotSettledError where it does. With `alternating`, a capture that does it every other time must agree, too, as
+    Raises NotSettledError where it does. With `alternating`, a run that does it every other time must agree, too, as
     one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
     """
+    run, lines = variants.run, variants.lines
     most = [ALWAYS] * len(lines)
 
-    def replaced(answers: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> RunResult:
-        return capture([*answers[:position], given, *answers[position + 1 :]])
+    def replaced(outcomes: Sequence[tuple[bool, bool]], position: int, given: tuple[bool, bool]) -> RunResult:
+        return run([*outcomes[:position], given, *outcomes[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
-        if isinstance(leave_out(capture(most), replaced(most, position, NEVER), line), Unproved):
+        if isinstance(leave_out(run(most), replaced(most, position, NEVER), line), Unproved):
             most[position] = NEVER
-    made = capture(most)
+    made = run(most)
     for position, line in enumerate(lines):
         always = most[position][0]
         fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the answers at the other lines are.
+        # Whatever the outcomes at the other lines are.
         others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
         pairs = [
-            (made if list(answers) == most else capture(answers), replaced(answers, position, fewer))
-            for answers in itertools.product(*others)
+            (made if list(outcomes) == most else run(outcomes), replaced(outcomes, position, fewer))
+            for outcomes in itertools.product(*others)
         ]
         if alternating:
             pairs.append((made, replaced(most, position, every_other)))
@@ -159,19 +171,29 @@ def _of_most(
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where an answer leads: to an error of the model's own before anything else is asked, to the next question, or through."""
+    """Where an outcome leads: to an error of the model's own before any other branch, to the next branch, or through."""
 
     error: str | None = None
-    question: DataDependentBranch | None = None
-    made: Any = None
+    branch: DataDependentBranch | None = None
+    made: RunResult | None = None
 
 
-def _side(capture: Callable[[Outcomes], Any], answers: Outcomes, last: Outcome) -> _Side:
-    """Where `last`, the answer to the question after `answers`, leads."""
+def _sides(
+    capture: Callable[[Outcomes], RunResult], script: Outcomes, branch: DataDependentBranch
+) -> tuple[_Side, _Side]:
+    """Where the outcomes False and True of a branch lead; a loop is not looked into, since its body may run always."""
+    if isinstance(branch, DataDependentLoop):
+        return _Side(), _Side()
+    no = _side(capture, script, Outcome(False))
+    return no, _side(capture, script, Outcome(True, no.error or ""))
+
+
+def _side(capture: Callable[[Outcomes], RunResult], script: Outcomes, last: Outcome) -> _Side:
+    """Where `last`, the outcome of the branch after those of the script, leads."""
     try:
-        return _Side(made=capture(answers.and_then(last)))
-    except DataDependentBranch as question:
-        return _Side(question=question)
+        return _Side(made=capture(script.and_then(last)))
+    except DataDependentBranch as branch:
+        return _Side(branch=branch)
     except TraceError as failure:
         error = failure.__cause__
         if error is not None and last.asked and is_model_error(error):

@@ -96,7 +96,7 @@ class _Comparison:
         return Twin(self._traced, self._written)
 
     def _at(self, call: int, twin: Twin) -> Outcome:
-        """What a fresh copy gives at this call."""
+        """The outcome of a fresh copy at this call."""
         return [self._outcome(twin) for _ in range(call)][-1]
 
     def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:

@@ -14,7 +14,7 @@ from fxopt.objects import is_open, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call has given, or the error that it raised; `gradients` and their error where they were asked for."""
+    """All that a call has given, or the error that it raised; `gradients` and their error where they were asked for."""
 
     output: Any
     inputs: dict[str, Any]

@@ -10,6 +10,7 @@ import torch
 
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.nodes.comparison import (
+    Aliases,
     Pairs,
     matched_unbacked_symbols,
     paired_calls,
@@ -17,6 +18,7 @@ from fxopt.capture.nodes.comparison import (
     same_constants,
     same_expression,
     same_results,
+    views_of_same_shape,
 )
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.size_guards import SizeGuard
@@ -96,14 +98,18 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
     def translated(expression: Any) -> Any:
         return at_one(in_symbols(expression))
 
-    if not _same_graph(capture, other, lambda mine, size: same_expression(at_one(mine), translated(size))):
+    # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
+    idle = {**views_of_same_shape(capture.graph, at_one), **views_of_same_shape(other.graph, translated)}
+    if not _same_graph(
+        capture, other, lambda mine, size: same_expression(at_one(mine), translated(size)), idle
+    ):
         return None
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
     return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
 
 
 def _same_size(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
-    """What compares a size of `capture` with one of another capture, which is translated first."""
+    """A function that compares a size of `capture` with one of another capture, which is translated first."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
@@ -113,7 +119,7 @@ def _free(capture: RunResult) -> dict[tuple[str, int | None], Any]:
 
 
 def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
-    """The conditions on numbers that only a run knows, and their limits, with other names for their symbols."""
+    """The conditions on unbacked sizes, and their limits, with other names for their symbols."""
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
     inputs = {free.symbol for free in capture.free.dimensions}
@@ -127,9 +133,9 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
 
 
 def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
-    """What rewrites a size of `other` in the symbols of `capture`.
+    """A function that rewrites a size of `other` in the symbols of `capture`.
 
-    `names` has the symbols of `capture` for numbers that only a run knows, where they are called otherwise.
+    `names` has the unbacked symbols of `capture`, where they are called otherwise.
     """
     mine = _free(capture)
     all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}
@@ -150,7 +156,10 @@ def _same_dimensions(capture: RunResult, other: RunResult, translated: Callable[
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
 
-def _same_graph(capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool]) -> bool:
+def _same_graph(
+    capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool], idle: Aliases | None = None
+) -> bool:
+    """Tell whether both graphs make the same calls on the same constants, but for `idle` views."""
     constants, others = capture.constants, other.constants
-    pairs = paired_calls(capture.graph, other.graph)
-    return pairs is not None and same_calls(pairs, same_size) and same_constants(constants, others)
+    pairs = paired_calls(capture.graph, other.graph, idle)
+    return pairs is not None and same_calls(pairs, same_size, idle) and same_constants(constants, others)

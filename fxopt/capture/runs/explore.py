@@ -11,7 +11,6 @@ from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
     DataDependentBranch,
-    DataDependentText,
     Outcomes,
     SizeAsKeyError,
 )
@@ -74,11 +73,6 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
-        except DataDependentText:
-            if request.reads_texts or not request.specialize:
-                raise
-            request = dataclasses.replace(request, reads_texts=True)
-            return record(answers)
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
             return record(answers)
@@ -164,7 +158,7 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
 def _captured_with_ones(made: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
-    request = dataclasses.replace(made.request, at_one=narrowed, reads_texts=False)
+    request = dataclasses.replace(made.request, at_one=narrowed)
     try:
         other = _settled(request, made)
     except TraceError:

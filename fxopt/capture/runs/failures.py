@@ -1,4 +1,4 @@
-"""What it means that a forward fails under capture: the error to raise for the one that it met, or caught."""
+"""Classifies errors of the forward: the one to raise for that which it met, or caught."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
 def classify_error(error: Exception, recorder: Recorder) -> Exception:
-    """What is to be raised for an exception of the forward: an open question, or a TraceError with the model's line."""
+    """Give the error to raise for an exception of the forward: an open branch, or a TraceError with the model's line."""
     decisions = recorder.decisions
     if decisions.open:
         return decisions.open

@@ -119,7 +119,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _GraphValues:
-    """What the nodes of a graph give, and what it is given."""
+    """The inputs of a graph and the values of its nodes."""
 
     def __init__(self) -> None:
         self.found: list[tuple[torch.fx.Node, Digest]] = []

@@ -56,55 +56,27 @@ class ForwardRun:
         self.graph = torch.fx.Graph()
         self.sizes = SizeNodes(self.graph, self.shape_env)
         self.free = DynamicDimensions(self.shape_env)
+        self._example: ExampleRun | None = None
 
     def record(self) -> RunResult:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
         request, shape_env = self.request, self.shape_env
         request.running.runs += 1
-        device = request.device()
-        shell = FakeModel(
-            request.model,
-            self.fake_mode,
-            request.layers,
-            request.earlier,
-            request.known,
-            self._refuse_earlier,
-        )
-        writer = GraphWriter(self.graph, self.sizes, shell, device, request.running)
-        example = None
-        if request.specialize:
-            example = ExampleRun(request.model, request.layers, self.graph, writer.constants, self.examples)
-        decisions = BranchDecisions(
-            writer,
-            self.sizes,
-            self.fake_mode,
-            request.answers,
-            example,
-            request.reads_texts,
-            request.raising,
-            request.knows_keys,
-        )
-        tensor_sizes = KnownScalars(writer, shell.real, request.moving)
-        memo = CallCache(self.fake_mode, request.results)
-        recorder = self.recorder = Recorder(
-            writer, shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
-        )
-        shell.report_to(recorder)
-        shell.take_hooks(request.hooks)
+        recorder = self.recorder = self._recorder()
         surroundings = ReachableState(
             (module for _, module in recorded_modules(request.model, request.layers)), request.knows_keys
         )
         args, kwargs = self._fake_inputs()
         try:
-            shape_env.location = writer.location
-            shape_env.decide = decisions.size
-            self._run(shell.model, args, kwargs)
+            shape_env.location = recorder.writer.location
+            shape_env.decide = recorder.decisions.size
+            self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
             reason = classify_error(error, recorder)
             if reason is error:
                 raise
-            if isinstance(error, LookupError) and decisions.running:
-                raise PlaceError(str(reason), *decisions.running, error) from error
+            if isinstance(error, LookupError) and recorder.decisions.running:
+                raise PlaceError(str(reason), *recorder.decisions.running, error) from error
             raise reason from None if isinstance(reason, DataDependentBranch) else error
         finally:
             recorder.draws.take_back()
@@ -114,21 +86,61 @@ class ForwardRun:
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
             shape_env.decide = lambda expression: None
-            if example is not None:
-                example.close()
+            if self._example is not None:
+                self._example.close()
         raise_caught(recorder, shape_env)
-        state, changes = shell.state(recorder.aliases), shell.changes(recorder.aliases)
+        result = self._result(recorder, changed_outside)
         if fakes_left and not changed_outside:
             raise refused_outside(fakes_left[0])
         self.placeholders.check_unchanged()
+        return result
+
+    def _recorder(self) -> Recorder:
+        """Build what records the calls of this run."""
+        request = self.request
+        shell = FakeModel(
+            request.model,
+            self.fake_mode,
+            request.layers,
+            request.earlier,
+            request.known,
+            self._refuse_earlier,
+        )
+        writer = GraphWriter(self.graph, self.sizes, shell, request.device(), request.running)
+        if request.specialize:
+            self._example = ExampleRun(
+                request.model, request.layers, self.graph, writer.constants, self.examples
+            )
+        decisions = BranchDecisions(
+            writer,
+            self.sizes,
+            self.fake_mode,
+            request.answers,
+            self._example,
+            request.raising,
+            request.knows_keys,
+        )
+        tensor_sizes = KnownScalars(writer, shell.real, request.moving)
+        memo = CallCache(self.fake_mode, request.results)
+        recorder = Recorder(
+            writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
+        )
+        shell.report_to(recorder)
+        shell.take_hooks(request.hooks)
+        return recorder
+
+    def _result(self, recorder: Recorder, changed_outside: dict[str, Any]) -> RunResult:
+        """Collect what the run gave."""
+        shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
+        state, changes = shell.state(recorder.aliases), shell.changes(recorder.aliases)
         return RunResult(
-            request=request,
+            request=self.request,
             graph=self.graph,
             constants=writer.constants,
             made_by=writer.made_by,
             placeholders=self.placeholders,
             free=self.free,
-            shape_env=shape_env,
+            shape_env=self.shape_env,
             sizes=self.sizes,
             reads=recorder.queries,
             checks=decisions.checks,
@@ -141,7 +153,7 @@ class ForwardRun:
             originals=shell.originals,
             unchanged_buffers=shell.unchanged_buffers(),
             changed_outside=changed_outside,
-            moved=self.placeholders.moved() | tensor_sizes.written(),
+            moved=self.placeholders.moved() | recorder.tensor_sizes.written(),
         )
 
     def _refuse_earlier(self) -> None:

@@ -61,9 +61,9 @@ def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult | Unpro
 def _aligned(
     calls: Sequence[torch.fx.Node], others: Sequence[torch.fx.Node], questions: Sequence[torch.fx.Node]
 ) -> tuple[Pairs, list[list[torch.fx.Node]]] | None:
-    """The pairs of calls that come from the same lines, and for each question what comes after it in `calls` alone.
+    """The pairs of calls that come from the same lines, and for each branch what comes after it in `calls` alone.
 
-    None if `others` has more, or if something is left out before the first question.
+    None if `others` has more, or if something is left out before the first branch.
     """
     pairs: list[tuple[torch.fx.Node, torch.fx.Node]] = []
     bodies: list[list[torch.fx.Node]] = []
@@ -81,12 +81,12 @@ def _aligned(
 
 
 def _made_at(node: torch.fx.Node) -> tuple[Any, ...]:
-    """What a node calls, and where in the model."""
+    """The target of a node, and its line of the model."""
     modules = list(node.meta.get("nn_module_stack", ()))
     return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
 
 
 def _draws(asked: Sequence[BranchAtLine], run: RunResult) -> list[int]:
-    """How often random numbers were drawn after each question and before the next one."""
+    """How often random numbers were drawn after each branch and before the next one."""
     counts = [*(question.drawn for question in asked), run.drawn]
     return [after - before for before, after in itertools.pairwise(counts)]

@@ -92,7 +92,7 @@ def _of_function(function: types.FunctionType) -> Iterator[_Entry]:
 
 
 def _entries(value: Any, where: str) -> Iterator[_Entry]:
-    """What a container, a class or an object holds."""
+    """The values that a container, a class or an object holds."""
     if isinstance(value, type):
         for name, held in list(vars(value).items()):
             yield held, f"{name!r} of {value.__qualname__}", functools.partial(delattr, value, name)

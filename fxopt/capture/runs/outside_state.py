@@ -1,4 +1,4 @@
-"""What the code of a model can reach by name outside of its modules: globals, closures, defaults, attributes of classes.
+"""State that the code of a model reaches by name outside of its modules: globals, closures, defaults, attributes of classes.
 
 A forward may count there, or draw from a random generator that is kept there, and so compute something else at each
 call. What its code names is compared before and after it ran; what stands behind functions in C is out of sight.
@@ -68,7 +68,7 @@ class ReachableState:
         self._before = self._values()
 
     def changed(self) -> dict[str, bool]:
-        """What is not as it was when this was made, in words, and whether there is a tensor in it now."""
+        """Describe what is not as it was when this was made, and tell whether there is a tensor in it now."""
         now = self._values()
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
@@ -190,12 +190,12 @@ def _holders(names: Any) -> list[Any]:
 
 
 def _items(holder: Any) -> list[Any]:
-    """What is in a list, dict or the like; the keys of a dict as well."""
+    """The values in a list, dict or the like; the keys of a dict as well."""
     return [*holder, *(holder.values() if isinstance(holder, dict) else ())]
 
 
 def _identities(holder: Any) -> list[int]:
-    """Which objects are in it."""
+    """The identities of the objects in it."""
     identities = map(id, _items(holder))
     return sorted(identities) if isinstance(holder, set) else list(identities)
 
@@ -214,7 +214,7 @@ def _cells(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _held(function: types.FunctionType) -> dict[str, Any]:
-    """What a function holds: variables of the functions around it, and defaults."""
+    """The values that a function holds: variables of the functions around it, and defaults."""
     cells = _cells(function).items()
     held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     held |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}

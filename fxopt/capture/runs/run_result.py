@@ -1,4 +1,4 @@
-"""What one run of the forward gave; whoever compares or combines runs takes these and no more."""
+"""The result of one run of the forward; whoever compares or combines runs takes these and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph checks while it runs: numbers that it computes, and decisions on values. They are targets of nodes."""
+"""Checks that a graph makes while it runs: of numbers that it computes, and of decisions on values. They are targets of nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_outcome(value: Any, decided: Any, where: str, otherwise: str) -> None:
 
 @has_side_effect
 def check_same_outcome(value: Any, earlier: bool | None, where: str) -> bool | None:
-    """Return `value` as a bool; raise GuardError if the question before it at this line had another answer."""
+    """Return `value` as a bool; raise GuardError if the branch before it at this line had another outcome."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         return None  # nothing is computed
     if earlier is not None and bool(value) != earlier:

@@ -50,7 +50,7 @@ class Guard:
 
 
 def guards(gm: torch.fx.GraphModule) -> list[Guard]:
-    """What `gm` assumes of its inputs and checks on entry.
+    """List what `gm` assumes of its inputs and checks on entry.
 
     Args:
         gm: a captured graph module, also after passes, `copy.deepcopy` or pickling.
@@ -102,7 +102,8 @@ def _listed(module: InputGuard) -> Iterator[Guard]:
 
 def _of_tensor(expected: TensorSpec, module: InputGuard) -> Iterator[Guard]:
     name, example = describe(expected), "the example input"
-    dtype = str(expected.dtype) if expected.strict_dtype else dtype_kind(expected.dtype)
+    kind = "of any dtype" if expected.any_dtype else dtype_kind(expected.dtype)
+    dtype = str(expected.dtype) if expected.strict_dtype else kind
     yield Guard(name, None, f"a tensor of {len(expected.shape)} dimensions, {dtype}", example)
     if expected.layout is not None:
         contiguous = "contiguous" if expected.layout[0] else "laid out as the example, not contiguous"

@@ -1,4 +1,4 @@
-"""What a graph assumes of its inputs, checked on entry.
+"""The first node of a graph: checks on entry what the graph assumes of its inputs.
 
 The check is a module without parameters, called by the first node after the placeholders: it travels with
 the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.
@@ -149,9 +149,8 @@ def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], defer
         raise GuardError(
             f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
         )
-    if value.dtype != expected.dtype and (
-        expected.strict_dtype or dtype_kind(value.dtype) != dtype_kind(expected.dtype)
-    ):
+    same_kind = expected.any_dtype or dtype_kind(value.dtype) == dtype_kind(expected.dtype)
+    if value.dtype != expected.dtype and (expected.strict_dtype or not same_kind):
         raise GuardError(
             f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."

@@ -1,4 +1,4 @@
-"""What a graph expects of each input: a description, made at capture and compared with what it is given."""
+"""Descriptions of the inputs of a graph, made at capture and compared with what it is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TensorSpec:
 
     `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
     dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
-    is set when the forward read this dtype, `layout` when it read strides, `requires_grad` when it asked for gradients.
+    is set when the forward read this dtype, `any_dtype` when it casts the input to one that it names, `layout` when it read strides, `requires_grad` when it asked for gradients.
     `same_as`, when it compared inputs by identity or memory address, names the first input that is the same one: itself, if
     none is.
     """
@@ -27,6 +27,7 @@ class TensorSpec:
     shape: tuple[int | str, ...]
     fixed_by: tuple[tuple[int, str], ...] = ()
     strict_dtype: bool = False
+    any_dtype: bool = False
     layout: tuple[Any, ...] | None = None
     requires_grad: bool | None = None
     same_as: str | None = None
@@ -65,9 +66,11 @@ InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
 
 def describe(expected: InputSpec) -> str:
     """`past[0].keys`: the name of an input with the path inside it."""
-    return expected.name + "".join(
-        f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in expected.path
-    )
+    return describe_path(expected.name, expected.path)
+
+
+def describe_path(name: str, path: Path) -> str:
+    return name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in path)
 
 
 def structure_keys(value: Any) -> tuple[Any, ...]:
@@ -82,7 +85,7 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
-    """What a dtype must share with the one of the capture: floating, integer, complex or bool."""
+    """The kind that a dtype must share with the one of the capture: floating, integer, complex or bool."""
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"

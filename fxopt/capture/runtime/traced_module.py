@@ -11,17 +11,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.fx.node import _get_qualified_name, has_side_effect
 
 from fxopt.capture.runtime import modes
-from fxopt.effects import is_write
+from fxopt.capture.runtime.stored_nodes import copyable, picklable, rebuilt_graph
 from fxopt.errors import GuardError
-from fxopt.objects import find
 
 # What `torch.fx.GraphModule` derives from the graph; made anew when a module is rebuilt.
 _DERIVED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_containers", "_compiled_call_impl"}
@@ -186,16 +183,11 @@ class TracedModule(torch.fx.GraphModule):
         result = _empty(self._plain_class(), self.__class__.__name__)
         memo[id(self)] = result
         result.__dict__.update(copy.deepcopy(self._state(), memo))
-        result.graph = _graph([(_node_data(node), copy.copy(node.meta)) for node in self.graph.nodes])
+        result.graph = rebuilt_graph(copyable(self.graph))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        nodes = []
-        for node in self.graph.nodes:
-            data = _node_data(node)
-            if node.op == "call_function":
-                data["target"] = _Importable.of(node)
-            nodes.append((data, {key: value for key, value in node.meta.items() if _is_plain(value)}))
+        nodes = picklable(self.graph)
         return _rebuild, (self._plain_class(), self.__class__.__name__, self._state(), nodes)
 
     def _state(self) -> dict[str, Any]:
@@ -224,74 +216,6 @@ def _retrace(module: TracedModule, tracer: Any, inputs: inspect.BoundArguments) 
     return None
 
 
-class _Reference:
-    """A node, by name, inside the stored arguments of another."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class _Importable:
-    """The target of a `call_function` node, by name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @classmethod
-    def of(cls, node: torch.fx.Node) -> Any:
-        target: Any = node.target
-        if isinstance(target, modes.ApplyFunction):
-            return target  # pickled as the class that it holds
-        name = (
-            f"{target.__module__}.{target.__qualname__}"
-            if isinstance(target, type)
-            else _get_qualified_name(target)
-        )
-        try:
-            found = find(name)
-        except (ImportError, AttributeError):
-            found = None
-        if found != target:
-            raise pickle.PicklingError(
-                f"node {node.name!r} calls {name}, which cannot be imported by that name, so the graph cannot be "
-                "pickled. Define it at the top level of a module."
-            )
-        return cls(name)
-
-
-def _node_data(node: torch.fx.Node) -> dict[str, Any]:
-    """The node as data, arguments that are nodes replaced by their names."""
-    name: Any = lambda node: _Reference(node.name)  # noqa: E731
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), name)
-    return {
-        "op": node.op,
-        "target": node.target,
-        "args": args,
-        "kwargs": kwargs,
-        "name": node.name,
-        "type_expr": node.type,
-    }
-
-
-def _graph(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> torch.fx.Graph:
-    """The graph that `_node_data` described."""
-    graph = torch.fx.Graph()
-    made: dict[str, torch.fx.Node] = {}
-
-    def resolve(value: Any) -> Any:
-        return made[value.name] if isinstance(value, _Reference) else value
-
-    for data, meta in nodes:
-        target = find(data["target"].name) if isinstance(data["target"], _Importable) else data["target"]
-        if data["op"] == "call_function" and is_write(target):
-            has_side_effect(target)
-        args, kwargs = torch.fx.node.map_aggregate((data["args"], data["kwargs"]), resolve)
-        node = graph.create_node(data["op"], target, args, kwargs, data["name"], data["type_expr"])
-        node.meta = meta
-        made[data["name"]] = node
-    return graph
-
-
 def _empty(cls: type[TracedModule], class_name: str) -> TracedModule:
     module = cls.__new__(cls)
     type(module).__name__ = class_name
@@ -301,14 +225,5 @@ def _empty(cls: type[TracedModule], class_name: str) -> TracedModule:
 def _rebuild(cls: type[TracedModule], class_name: str, state: dict[str, Any], nodes: Any) -> TracedModule:
     module = _empty(cls, class_name)
     module.__dict__.update(state)
-    module.graph = _graph(nodes)
+    module.graph = rebuilt_graph(nodes)
     return module
-
-
-def _is_plain(value: Any) -> bool:
-    """Tell whether a piece of `node.meta` is data that means the same in another process; fake tensors do not."""
-    if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, int, float, bool, torch.dtype))

@@ -1,0 +1,50 @@
+"""The memory that tensors of a capture share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxopt.effects import written_by
+from fxopt.memory import storage_of
+from fxopt.objects import build_object, set_attributes, set_items, tensors_in
+from fxopt.operators import Fact, facts_of
+
+
+class SharedMemory:
+    """The memory of the tensors of one capture.
+
+    `values` is the writer's list of what has a node; it grows with each call.
+    """
+
+    def __init__(self, model: torch.nn.Module, values: Sequence[Any]) -> None:
+        self._model = model
+        self._values = values
+        # By memory, the tensors in the first so many of the values; and the memory of the model's own tensors.
+        self._sharing: dict[int, set[int]] = {}
+        self._indexed = 0
+        self._models: set[int] = set()
+
+    def is_sole_view(self, tensor: torch.Tensor, node: torch.fx.Node | None) -> bool:
+        """Tell whether the call `node` made this tensor, and nothing that a later call or the caller can see shares its memory."""
+        if node is None or not self._is_new(node):
+            return False
+        if any(user.target in (build_object, set_attributes, set_items) for user in node.users):
+            return False  # an object has it already
+        if not self._models:
+            self._models = {storage_of(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        for value in self._values[self._indexed :]:
+            for t in tensors_in(value):
+                self._sharing.setdefault(storage_of(t), set()).add(id(t))
+        self._indexed = len(self._values)
+        memory = storage_of(tensor)
+        return memory not in self._models and self._sharing[memory] == {id(tensor)}
+
+    def _is_new(self, node: torch.fx.Node) -> bool:
+        """Tell whether the value of a node is in memory of its own for all inputs: `x.float()` may be `x` in another call."""
+        module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if node.args and node.args[0] in (written_by(node, module) or ()):
+            return self._is_new(node.args[0])  # type: ignore[arg-type]  # what is written is a node
+        return Fact.NEW in facts_of(node, module)

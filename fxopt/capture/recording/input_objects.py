@@ -1,0 +1,68 @@
+"""Objects among the inputs: which of them a graph takes apart, and how their fakes are made and compared."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxopt.objects import attributes, entries, is_mutable, is_open, rebuilt
+
+
+def is_taken_apart(value: Any, inside: bool) -> bool:
+    """Tell whether the graph takes an object apart; one that can be compared and holds no tensors is a constant."""
+    if not is_open(value) or (dataclasses.is_dataclass(value) and not inside):
+        return False
+    cls: Any = type(value)
+    return cls.__eq__ is object.__eq__ or any(map(has_parts, vars(value).values()))
+
+
+def has_parts(value: Any) -> bool:
+    """Tell whether there is a tensor, or an object that the graph takes apart, in a value."""
+    if isinstance(value, torch.Tensor) or is_taken_apart(value, False):
+        return True
+    if isinstance(value, dict):
+        return any(map(has_parts, value.values()))
+    if isinstance(value, (tuple, list)):
+        return any(map(has_parts, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(has_parts(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def snapshot(value: Any) -> Any:
+    """A fake as it is before the forward changes it."""
+    if not is_mutable(value):
+        return value
+    return rebuilt(value, {key: snapshot(item) for key, item in entries(value).items()})
+
+
+def hides_tensors(value: Any, depth: int = 3) -> bool:
+    """Tell whether an object that is no known container holds tensors, or is an array."""
+    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
+        return True
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
+        return False
+    containers = (tuple, list, set, frozenset, collections.deque)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, containers) else ()
+    return any(hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
+
+
+def filled(cls: Any, items: dict[str, Any]) -> Any:
+    """A mapping with these keys, or a dataclass with these fields, also where its `__init__` does not take them."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    later = {field.name for field in fields if not field.init}
+    made = cls(**{name: item for name, item in items.items() if name not in later})
+    for name in later & items.keys():
+        object.__setattr__(made, name, items[name])  # it may be frozen
+    return made
+
+
+def identities(container: Any) -> list[tuple[Any, int]]:
+    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
+    if items is None:
+        items = (container if isinstance(container, dict) else attributes(container)).items()
+    return [(key, id(value)) for key, value in items]

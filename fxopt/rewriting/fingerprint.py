@@ -1,0 +1,59 @@
+"""The fingerprint of a graph module: by it, undo knows that the graph that comes out is the one that went in."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Hashable
+
+import torch
+from torch.fx import GraphModule
+
+from fxopt.rewriting.edits import ADDRESS, target_text
+from fxopt.rewriting.record import PassRecord
+from fxopt.rewriting.weights import PLAIN, PROVENANCE
+
+
+def fingerprint(graph_module: GraphModule) -> str:
+    """Digests of a graph module but for the values of its tensors, the same in every process.
+
+    The first is of the nodes (names, order, operators, targets, arguments), the second of the modules (names, types,
+    options, training flags) with their parameters and buffers (names, shapes, dtypes, devices, `requires_grad`,
+    and which of them are the same tensor), the third of their order.
+    """
+    nodes = [
+        f"{n.name} {n.op} {target_text(n.target)} {n.args!r} {n.kwargs!r}" for n in graph_module.graph.nodes
+    ]
+    entries: list[tuple[str, int, str]] = []
+    _describe("", graph_module, entries)
+    first: dict[int, str] = {}  # what is one module or tensor has the least of its names
+    for path, identity, _ in entries:
+        first[identity] = min(path, first.get(identity, path))
+    modules = [f"{path} {text} {first[identity]}" for path, identity, text in entries]
+    return " ".join(map(_digest, (nodes, sorted(modules), modules)))
+
+
+def _digest(lines: list[str]) -> str:
+    text = "\n".join(lines)
+    text = ADDRESS.sub("", text) if " at 0x" in text else text
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
+    """Append path, identity and description of a module, and of each module and tensor in it."""
+    held = vars(module)
+    options = [(k, v) for k, v in held.items() if isinstance(v, PLAIN) and k[0] != "_" and k != PROVENANCE]
+    entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
+    for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
+        if tensor is not None:
+            kind = type(tensor).__name__
+            text = _text_of(kind, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            entries.append((f"{path}.{name}", id(tensor), text))
+    for name, child in held["_modules"].items():
+        if child is not None and not isinstance(child, PassRecord):
+            _describe(f"{path}.{name}", child, entries)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(*facts: Hashable) -> str:
+    return repr(facts)
