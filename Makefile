@@ -54,6 +54,12 @@ pictures: docs/images/capture.svg docs/images/call.svg
 docs/images/%.svg: docs/images/%.dot
 	dot -Tsvg $< -o $@
 
+# The picture of a report in the README, of the run in RUN; it needs chromium. Made of `fxopt validate --model bert-small --model resnet-small`.
+RUN ?= reports/latest
+picture:
+	chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=10000 --window-size=1280,1150 --screenshot=docs/images/report.png \
+		"file://$(abspath $(RUN))/report.html#view=latency"
+
 clean:
 	rm -rf $(VENV)
 

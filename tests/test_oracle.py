@@ -332,6 +332,27 @@ def test_strides_are_compared_where_they_are_promised():
     assert "strides" in Oracle(Plain(), [image], strides=True).judge(Channels()).reason
 
 
+def test_strides_of_views_count_and_those_of_a_model_that_varies_them_do_not():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return (x + 1).transpose(0, 1)
+
+    class Copies(nn.Module):
+        def forward(self, x):
+            return (x + 1).transpose(0, 1).contiguous()
+
+    class Varies(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (x + 1).transpose(0, 1).contiguous() if self.calls % 3 == 1 else (x + 1).transpose(0, 1)
+
+    assert "output: expected the strides" in Oracle(Plain(), [X], strides=True).judge(Copies()).reason
+    assert Oracle(Plain(), [X], strides=True).judge(Plain()).grade is Grade.BIT_EXACT
+    assert Oracle(Varies(), [X], strides=True).judge(Copies()).grade is Grade.BIT_EXACT
+
+
 def test_numbers_that_are_nan_in_both_are_equal():
     compare((X, float("nan")), (X, float("nan")))
     with pytest.raises(AssertionError, match="expected nan, got 1"):

@@ -148,6 +148,7 @@ class Subject:
                     captured_wide=captured_wide,
                     rtol=self.rtol,
                     floor=FLOOR,
+                    strides=self.entry.given,
                 )
         return self._oracles[dtype]
 

@@ -42,6 +42,7 @@ MOST_GRAPHS = 8
 _MOST_FAILURES = 2  # how often to try for one structure
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_FORGOTTEN = 8  # how often weights or modules may change
+_EVERY = 16  # in how many calls of a model without graphs to ask once if it has changed, and to try again then
 
 
 @dataclasses.dataclass
@@ -86,7 +87,7 @@ class Graphs:
         self._evict = bool if offloaded is None else offloaded.evict
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._forgotten = 0
+        self._forgotten = self._asked = 0
         self._start()
 
     def _start(self) -> None:
@@ -246,6 +247,9 @@ class Graphs:
             return (
                 f"its weights, modules or options have changed {_MOST_FORGOTTEN} times since it was optimized"
             )
+        self._asked += 1
+        if self._vain and not self._graphs and self._asked % _EVERY:
+            return None
         if self._has_changed():
             if swapped(self._module):
                 return ""

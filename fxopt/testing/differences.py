@@ -70,10 +70,8 @@ def compare(
             raise AssertionError(
                 f"{place}: expected {left.dtype} {list(left.shape)}, got {right.dtype} {list(right.shape)}"
             )
-        if strides and _strides(left) != _strides(right):
-            raise AssertionError(
-                f"{place}: expected the strides {left.stride()}, got {right.stride()}; `view` takes one of them alone"
-            )
+        if strides and (text := _other_strides(place, left, right)):
+            raise AssertionError(text)
         absolute, relative = _distance(left, right)
         tensors, values = tensors + 1, values + left.numel()
         if not where or not relative <= max_rel:  # also true for NaN, which must not be lost
@@ -194,6 +192,21 @@ def _a(value: object) -> str:
 
 def _both_nan(left: object, right: object) -> bool:
     return isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
+
+
+def other_strides(expected: object, actual: object) -> str:
+    """Where two like outputs are laid out differently in memory; empty where they are not."""
+    pairs = _pairs(expected, actual, "output")
+    found = (_other_strides(*each) for each in pairs if all(isinstance(value, Tensor) for value in each[1:]))
+    return next(filter(None, found), "")
+
+
+def _other_strides(place: str, left: Tensor, right: Tensor) -> str:
+    if _strides(left) == _strides(right):
+        return ""
+    return (
+        f"{place}: expected the strides {left.stride()}, got {right.stride()}; `view` takes one of them alone"
+    )
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.testing.differences import Difference, compare, ulps
+from fxopt.testing.differences import Difference, compare, other_strides, ulps
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
@@ -51,7 +51,7 @@ class Oracle:
         rtol: tolerance in float64, relative to the largest value of each tensor.
         factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
         floor: and this many units in the last place farther: the reference may be exact by chance.
-        strides: whether outputs must be laid out in memory as those of the reference.
+        strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice.
 
     Attributes:
         probes: the inputs on which candidates are judged.
@@ -85,7 +85,7 @@ class Oracle:
         strides: bool = False,
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
-        self._strides, self._wide = strides, wide
+        self._wide = wide
         self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
@@ -101,6 +101,7 @@ class Oracle:
         self.expected = observe(reference, self._calls)
         self._truth = observe(exact, self._wide_calls)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
+        self._strides = strides and _same_strides(again[0], self.expected)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or not_repeated(again[1], self._truth, rtol)
 
@@ -288,8 +289,8 @@ class Oracle:
             )
         try:
             found = [compare(left, right, dtypes, path=path) for path, left, right in parts]
-            if self._strides and dtypes:
-                compare(expected.result, actual.result, strides=True)
+            if self._strides and dtypes and (text := other_strides(expected.result, actual.result)):
+                raise AssertionError(text)
         except AssertionError as error:
             raise AssertionError(f"{where}{error}") from error
         return found
@@ -297,6 +298,14 @@ class Oracle:
 
 def _apart(worst: Difference) -> str:
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
+
+
+def _same_strides(again: Sequence[Observation], first: Sequence[Observation]) -> bool:
+    """True where two runs on the given inputs lay their outputs out alike."""
+    try:
+        return not other_strides(again[0].result, first[0].result)
+    except AssertionError:  # not even the structure is the same
+        return False
 
 
 def _with(call: Call) -> str:

@@ -357,7 +357,8 @@ def test_calls_for_which_there_is_no_graph_are_described_once(monkeypatch):
     assert torch.equal(fast(x.double().float()), model(x))
     model.bias.add_(1)  # a change: it tries again
     monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
-    assert torch.allclose(fast(x), model(x), atol=1e-6)
+    for _ in range(16):  # not at each call
+        assert torch.allclose(fast(x), model(x), atol=1e-6)
     assert fast.report[-1].reason is None
 
 

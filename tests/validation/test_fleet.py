@@ -103,13 +103,16 @@ def test_a_node_that_is_lost_loses_nothing_and_nothing_that_arrived_runs_again(
     lost = cluster.add_node(num_cpus=1, object_store_memory=2**27)
     cases = [case(f"model-{number % 6}", number, "slow") for number in range(60)]
     arrived: list[Case] = []
+    found: list[Record] = []
     before: set[str] = set()
     for record in engine.run(cases):
         arrived.append(record.case)
+        found.append(record)
         if len(arrived) == 15:
             before = {case.id for case in arrived}
             cluster.remove_node(lost, allow_graceful=False)
     assert sorted(arrived) == sorted(cases)
+    assert outcomes(iter(found)) == outcomes(Pool(made, limit).run(cases, 2)), "the table of one machine"
     assert {name: len(runs) for name, runs in read().items() if name in before} == dict.fromkeys(before, 1)
 
 

@@ -235,6 +235,14 @@ EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     "an output has another name": output(lambda out: {"logit": out["logits"], "states": out["states"]}),
     "the order of the outputs is another": output(lambda out: dict(reversed(out.items()))),
     "the dtype of an output is another": _doubled,
+    "an output is laid out otherwise": after(
+        operator.mul, lambda: Function(lambda x: x.t().contiguous().t())
+    ),
+    "one row is off": after(
+        "second", lambda: Function(lambda x: x + 1e-7 * (torch.arange(len(x)) == 2)[:, None])
+    ),
+    "it is right for positive inputs alone": after("first", lambda: Function(lambda x: x.where(x > -9, -x))),
+    "small values become zero": after("first", lambda: Function(lambda x: x.where(x.abs() > 1e-2, 0 * x))),
 }
 
 ACCURACY = {
@@ -243,6 +251,9 @@ ACCURACY = {
     "it reuses the memory of its result": after(operator.mul, ReusesMemory),
     "it remembers its first result": after(operator.mul, Remembers),
     "it writes its input": _writes_input,
+    "it writes a buffer": _writes_buffer,
+    "an output is lost": EQUIVALENCE["an output is lost"],
+    "an output is laid out otherwise": EQUIVALENCE["an output is laid out otherwise"],
 }
 
 

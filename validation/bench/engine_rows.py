@@ -79,15 +79,7 @@ def compare(
     found: dict[str, dict[str, Any]] = {name: {} for name in engines}
 
     def each(step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
-        for name in [name for name, values in found.items() if "reason" not in values]:
-            say(f"{model}, {precision}, {threads} threads, {doing}: {name}")
-            try:
-                with quiet():
-                    found[name] |= step(name)
-            except Exception as error:  # whatever an engine makes of a model
-                if name == EAGER:
-                    raise
-                found[name] = {"reason": reason(error)}
+        _tried(found, step, lambda name: say(f"{model}, {precision}, {threads} threads, {doing}: {name}"))
 
     if alone:  # before engines hold memory here
         each(lambda name: _of_first_call(alone(name)), "first call")
@@ -98,14 +90,8 @@ def compare(
     turns: dict[str, Callable[[], float]] = {}
 
     def ready(name: str) -> dict[str, float]:
-        start = time.perf_counter()
-        prepared = engines[name](workload.model, workload.inputs, threads)
-        outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
-        call = FirstCall(time.perf_counter() - start, math.nan, math.nan)
+        turn, outputs, call = _ready(engines[name], workload, threads)
         agreement = dataclasses.asdict(exactness(outputs, eager, exact))
-        turn = _turn(prepared, workload)
-        for _ in range(WARM_UP):
-            turn()
         turns[name] = turn
         return agreement if alone else agreement | _of_first_call(call)
 
@@ -116,8 +102,7 @@ def compare(
         times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
         during = others.cores()
     torch._dynamo.reset()  # what it compiled holds the model
-    peak = max(peak, gemm_peak())
-    idle = max(before, during) < BUSY
+    peak, idle = max(peak, gemm_peak()), max(before, during) < BUSY
     for name, measured in times.items():
         found[name] |= _of_times(measured, times[EAGER], flops, peak)
         found[name]["error_ratio"] = _ratio(found[name]["error"], found[EAGER]["error"])
@@ -125,6 +110,37 @@ def compare(
         Row(model, precision, threads, name, idle=idle, busy_before=before, busy_during=during, **values)
         for name, values in found.items()
     ]
+
+
+def _tried(
+    found: dict[str, dict[str, Any]],
+    step: Callable[[str], Mapping[str, Any]],
+    begun: Callable[[str], object],
+) -> None:
+    """Take a step with each engine that has not failed; one that fails now has its reason and nothing else."""
+    for name in [name for name, values in found.items() if "reason" not in values]:
+        begun(name)
+        try:
+            with quiet():
+                found[name] |= step(name)
+        except Exception as error:  # whatever an engine makes of a model
+            if name == EAGER:
+                raise
+            found[name] = {"reason": reason(error)}
+
+
+def _ready(
+    prepare: Prepare, workload: Workload, threads: int
+) -> tuple[Callable[[], float], list[torch.Tensor], FirstCall]:
+    """Make an engine ready and warm: its turn, its first outputs, and the time that they took."""
+    start = time.perf_counter()
+    prepared = prepare(workload.model, workload.inputs, threads)
+    outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+    call = FirstCall(time.perf_counter() - start, math.nan, math.nan)
+    turn = _turn(prepared, workload)
+    for _ in range(WARM_UP):
+        turn()
+    return turn, outputs, call
 
 
 def _turn(prepared: Prepared, workload: Workload) -> Callable[[], float]:

@@ -131,7 +131,7 @@ class _Timed(Interpreter):
 
 def _operator(traced: TracedModule, node: Node) -> str:
     if node.op != "call_module":
-        return name_of(node) or str(node.target)
+        return name_of(node) or getattr(node.target, "__name__", str(node.target))
     module = traced.get_submodule(str(node.target))
     return type(module).__name__ + (f", {module.kernel}" if hasattr(module, "kernel") else "")
 

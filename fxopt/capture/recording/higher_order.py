@@ -1,7 +1,7 @@
 """Higher-order operators, as the calls of torch that they stand for: `while_loop`, `scan`, `map`, `flex_attention`.
 
 They exist so that a compiler need not look into Python's loops. A capture does look: a loop over a dimension is unrolled.
-`conditional.py` makes a node of `torch.cond`.
+`cond_branches.py` makes a node of `torch.cond`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.call_targets import property_name
 from fxopt.capture.nodes.source_location import makes_calls
-from fxopt.capture.recording.conditional import conditional
+from fxopt.capture.recording.cond_branches import conditional
 from fxopt.capture.recording.higher_order import expansion
 from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
 from fxopt.capture.recording.recorder import Call, Recorder, Rewrite
