@@ -226,3 +226,57 @@ def test_a_change_of_an_input_with_slots_is_refused():
 
     with pytest.raises(fxopt.TraceError, match=r"the forward changes its input args\[0\]"):
         fxopt.trace(Does(forward), (Slotted(X),))
+
+
+class Noise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return x + torch.rand(4, generator=self.generator)
+
+
+def test_a_generator_of_a_module_is_refused_and_goes_on_in_a_leaf():
+    model, eager = torch.nn.Sequential(Noise()), torch.nn.Sequential(Noise())
+    x = torch.randn(3, 4)
+    with pytest.raises(fxopt.TraceError, match="drawn from a torch.Generator, of which a graph has none"):
+        fxopt.trace(model, (x,))
+    traced = fxopt.trace(model, (x,), leaf_modules="0")
+    for _ in range(2):
+        assert torch.equal(traced(x), eager(x))
+
+
+class Packs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = torch.nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.rnn(packed)[1]
+
+
+@pytest.mark.parametrize("specialize", [False, True])
+def test_a_packed_sequence_is_refused_with_what_to_do(specialize):
+    inputs = (torch.randn(3, 6, 4), torch.tensor([6, 2, 4]))
+    with pytest.raises(fxopt.TraceError, match="is given a packed sequence.*give it the padded sequence"):
+        fxopt.trace(Packs(), inputs, specialize=specialize)
+
+
+def test_a_packed_sequence_as_an_input_is_refused():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(fxopt.TraceError, match="packed sequence"):
+        fxopt.trace(torch.nn.GRU(4, 4), (packed,), specialize=True)
+
+
+def test_a_tensor_where_there_was_none_is_named_by_its_shape():
+    class Optional(torch.nn.Module):
+        def forward(self, x, mask=None):
+            return x if mask is None else x * mask
+
+    traced = fxopt.trace(Optional(), (torch.ones(3), None))
+    with pytest.raises(
+        fxopt.GuardError, match=r"'mask' is a tensor of shape \(3,\); the graph was captured for None"
+    ):
+        traced(torch.ones(3), torch.ones(3))

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.errors import TraceError
 
 # Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
@@ -42,7 +42,8 @@ class FakeModel:
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
     tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
-    that an earlier call left; the tensors among it are `stale`, no value of this call, but those whose values are `known`.
+    that an earlier call left. `known` are the values of tensors and sizes in it, by identity; the other tensors are `stale`,
+    no value of this call, and whoever uses another size calls `refuse`.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class FakeModel:
         fake_mode: FakeTensorMode,
         layers: Collection[int],
         changes: Changes | None = None,
-        known: Mapping[int, torch.Tensor] | None = None,
+        known: Mapping[int, Any] | None = None,
+        refuse: Callable[[], None] = lambda: None,
     ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
@@ -81,16 +83,28 @@ class FakeModel:
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
+        self._held: dict[int, tuple[Any, ...]] = {}
         self._containers = recorded_modules(self.model, self._layers)
         self._own = {
             id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
         }
+        # Tensors that are in lists, dicts and objects at first: another one in their place is a change.
+        snapshots = [value for value in self.state({}).values() if isinstance(value, Snapshot)]
+        held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
+        self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
         for (name, key), value in (changes or {}).items():
             if isinstance(value, Snapshot):
-                kept, stand_ins = value.kept, self._stand_ins(value, known or {})
-                value = copy.deepcopy(kept, stand_ins) if stand_ins else kept
-            setattr(self.model.get_submodule(name), key, value)
+                if value.in_closure and (value.tensors or value.sizes):
+                    raise TraceError(
+                        f"a function that {key!r} holds keeps a tensor or a size for a later call."
+                    )
+                stand_ins = self._stand_ins(value, known or {}, refuse)
+                value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
+            if type(value) is UnusableNumber:
+                vars(self.model.get_submodule(name))[key] = value  # `nn.Module` would ask what it is
+            else:
+                setattr(self.model.get_submodule(name), key, value)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
@@ -128,16 +142,17 @@ class FakeModel:
         """
 
         def named(tensor: torch.Tensor) -> Any:
-            return self._own.get(id(aliases.get(id(tensor), tensor)), MADE)
+            key = id(aliases.get(id(tensor), tensor))
+            return self._own.get(key) or self._held.get(key, (MADE,))[0]
 
         state: Changes = {}
         contents = SnapshotMaker(named)
         for name, module in self._containers:
             for key, value in _attributes(module):
-                if isinstance(value, _PLAIN):
+                if type(value) is UnusableNumber:
+                    state[name, key] = contents(value)
+                elif isinstance(value, _PLAIN):
                     state[name, key] = value
-                elif isinstance(value, SymbolicNumber):
-                    state[name, key] = [str(value)]
                 elif _is_tensor(value):
                     own = named(value)
                     state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
@@ -151,16 +166,12 @@ class FakeModel:
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """Give the attributes that the forward has changed, with their values now; an empty list where no later call can be given one."""
+        """Give the attributes that the forward has changed, with their values now."""
         after = self.state(aliases)
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
         )
-        now = {key: after.get(key) for key in changed}
-        return {
-            key: [] if isinstance(value, Snapshot) and value.tensors is None else value
-            for key, value in now.items()
-        }
+        return {key: after.get(key) for key in changed}
 
     def unchanged_buffers(self) -> set[str]:
         """The names of the buffers that the forward has neither replaced nor written."""
@@ -188,10 +199,14 @@ class FakeModel:
             [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
         )
 
-    def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """For the identity of each tensor that an earlier call left, and that is not the model's own, what a run gets."""
-        tensors = snapshot.tensors or ()
-        return {id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in tensors}
+    def _stand_ins(
+        self, snapshot: Snapshot, known: Mapping[int, Any], refuse: Callable[[], None]
+    ) -> dict[int, Any]:
+        """For the identity of each tensor and size that an earlier call left what a run gets."""
+        tensors = {
+            id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in snapshot.tensors
+        }
+        return tensors | {id(s): known.get(id(s), UnusableNumber(refuse)) for s in snapshot.sizes}
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import pickle
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.objects import is_open
+from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
@@ -21,40 +24,51 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `kept` is the object itself, and `tensors` are those in it: None if there are free sizes."""
+    """All that is in an object; `kept` is the object itself, `tensors` and `sizes` are the tensors and free sizes in it.
+
+    `in_closure` says that a function in it holds variables, which `copy.deepcopy` does not copy.
+    """
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)
-    tensors: tuple[torch.Tensor, ...] | None = dataclasses.field(default=(), compare=False)
+    tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
+    sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+    in_closure: bool = dataclasses.field(default=False, compare=False)
 
 
 class SnapshotMaker:
-    """Describes objects; `named` gives the name of a tensor. One object is described once."""
+    """Describes objects; `named` gives the name of a tensor, `sized` that of a size. One object is described once."""
 
-    def __init__(self, named: Callable[[torch.Tensor], Any]) -> None:
-        self._named = named
+    def __init__(self, named: Callable[[torch.Tensor], Any], sized: Callable[[Any], Any] = str) -> None:
+        self._named, self._sized = named, sized
         self._known: dict[int, Snapshot] = {}
         # Objects that can be changed, in the order in which they were met in the one described now.
         self._met: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
-        self._has_sizes = False
+        self._sizes: list[Any] = []
+        self._in_closure = False
 
     def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
-            self._tensors, self._has_sizes, self._met = [], False, {}
+            self._tensors, self._sizes, self._met, self._in_closure = [], [], {}, False
             parts = self._parts(value)
-            self._known[id(value)] = Snapshot(parts, value, None if self._has_sizes else tuple(self._tensors))
+            self._known[id(value)] = Snapshot(
+                parts, value, tuple(self._tensors), tuple(self._sizes), self._in_closure
+            )
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
+        if type(value) is UnusableNumber:
+            self._sizes.append(value)
+            return "a size of an earlier call"
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
         if isinstance(value, torch.Tensor):
             self._tensors.append(value)
             return self._named(value)
         if isinstance(value, SymbolicNumber):
-            self._has_sizes = True
-            return str(value)
+            self._sizes.append(value)
+            return self._sized(value)
         kind = type(value).__qualname__
         if id(value) in self._met:
             return kind, self._met[id(value)]
@@ -71,6 +85,18 @@ class SnapshotMaker:
             return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
         if is_open(value):
             return kind, self._parts(vars(value))
+        if isinstance(value, functools.partial):
+            return kind, self._parts((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return kind, self._parts((value.__self__, value.__func__))
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            self._in_closure = True
+            filled = [cell.cell_contents for cell in value.__closure__ if cell != types.CellType()]
+            return kind, self._parts(tuple(filled))
+        if isinstance(value, bytearray):
+            return kind, bytes(value)
+        if "__slots__" in vars(type(value)):
+            return kind, self._parts(attributes(value))
         return kind  # nothing more is known about it
 
     def _parts_of_one(self, item: Any) -> Any:

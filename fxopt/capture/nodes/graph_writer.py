@@ -139,6 +139,11 @@ class GraphWriter:
             return self._construct(value)
         if is_open(value):
             return self.containers.node(value)
+        if isinstance(value, torch.Generator):
+            raise TraceError(
+                "random numbers are drawn from a torch.Generator, of which a graph has none: leave `generator=` out, so that "
+                f"torch's own generator is used, or make the module that draws a leaf (leaf_modules=...). {self.where()}"
+            )
         raise TraceError(
             f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
             f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.patches.replaced import replaced
 from fxopt.capture.recording.random_state import PythonRandomState, generators, reason, restore, state_of
 
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
-_OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subclasshook__"}
 
 
 def patch_random_numbers(
@@ -76,33 +76,9 @@ def _draws(
                 if not isinstance(drawn, numbers.Number):
                     return drawn
                 restore(name, before)
-                return _UnusableNumber(lambda: refuse(reason(name)))
+                return UnusableNumber(lambda: refuse(reason(name)))
 
             stack.enter_context(replaced(sys.modules[name], function, draw))
-
-
-class _UnusableNumber:
-    """Stands for a number that nobody can know: whatever is done with it calls `refuse`, which raises.
-
-    It is no float, because functions in C read the number in a float without asking its class.
-    """
-
-    __slots__ = ("refuse",)
-
-    def __init__(self, refuse: Callable[[], None]) -> None:
-        object.__setattr__(self, "refuse", refuse)
-
-    def __getattribute__(self, name: str) -> Any:
-        _use(self)
-
-
-def _use(number: _UnusableNumber, *args: Any, **kwargs: Any) -> None:
-    object.__getattribute__(number, "refuse")()
-
-
-# Python looks for what operators and builtins do in the class.
-for _name in {*dir(float), *dir(int)} - {*vars(_UnusableNumber), *_OF_CLASSES}:
-    setattr(_UnusableNumber, _name, _use)
 
 
 def _entropy(stack: contextlib.ExitStack, active: Any, refuse: Callable[[str], None]) -> None:

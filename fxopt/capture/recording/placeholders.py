@@ -178,6 +178,8 @@ class Placeholders:
                 if (where, dim) in self._request.at_one:
                     example = example.narrow(dim, 0, 1).contiguous()
                     del choices[dim]
+                elif (where, dim) in self._request.sizes:
+                    example = _resized(example, dim, self._request.sizes[where, dim])
         if self._request.shared_inputs and id(value) in self._given:
             fake, first = self._given[id(value)]
             self.expected.append(dataclasses.replace(first, name=name, path=path))
@@ -229,7 +231,8 @@ class Placeholders:
         given = copy.deepcopy(value)
         if not same_value(given, value):
             raise TraceError(
-                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one."
+                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one. "
+                "Give tensors, numbers, and tuples, lists, dicts, dataclasses and plain objects of them."
             )
         if path and value == self._writer.device:
             return given  # where an object lives; another device is no error in itself
@@ -242,6 +245,7 @@ class Placeholders:
         if (source.name, None) in self._request.at_one:
             self.expected.append(NumberSpec(name, path, 1))
             return 1
+        value = self._request.sizes.get((source.name, None), value)
         symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self._free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
         self.expected.append(NumberSpec(name, path, symbol))
@@ -280,6 +284,12 @@ class Placeholders:
     def _resolved(self, size: Any) -> int | str:
         expression = self._shape_env.replace(sympy.sympify(size))
         return int(expression) if expression.is_number else python_expression(expression)
+
+
+def _resized(example: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The example with another size, in which it begins anew where it ends."""
+    places = torch.arange(size, device=example.device) % example.shape[dim]
+    return example.index_select(dim, places).requires_grad_(example.requires_grad)
 
 
 def _where(name: str, path: Path) -> str:

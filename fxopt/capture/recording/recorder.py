@@ -200,6 +200,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
+        self._refuse_packed((*args, *kwargs.values()))
         of_torch = type(module).__module__.startswith("torch.nn.")
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
@@ -242,12 +243,21 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a module whose own forward is recorded."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
+        if isinstance(module, torch.nn.RNNBase):
+            self._refuse_packed((*args, *kwargs.values()))
         if module._backward_hooks or module._backward_pre_hooks:
             self.fail(
                 f"module {name!r} has backward hooks, which a graph cannot hold: make it a leaf (leaf_modules=...)"
             )
         with self.writer.inside(name, module):
             return module._call_impl(*args, **kwargs)
+
+    def _refuse_packed(self, args: Any) -> None:
+        if any(isinstance(value, torch.nn.utils.rnn.PackedSequence) for value in args):
+            self.fail(
+                "a layer is given a packed sequence, whose lengths are numbers in a tensor that decide on the sizes of "
+                "others: give it the padded sequence, and leave out by a mask what lies behind the lengths"
+            )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -26,9 +26,10 @@ class Request:
     `at_one` says which of the free sizes are 1 this time. `answers` is the script of outcomes of branches; with `specialize`
     the example inputs decide the others. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
     them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
-    the state of the model that an earlier call left, `known` the values of tensors in it, by identity, and `hooks` are the
-    hooks of each module, before and after its forward. Shared by all captures are `raising`, whether functions of torch
-    were seen to raise for one outcome of a condition, `results`, what calls gave, and `running`, the functions that made
+    the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
+    are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared
+    by all captures are `raising`, whether functions of torch were seen to raise for one outcome of a condition, `results`,
+    what calls gave, and `running`, the functions that made
     calls.
     """
 
@@ -43,8 +44,9 @@ class Request:
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
     earlier: Changes | None = None
-    known: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
     running: RunningCode = dataclasses.field(default_factory=RunningCode)

@@ -1,117 +1,206 @@
-"""Tensors that a forward keeps for later calls and that are the same at each: tables of positions, grids, masks.
+"""What a forward keeps in the model for later calls and makes of sizes, constants and buffers alone: tables of positions,
+grids, masks.
 
-Such a tensor is made of fixed sizes, constants and buffers. Where a later call reads what an earlier one made, the graph
-makes it anew, which is equal.
+Where a later call reads what an earlier one made, the graph makes it anew. That is equal if a call gives the same after
+any other call as it gives first. Calls are tried at several sizes, one after the other: each runs on fakes, but for what
+was kept, which is computed. A call that compares its sizes with a number is tried on both sides of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.snapshots import Snapshot
-from fxopt.capture.nodes.comparison import calls_of, same_calls, same_constants
+from fxopt.capture.fakes.fake_model import Changes
+from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.capture.recording.request import Request
+from fxopt.capture.runs.equivalence import translation
+from fxopt.capture.runs.partial_evaluation import PartialEvaluation, same_tensors
 from fxopt.capture.runs.run_result import RunResult
-from fxopt.effects import written_by
+from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
+
+# How many calls are tried before the state is taken for one that does not come to rest.
+_MOST_RUNS = 80
+_MOST_NUMBERS = 4_000_000
+_LONGER = (37, 9, 3, 2)
+_OTHER = (2, 3, 4, 5, 6, 8, 9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 448, 512, 1024)
+_LADDER = tuple(sorted({2**n + d for n in range(13) for d in (-1, 0, 1)} - {0}))
+
+Record = Callable[[Request], RunResult]
+# A size for each symbol that is free.
+Sizes = Mapping[str, int]
 
 
-class CachedValues:
-    """The tensors that a run has left in the model and that depend on nothing that varies; `known` are their values,
-    by the identity of the tensors."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _State:
+    """What calls have left in the model, with the values of tensors and sizes in it that are known, by identity."""
 
-    def __init__(self, run: RunResult) -> None:
-        self._run = run
-        buffers = run.request.model.named_buffers()
-        self._buffers = {name: buffer for name, buffer in buffers if name in run.unchanged_buffers}
-        self._values: dict[torch.fx.Node, Any] = {}
-        self._nodes = {key: node for key, node in _nodes_of_kept(run).items() if self._is_known(node)}
-        self.known = {key: self._values[node].clone() for key, node in self._nodes.items()}
+    changes: Changes
+    known: Mapping[int, Any]
+    hooks: Mapping[str, Any]
 
-    def same(self, again: RunResult) -> bool:
-        """Tell whether `again`, which found the `known` tensors, makes the calls that this run makes with its own."""
-        kept = {key: f"kept{number}" for number, key in enumerate(self.known)}
-        graph, constants = self._without_values({self._nodes[key]: name for key, name in kept.items()})
-        names = {id(real): kept[key] for key, real in self.known.items()}
-        other, others = _renumbered(_copied(again.graph)[0], again.constants, names)
-        calls, its = calls_of(graph), calls_of(other)
-        return (
-            again.state == self._run.state
-            and not again.changed_outside
-            and len(calls) == len(its)
-            and same_constants(constants, others)
-            and same_calls(list(zip(calls, its, strict=True)), lambda mine, size: bool(mine == size))
+    def parts(self) -> dict[Any, Any]:
+        """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
+        describe = SnapshotMaker(
+            lambda t: _Content(self.known.get(id(t))), lambda size: self.known.get(id(size))
         )
+        return {
+            key: describe(value.kept).parts if isinstance(value, Snapshot) else value
+            for key, value in self.changes.items()
+        }
 
-    def _is_known(self, node: torch.fx.Node) -> bool:
-        """Tell whether a node has one value at each call, which is computed here."""
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                self._value(node)
-                return torch.equal(torch.get_rng_state(), state)
-        except LookupError:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Content:
+    value: torch.Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Content) or self.value is None or other.value is None:
+            return isinstance(other, _Content) and self.value is other.value
+        return same_tensors(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that was tried: the graph of it, and what it has left."""
+
+    made: RunResult
+    evaluation: PartialEvaluation
+    state: _State
+
+
+class RepeatedCalls:
+    """Calls of a forward one after the other, `made` being the first one; `record` runs the forward."""
+
+    def __init__(self, made: RunResult, record: Record) -> None:
+        self._made, self._record = made, record
+        self._runs = 0
+        self._first: dict[tuple[int, ...], _Call] = {}
+        self._hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
+        self._asked = guards_of(made.free.asked(), made.shape_env.replace)
+        self._guards = [*guards_of(made.relied_on(), made.shape_env.replace), *self._asked]
+
+    def check(self) -> None:
+        """Raise TraceError, with the reason, where a call may give something else after another call."""
+        main, others = self._samples()
+        left = [(self._first_call(sizes).state, main, True) for sizes in main]
+        left[0] = (left[0][0], [*main, *others], True)
+        left += [(self._first_call(sizes).state, main[:1], False) for sizes in others]
+        seen = [state.parts() for state, *_ in left]
+        while left:
+            state, samples, crosses = left.pop(0)
+            tried = list(samples)
+            for sizes in tried:  # which grows meanwhile
+                after = self._call(sizes, state)
+                if not self._first_call(sizes).evaluation.same(after.evaluation):
+                    raise TraceError("a later call computes something else with it")
+                if after.made.changed_outside:
+                    raise TraceError("a later call changes state outside of the model")
+                if (parts := after.state.parts()) not in seen:
+                    seen.append(parts)
+                    left.append((after.state, main, crosses and sizes in samples))
+                if crosses:
+                    tried += self._beyond(after.made, sizes, tried)
+
+    def _beyond(self, after: RunResult, sizes: Sizes, tried: list[Sizes]) -> list[Sizes]:
+        """Sizes on the other side of each condition that a later call asks of sizes, and the first one does not."""
+        found: list[Sizes] = []
+        for guard in guards_of(after.relied_on(), translation(self._made, after, {})):
+            known = guard in self._guards or not set(guard.symbols) <= self._hints.keys()
+            if not known and all(guard.holds(dict(each)) for each in tried):
+                beyond = ({**sizes, symbol: size} for symbol in guard.symbols for size in _LADDER)
+                found += itertools.islice(
+                    (s for s in beyond if not guard.holds(dict(s)) and self._holds(s)), 1
+                )
+        return found
+
+    def _samples(self) -> tuple[list[Sizes], list[Sizes]]:
+        """The example's sizes, longer and shorter ones; and sizes of which one alone is another one."""
+        main: list[Sizes] = [self._hints]
+        for factor in _LONGER if self._hints else ():
+            longer = {symbol: size * factor for symbol, size in self._hints.items()}
+            if self._holds(longer) and self._numbers(longer) < _MOST_NUMBERS:
+                main.append(longer)
+                break
+        ones = dict.fromkeys(self._hints, 1)
+        if self._hints and self._is_possible(ones):
+            main.append(ones)
+        others: list[Sizes] = []
+        for symbol, size in self._hints.items():
+            larger = ({**self._hints, symbol: n} for n in _OTHER if n > size)
+            others += itertools.islice((sizes for sizes in larger if self._holds(sizes)), 1)
+            if self._is_possible(one := {**self._hints, symbol: 1}):
+                others.append(one)
+        return main, [sizes for sizes in others if sizes not in main] if len(self._hints) > 1 else []
+
+    def _holds(self, sizes: Sizes) -> bool:
+        return all(guard.holds(dict(sizes)) for guard in self._guards)
+
+    def _is_possible(self, sizes: Sizes) -> bool:
+        """Tell whether the forward takes these sizes, which its guards may exclude: graphs are captured at sizes of 1, too."""
+        if not all(guard.holds(dict(sizes)) for guard in self._asked):
             return False
+        try:
+            self._first_call(sizes)
+        except TraceError:
+            return False
+        return True
 
-    def _value(self, node: torch.fx.Node) -> Any:
-        """The value of a node; LookupError where it has none before the graph runs."""
-        if node not in self._values:
-            target: Any = node.target
-            constants = self._run.constants
-            if node.op == "get_attr":
-                self._values[node] = constants[target] if target in constants else self._buffers[target]
-            elif target is getattr and node.args[1] == "device":
-                self._values[node] = self._run.request.device()
-            elif node.op not in ("call_function", "call_method") or written_by(node, None) != ():
-                raise LookupError(node)
-            else:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._value)
-                call = target if node.op == "call_function" else getattr(torch.Tensor, target)
-                self._values[node] = call(*args, **kwargs)
-        return self._values[node]
+    def _numbers(self, sizes: Sizes) -> int:
+        """How many numbers the inputs hold at these sizes, at most."""
+        factor = 1
+        for symbol, size in sizes.items():
+            factor *= max(1, size // max(1, self._hints[symbol]))
+        return factor * sum(tensor.numel() for tensor in tensors_in(self._made.request.inputs))
 
-    def _without_values(
-        self, names: Mapping[torch.fx.Node, str]
-    ) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
-        """A copy of the graph in which these nodes are attributes of these names, and its constants."""
-        graph, copies = _copied(self._run.graph)
-        for node, name in names.items():
-            with graph.inserting_before(copies[node]):
-                copies[node].replace_all_uses_with(graph.get_attr(name))
-        computed = {copies[node] for node in self._values}
-        for node in reversed(graph.nodes):
-            if node in computed and not node.users:
-                graph.erase_node(node)
-        return _renumbered(graph, self._run.constants, {})
+    def _first_call(self, sizes: Sizes) -> _Call:
+        """A call of the model as the user gave it."""
+        key = tuple(sizes[symbol] for symbol in self._hints)
+        if key not in self._first:
+            self._first[key] = self._call(sizes, None)
+        return self._first[key]
 
-
-def _nodes_of_kept(run: RunResult) -> dict[int, torch.fx.Node]:
-    """The nodes of the tensors that a run has left in the model, by the identity of the tensors."""
-    snapshots = [value for value in run.changes.values() if isinstance(value, Snapshot)]
-    made = {id(t): run.made_by(t) for snapshot in snapshots for t in snapshot.tensors or ()}
-    return {key: node for key, node in made.items() if node is not None}
-
-
-def _copied(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
-    copied = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copied.node_copy(node, copies.__getitem__)
-    return copied, copies
+    def _call(self, sizes: Sizes, state: _State | None) -> _Call:
+        self._runs += 1
+        if self._runs > _MOST_RUNS:
+            raise TraceError("it is another one after each call")
+        request = self._made.request
+        symbols = {str(symbol): size for symbol, size in sizes.items()}
+        chosen = {}
+        for free in self._made.free.dimensions:
+            expression = self._made.shape_env.replace(free.symbol)
+            value = expression.xreplace({s: symbols[str(s)] for s in expression.free_symbols})
+            chosen[free.where, free.dim] = int(value)
+        request = dataclasses.replace(request, sizes=chosen)
+        if state is not None:
+            request = dataclasses.replace(
+                request, earlier=state.changes, known=state.known, hooks=state.hooks
+            )
+        made = self._made if state is None and sizes == self._hints else self._record(request)
+        evaluation = PartialEvaluation(made)
+        return _Call(made, evaluation, _left(made, evaluation, state))
 
 
-def _renumbered(
-    graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor], names: Mapping[int, str]
-) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
-    """The graph with its constants numbered as it uses them; those in `names`, by identity, get these names."""
-    numbered: dict[int, str] = {}
-    used: dict[str, torch.Tensor] = {}
-    for node in graph.nodes:
-        tensor = constants.get(str(node.target)) if node.op == "get_attr" else None
-        if tensor is not None and id(tensor) in names:
-            node.target = names[id(tensor)]
-        elif tensor is not None:
-            node.target = numbered.setdefault(id(tensor), f"constant{len(numbered)}")
-            used[node.target] = tensor
-    return graph, used
+def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None) -> _State:
+    """The state after a call."""
+    known: dict[int, Any] = {}
+    # A tensor in the place of an earlier one is no change that can be seen.
+    keys = made.changes.keys() | (earlier.changes.keys() if earlier else set())
+    left = {key: made.state.get(key) for key in sorted(keys)}
+    for value in left.values():
+        if isinstance(value, Snapshot):
+            sizes = [size for size in value.sizes if type(size) is not UnusableNumber]
+            known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
+            values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
+            known |= {key: tensor for key, tensor in values.items() if tensor is not None}
+    return _State(left, known, made.hooks)

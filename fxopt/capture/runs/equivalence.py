@@ -30,7 +30,7 @@ def equivalent(capture: RunResult, other: RunResult) -> bool:
     names = None if pairs is None else matched_unbacked_symbols(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
-    translated = _translation(capture, other, names)
+    translated = translation(capture, other, names)
     same_size = _same_size(capture, translated)
 
     return (
@@ -53,7 +53,7 @@ def subsumes(
     names = matched_unbacked_symbols(pairs)
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
-    translated = _translation(capture, other, names)
+    translated = translation(capture, other, names)
     same_size = _same_size(capture, translated)
 
     constants, others = capture.constants, other.constants
@@ -73,7 +73,7 @@ def subsumes(
 
 def is_steady_state(capture: RunResult, again: RunResult) -> bool:
     """Tell whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
-    translated = _translation(capture, again, {})
+    translated = translation(capture, again, {})
     same_size = _same_size(capture, translated)
 
     return (
@@ -90,13 +90,13 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
     if capture.left_out.keys() != other.left_out.keys():
         return None  # there, the graph would need checks that it does not have
-    translation = _translation(capture, other, {})
+    in_symbols = translation(capture, other, {})
 
     def at_one(expression: Any) -> Any:
         return capture.shape_env.replace(expression).xreplace(dict.fromkeys(ones, sympy.Integer(1)))
 
     def translated(expression: Any) -> Any:
-        return at_one(translation(expression))
+        return at_one(in_symbols(expression))
 
     # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
     idle = {**views_of_same_shape(capture.graph, at_one), **views_of_same_shape(other.graph, translated)}
@@ -132,7 +132,7 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
     return limits | {(a.expr.xreplace(names), None) for a in asserts}
 
 
-def _translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
+def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
     """A function that rewrites a size of `other` in the symbols of `capture`.
 
     `names` has the unbacked symbols of `capture`, where they are called otherwise.

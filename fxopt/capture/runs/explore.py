@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
@@ -15,14 +14,14 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
     SizeAsKeyError,
 )
-from fxopt.capture.fakes.fake_model import refused_change
+from fxopt.capture.fakes.fake_model import Changes, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.branch_settlement import explore_branches
-from fxopt.capture.runs.cached_values import CachedValues
+from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
@@ -61,57 +60,64 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         forget_shape_envs()
 
 
-def _settled(request: Request, like: Outcomes | None = None) -> RunResult:
+def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     """A run with the questions on values settled that can be.
 
-    `like` are the answers of another capture of this forward, whose graph is to hold for this one.
+    `general` is another capture of this forward, whose graph is to hold for this one.
     """
 
     def record(answers: Outcomes) -> RunResult:
         nonlocal request
         try:
             made = ForwardRun(dataclasses.replace(request, answers=answers)).record()
+            if not made.moved:
+                tried = general is not None and general.keeps_tables
+                return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
             return record(answers)
-        if not made.moved:
-            _check_next_call(made)
-            return made
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         request = dataclasses.replace(request, moving=request.moving | made.moved)
         return record(answers)
 
     return (
-        record(Outcomes()) if request.specialize else explore_branches(record, equivalent, if_convert, like)
+        record(Outcomes())
+        if request.specialize
+        else explore_branches(record, equivalent, if_convert, general.request.answers if general else None)
     )
 
 
-def _check_next_call(made: RunResult) -> None:
-    """Raise TraceError if the forward has changed state that could alter what a later call computes.
+def _keeps_tables(made: RunResult, tried: bool) -> bool:
+    """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
     It could not if a second call, which starts from that state, makes the same calls under the same guards and leaves the
-    same state: then so does every later one. Of the tensors that the first one left, it may read those that are the same
-    at each call.
+    same state: then so does every later one. It may read what depends on sizes and constants alone, which is `tried` at
+    several sizes.
     """
     if made.changes:
         refused = refused_change(next(iter(made.changes)))
     elif made.changed_outside:
         refused = refused_outside(next(iter(made.changed_outside)))
     else:
-        return
-    if any(isinstance(value, list) for value in made.changes.values()) or any(made.changed_outside.values()):
+        return False
+    if any(made.changed_outside.values()):
         raise refused
-    again = _second_call(made, {})
-    if again is None or not is_steady_state(made, again):
-        cached = CachedValues(made)
-        again = _second_call(made, cached.known) if cached.known else None
-        if again is None or not cached.same(again):
-            raise refused
+    again = _second_call(made, made.changes)
+    if again is not None and is_steady_state(made, again):
+        return False
+    if made.changed_outside:
+        raise refused
+    if not tried:
+        try:
+            RepeatedCalls(made, lambda request: ForwardRun(request).record()).check()
+        except TraceError as reason:
+            raise TraceError(f"{refused} It is no table of sizes and constants alone: {reason}") from None
+    return True
 
 
-def _second_call(made: RunResult, known: Mapping[int, torch.Tensor]) -> RunResult | None:
-    """A run that starts from what `made` has left; None if it fails, as where it reads tensors that are not `known`."""
-    request = dataclasses.replace(made.request, earlier=made.changes, known=known, hooks=made.hooks)
+def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
+    """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
+    request = dataclasses.replace(made.request, earlier=changes, hooks=made.hooks)
     try:
         return ForwardRun(request).record()
     except TraceError:
@@ -154,7 +160,11 @@ def _captured_with_ones(made: RunResult, ones: Sequence[Any]) -> list[SizeGuard]
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
     request = dataclasses.replace(made.request, at_one=narrowed)
     try:
-        other = _settled(request, made.request.answers)
+        other = _settled(request, made)
     except TraceError:
         return None  # sizes of 1 stay excluded, and the guard says so
+    if other.changes != made.changes and not made.keeps_tables:
+        again = _second_call(made, other.changes)
+        if again is None or not is_steady_state(made, again):
+            return None  # other sizes would read what a call at these leaves
     return size_one_guards(made, other, ones)

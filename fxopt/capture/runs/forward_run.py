@@ -98,7 +98,14 @@ class ForwardRun:
     def _recorder(self) -> Recorder:
         """Build what records the calls of this run."""
         request = self.request
-        shell = FakeModel(request.model, self.fake_mode, request.layers, request.earlier, request.known)
+        shell = FakeModel(
+            request.model,
+            self.fake_mode,
+            request.layers,
+            request.earlier,
+            request.known,
+            self._refuse_earlier,
+        )
         writer = GraphWriter(self.graph, self.sizes, shell, request.device(), request.running)
         if request.specialize:
             self._example = ExampleRun(
@@ -143,10 +150,17 @@ class ForwardRun:
             state=state,
             hooks=shell.hooks(),
             written=shell.written(),
+            originals=shell.originals,
             unchanged_buffers=shell.unchanged_buffers(),
             changed_outside=changed_outside,
             moved=self.placeholders.moved() | recorder.tensor_sizes.written(),
         )
+
+    def _refuse_earlier(self) -> None:
+        reason = "the forward reads what an earlier call has left"
+        if not hasattr(self, "recorder"):
+            raise TraceError(f"{reason}.")  # as the key of a dict, which is being copied
+        self.recorder.fail(reason)
 
     def _fake_inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """Write the placeholders; the arguments of the forward, with fakes for the examples."""

@@ -73,7 +73,7 @@ class ReachableState:
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
             f"{name!r} of {self._scopes[scope].place}": (scope, name) in now
-            and now[scope, name].tensors != ()
+            and bool(now[scope, name].tensors or now[scope, name].sizes)
             for scope, name in sorted(changed)
         }
 

@@ -38,9 +38,11 @@ class RunResult:
         drawn: how often random numbers were drawn.
         changes: what it changed in the state of the model, `state` all of that state, `hooks` the hooks of each module.
         written: the tensors of the user that it writes.
+        originals: the real tensors behind fakes that stand for others than parameters and buffers, by identity.
         unchanged_buffers: the names of those that it does not write.
         changed_outside: what it changed outside of the model, in words, and whether it put a tensor there.
         moved: numbers in inputs and tensors that were taken for constants, though it changes them.
+        keeps_tables: whether later calls read what the forward keeps of sizes and constants, tried at several sizes.
         left_out: by line, what is done after each branch there, and may be left out.
     """
 
@@ -60,10 +62,12 @@ class RunResult:
     state: Changes
     hooks: Mapping[str, Any]
     written: Written
+    originals: Mapping[int, torch.Tensor]
     unchanged_buffers: Set[str]
     changed_outside: Mapping[str, bool]
     moved: Set[str]
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
+    keeps_tables: bool = False
 
     def relied_on(self) -> list[Condition]:
         """The conditions on sizes under which the forward makes the calls that it has made."""

@@ -82,7 +82,7 @@ class InputGuard(torch.nn.Module):
                 _check_number(expected, value, sizes, deferred)
             elif not same_value(value, expected.value):
                 raise GuardError(
-                    f"input {describe(expected)!r} is {value!r}; the graph was captured for {expected.value!r}. "
+                    f"input {describe(expected)!r} is {_named(value)}; the graph was captured for {expected.value!r}. "
                     "Capture again with the value that you need."
                 )
         for subject, size, expression in deferred:
@@ -197,6 +197,11 @@ def _why_fixed(expected: TensorSpec, dim: int) -> str:
     if line is None:
         return "Name the dimension in `dynamic_shapes` to leave it free."
     return f"The forward fixes it, at {line}: capture again with the size that you need."
+
+
+def _named(value: Any) -> str:
+    """A value in an error: a tensor is too long for one."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:

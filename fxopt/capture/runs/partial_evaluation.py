@@ -1,0 +1,222 @@
+"""Partial evaluation: computes whatever in a graph depends on sizes, constants and buffers alone, and says what remains.
+
+Two graphs with the same remaining steps compute the same from the same inputs, whichever way they come to their constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.runs.run_result import RunResult
+from fxopt.capture.runtime import modes
+from fxopt.capture.runtime.input_specs import same_value
+from fxopt.effects import written_by
+from fxopt.operators import is_torch_function
+
+# Calls that read the dtype, device and sizes of the tensor at this place, and none of its numbers.
+_READ_NO_NUMBERS = dict.fromkeys(
+    ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"), 0
+)
+_READ_NO_NUMBERS |= dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), 1)
+# Numbers in a tensor above which nothing is computed.
+_MOST_NUMBERS = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What a remaining step gives."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """A tensor or module of the model, by name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    op: str
+    target: Any
+    arguments: Any
+
+
+class PartialEvaluation:
+    """The graph of a run at the sizes of its example."""
+
+    def __init__(self, run: RunResult) -> None:
+        self._run = run
+        self._constants = {name: tensor.detach().clone() for name, tensor in run.constants.items()}
+        buffers = run.request.model.named_buffers()
+        self._buffers = {name: buffer for name, buffer in buffers if name in run.unchanged_buffers}
+        self._values: dict[torch.fx.Node, Any] = {}
+        self._steps: list[_Step] = []
+        # Steps that write into what was computed before: nothing is known of the graph then.
+        self._spoilt = False
+        with torch.no_grad():
+            for node in run.graph.nodes:
+                self._values[node] = self._value(node)
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that the run made or was given, at its end; None where it is not known."""
+        node = self._run.made_by(tensor)
+        value = self._values.get(node) if node is not None else self._run.originals.get(id(tensor))
+        return value.detach().clone() if isinstance(value, torch.Tensor) and not self._spoilt else None
+
+    def same(self, other: PartialEvaluation) -> bool:
+        """Tell whether the same steps remain of both graphs."""
+        return (
+            not (self._spoilt or other._spoilt)
+            and len(self._steps) == len(other._steps)
+            and all(
+                one.op == its.op and one.target == its.target and _same(one.arguments, its.arguments)
+                for one, its in zip(self._steps, other._steps, strict=True)
+            )
+        )
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        """The value of a node, or the step that gives it."""
+        expected = node.meta.get("val")
+        if isinstance(expected, SymbolicNumber) and expected.node.has_hint():
+            return expected.node.hint
+        if node.op == "get_attr":
+            name = str(node.target)
+            return self._constants.get(name, self._buffers.get(name, _Own(name)))
+        if node.target is getattr and node.args[1:] == ("device",):
+            return self._run.request.device()
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        if node.op in ("call_function", "call_method"):
+            args, kwargs = _without_data(node, args, kwargs)
+            written = written_by(node, None)
+            if not _holds_results((args, kwargs)) and written is not None:
+                computed = self._computed(node, args, kwargs)
+                if computed is not NotImplemented:
+                    return computed
+            if any(isinstance(self._values[each], torch.Tensor) for each in written or ()):
+                self._spoilt = True
+        return self._remaining(node, args, kwargs)
+
+    def _computed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        """The value of a call of torch, NotImplemented if it may be another one at each call."""
+        target: Any = node.target
+        if node.op == "call_method":
+            target = getattr(torch.Tensor, target)
+        elif not is_torch_function(target) or _is_large(node.meta.get("val")):
+            return NotImplemented
+        state = torch.get_rng_state()
+        device = self._run.request.device()
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                value = target(*args, **kwargs)
+                drawn = not torch.equal(torch.get_rng_state(), state)
+        except Exception:
+            return NotImplemented  # it remains a step, as any other that is not computed here
+        return value if not drawn and _is_as_expected(value, node.meta.get("val")) else NotImplemented
+
+    def _remaining(self, node: torch.fx.Node, args: Any, kwargs: Any) -> _Result:
+        if _leaves(node) and self._steps and args[0] == _Result(len(self._steps) - 1):
+            self._steps.pop()  # nothing remains between the node that enters a mode and this one
+            return _Result(-1)
+        # What is computed may be written later, before it is compared.
+        copied = torch.fx.node.map_aggregate((args, kwargs), _copied)
+        self._steps.append(_Step(node.op, node.target, copied))
+        return _Result(len(self._steps) - 1)
+
+
+def same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are equal, up to the rounding of the operators that made them."""
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
+        return False
+    if one.layout is not torch.strided or one.is_quantized or torch.equal(one, other):
+        return torch.equal(one, other)
+    if not (one.is_floating_point() or one.is_complex()) or one.is_meta:
+        return False
+    rounding = 8 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=rounding, atol=0.0, equal_nan=True)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_tensors(one, other)
+    if isinstance(one, (tuple, list)):
+        return isinstance(other, (tuple, list)) and len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, slice):
+        return isinstance(other, slice) and _same(
+            (one.start, one.stop, one.step), (other.start, other.stop, other.step)
+        )
+    if isinstance(one, (_Result, _Own)):
+        return bool(one == other)
+    return not isinstance(other, (torch.Tensor, _Result, _Own)) and same_value(one, other)
+
+
+def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with an empty tensor for what a step gives of which only dtype, device and sizes are read."""
+    place = _READ_NO_NUMBERS.get(getattr(node.target, "__name__", str(node.target)))
+    read = node.args[place] if place is not None and place < len(node.args) else None
+    like = read.meta.get("val") if isinstance(read, torch.fx.Node) else None
+    if place is None or not isinstance(args[place], (_Result, _Own)) or not isinstance(like, torch.Tensor):
+        return args, kwargs
+    if _is_large(like) or any(_hint(size) < 0 for size in like.shape):
+        return args, kwargs
+    empty = torch.empty(tuple(map(_hint, like.shape)), dtype=like.dtype, device=like.device)
+    return (*args[:place], empty, *args[place + 1 :]), kwargs
+
+
+def _holds_results(value: Any) -> bool:
+    found = []
+    torch.fx.node.map_aggregate(value, lambda part: found.append(isinstance(part, (_Result, _Own))))
+    return any(found)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _leaves(node: torch.fx.Node) -> bool:
+    """Tell whether a node restores what the node in its argument found."""
+    restores = node.target is modes.leave or node.target is modes.set_grad_enabled
+    return restores and isinstance(node.args[0], torch.fx.Node)
+
+
+def _is_large(expected: Any) -> bool:
+    return isinstance(expected, torch.Tensor) and _numbers(expected) > _MOST_NUMBERS
+
+
+def _numbers(tensor: torch.Tensor) -> int:
+    number = 1
+    for size in tensor.shape:
+        number = operator.mul(number, _hint(size))
+    return number
+
+
+def _is_as_expected(value: Any, expected: Any) -> bool:
+    """Tell whether a value has the dtype and the sizes of the fake, which was made under the modes of the forward."""
+    if isinstance(value, (tuple, list)) and isinstance(expected, (tuple, list)):
+        return len(value) == len(expected) and all(map(_is_as_expected, value, expected))
+    if not isinstance(value, torch.Tensor):
+        return True
+    real = not value.is_meta and not isinstance(value, FakeTensor)
+    sizes = isinstance(expected, torch.Tensor) and tuple(map(_hint, expected.shape)) == tuple(value.shape)
+    return bool(real and sizes and value.dtype == expected.dtype)
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else -1

@@ -1,0 +1,293 @@
+"""Tables that a forward keeps in the model for later calls: made anew by the graph where sizes and constants decide on them."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import fxopt
+from tests.capture.test_silent_changes import module
+
+LENGTHS = (5, 3, 8, 1, 90, 4, 5)
+FREE = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+
+
+def rows(length, x):
+    half = torch.outer(torch.arange(length, device=x.device, dtype=x.dtype), 1.0 / (2.0 + torch.arange(2.0)))
+    return torch.cat((half, half), -1).cos()
+
+
+def longer(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = rows(x.shape[1], x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def counted(self, x):
+    if x.shape[1] > self.length:
+        self.length = x.shape[1]
+        with torch.no_grad():
+            self.table = rows(self.length, x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def of_this_size(self, x):
+    if self.held.get("grid") is None or self.held["grid"].shape[0] != x.shape[1]:
+        self.held["grid"] = sum(torch.meshgrid(torch.arange(x.shape[1]), torch.arange(4), indexing="ij"))
+        self.held["anchors"] = torch.full((1, x.shape[1], 4), 3.0, dtype=x.dtype)
+    return self.dense(x) * self.held["anchors"] + self.held["grid"]
+
+
+def doubled(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = rows(2 * x.shape[1], x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def grown(self, x):
+    if self.table is None:
+        self.table = rows(x.shape[1], x)
+    elif len(self.table) < x.shape[1]:
+        self.table = torch.cat([self.table, rows(x.shape[1], x)[len(self.table) :]])
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def filled(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        table = torch.zeros(x.shape[1], 4, dtype=x.dtype)
+        table[:, ::2] = rows(x.shape[1], x)[:, :2]
+        table[:, 1::2] = 3
+        self.table = table
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inverse", 1.0 / (3.0 + torch.arange(4.0)))
+        self.length, self.cos = 0, None
+
+    def forward(self, x, length):
+        if length > self.length:
+            self.length = length
+            self.cos = torch.outer(torch.arange(length).type_as(self.inverse), self.inverse).cos()
+        return self.cos[:length].to(x.dtype)
+
+
+def shared(self, x):
+    y = self.dense(x) * self.rotary(x, x.shape[1]) + self.same(x, x.shape[1] + 2)[2:]
+    return y + self.other(x, x.shape[1])
+
+
+def written_first(self, x):
+    self.rows, self.held["columns"] = x.shape[0], x.shape[1]
+    self.levels = []
+    for factor in range(3):
+        self.levels.append(x * factor)
+    return sum(self.levels).reshape(self.rows * self.held["columns"], 4)
+
+
+def model_of(forward):
+    rotary = Rotary()
+    parts = {"dense": nn.Linear(4, 4), "rotary": rotary, "same": rotary, "other": Rotary()}
+    return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+
+
+@pytest.mark.parametrize(
+    "forward", [longer, counted, of_this_size, doubled, grown, filled, shared, written_first]
+)
+def test_a_table_of_sizes_is_made_anew(forward):
+    model = model_of(forward)
+    eager = copy.deepcopy(model)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4, dtype=torch.float64),), dynamic_shapes=FREE)
+    for number, length in enumerate(LENGTHS):
+        x = torch.randn(1 + number % 3, length, 4, dtype=torch.float64)
+        torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)
+    assert model.table is None
+    assert not model.held
+
+
+def scaled(self, x):
+    if x.shape[1] > self.length:
+        self.length = x.shape[1]
+        self.table = rows(self.length, x) * self.length
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def scaled_by_blocks(self, x):
+    if x.shape[1] > self.length:
+        self.length = (x.shape[1] + 63) // 64 * 64
+        self.table = rows(self.length, x) * self.length
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
+def of_values(self, x):
+    if self.table is None or self.table.shape[1] != x.shape[1]:
+        self.table = x.mean(0, keepdim=True)
+    return self.dense(x) + self.table
+
+
+def of_weights(self, x):
+    if self.table is None:
+        self.table = self.dense.weight * 2
+    return x @ self.table
+
+
+def of_the_first_length(self, x):
+    if self.table is None:
+        self.table = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.table
+
+
+def by_rows_alone(self, x):
+    if self.length != x.shape[0]:
+        self.length = x.shape[0]
+        self.table = torch.full((1, 1), x.shape[1] + 1, dtype=x.dtype).repeat(1, 4)
+        self.held["scale"] = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.table * self.held["scale"]
+
+
+def longest(self, x):
+    self.length = max(self.length, x.shape[1])
+    return self.dense(x) * self.length
+
+
+def another_way_when_long(self, x):
+    if self.table is None:
+        self.table = rows(x.shape[1], x)
+        return self.dense(x)
+    return self.dense(x) if x.shape[1] <= 1000 else -x
+
+
+def added_to(self, x):
+    if self.table is None or self.table.shape[0] != x.shape[1]:
+        self.table = torch.zeros(x.shape[1], 4, dtype=x.dtype)
+    self.table += 1
+    return self.dense(x) + self.table
+
+
+def drawn(self, x):
+    if self.table is None:
+        self.noise = torch.rand(4, dtype=x.dtype)
+        self.table = self.noise * 2
+    return self.dense(x) + self.table
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        scaled,
+        scaled_by_blocks,
+        of_values,
+        of_weights,
+        of_the_first_length,
+        by_rows_alone,
+        longest,
+        another_way_when_long,
+        added_to,
+        drawn,
+    ],
+)
+def test_what_another_call_would_find_otherwise_is_refused(forward):
+    model = model_of(forward)
+    with pytest.raises(fxopt.TraceError, match="the forward assigns to '(table|length|held|noise)'"):
+        fxopt.trace(model, (torch.randn(2, 5, 4, dtype=torch.float64),), dynamic_shapes=FREE)
+
+
+def test_what_is_drawn_once_is_refused_with_fixed_sizes():
+    with pytest.raises(fxopt.TraceError, match="assigns to 'noise'"):
+        fxopt.trace(model_of(drawn), (torch.randn(2, 5, 4, dtype=torch.float64),))
+
+
+def kept_of_one_row(self, x):
+    y = self.dense(x) * (self.length + 1)
+    if len(x) == 1:
+        self.length = 1
+    return y
+
+
+def flagged_by_one_row(self, x):
+    factor = self.length + 1
+    if len(x) == 1:
+        self.length, factor = 1, 1
+    return self.dense(x) * factor
+
+
+@pytest.mark.parametrize("forward", [kept_of_one_row, flagged_by_one_row])
+def test_what_a_call_at_size_one_leaves_does_not_reach_other_sizes(forward):
+    model = model_of(forward)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4).double(),), dynamic_shapes=({0: Dim.AUTO},))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        traced(torch.randn(1, 5, 4).double())
+
+
+class Slots:
+    __slots__ = ("length", "table")
+
+    def __init__(self):
+        self.length, self.table = 0, None
+
+    def first(self, x):
+        if self.table is None:
+            self.table = rows(x.shape[1], x).sum()
+        return self.table
+
+
+def in_a_closure():
+    table = None
+
+    def first(x):
+        nonlocal table
+        if table is None:
+            table = rows(x.shape[1], x).sum()
+        return table
+
+    return first
+
+
+def first_in_a_list(self, x):
+    if self.kept[0].numel() == 0:
+        self.kept[0] = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.kept[0]
+
+
+def first_of_an_object(self, x):
+    return self.dense(x) + self.kept.first(x)
+
+
+def first_of_a_function(self, x):
+    return self.dense(x) + self.kept(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "kept"),
+    [
+        (first_in_a_list, [torch.zeros(0)]),
+        (first_of_an_object, Slots()),
+        (first_of_a_function, Slots().first),
+        (first_of_a_function, functools.partial(Slots.first, Slots())),
+        (first_of_a_function, in_a_closure()),
+    ],
+    ids=["list", "slots", "method", "partial", "closure"],
+)
+def test_what_the_first_call_keeps_is_refused_wherever_it_is_kept(forward, kept):
+    model = module(forward, dense=nn.Linear(4, 4), kept=kept)
+    with pytest.raises(fxopt.TraceError, match="the forward assigns to 'kept'"):
+        fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
+
+
+def test_a_table_in_slots_is_made_anew():
+    def forward(self, x):
+        if self.kept.table is None or self.kept.length < x.shape[1]:
+            self.kept.table, self.kept.length = rows(x.shape[1], x), x.shape[1]
+        return self.dense(x) + self.kept.table[: x.shape[1]]
+
+    model = module(forward, dense=nn.Linear(4, 4), kept=Slots()).double()
+    eager = copy.deepcopy(model)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4).double(),), dynamic_shapes=({1: Dim.DYNAMIC},))
+    for length in LENGTHS:
+        x = torch.randn(2, length, 4, dtype=torch.float64)
+        torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)
