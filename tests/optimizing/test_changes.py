@@ -151,6 +151,19 @@ def test_functional_call_takes_the_weights_it_is_given():
 
 
 @torch.no_grad()
+def test_a_graph_is_not_of_weights_that_were_there_for_one_call(monkeypatch):
+    monkeypatch.setattr(prepare, "speedup", lambda *_: 0.5)
+    model = nn.Sequential(nn.Linear(16, 16)).eval()
+    fast = fxopt.optimize(model, (X[0],))
+    for _ in range(3):
+        fast(X[0])  # there is no graph, and so it is not asked at each call if the model has changed
+    monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
+    others = {name: torch.zeros_like(value) for name, value in fast.named_parameters()}
+    assert not torch.func.functional_call(fast, others, (X,)).any()
+    assert torch.allclose(fast(X), model(X), atol=1e-6)
+
+
+@torch.no_grad()
 def test_forward_mode_gradients_are_those_of_the_model():
     model, fast = set_up()
     with torch.autograd.forward_ad.dual_level():
