@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import operator
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -469,6 +470,39 @@ def test_untouched_nodes_between_changed_ones_are_run_with_them(use, is_right, d
         assert isinstance(said, torch.fx.GraphModule), said
     else:
         assert "differs by" in said
+
+
+@dataclasses.dataclass(frozen=True)
+class AlmostTheSame(fxopt.Rewrite):
+    """A call becomes one that gives nearly the same, and each multiplication is spelled in another way."""
+
+    target: Any
+    options: Any
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield graph_module.graph.output_node()
+
+    def apply(self, rewriter, _):
+        for node in rewriter.graph.find_nodes(op="call_function", target=self.target):
+            rewriter.set(node, **self.options)
+        for node in rewriter.graph.find_nodes(op="call_function", target=operator.mul):
+            rewriter.set(node, target=torch.mul)
+
+
+@pytest.mark.parametrize(
+    ("use", "target", "options"),
+    [
+        (lambda m, x: F.gelu(x).round() * 2, F.gelu, {"kwargs": {"approximate": "tanh"}}),
+        (lambda m, x: (F.gelu(x) > 0.3) * x, F.gelu, {"kwargs": {"approximate": "tanh"}}),
+        (lambda m, x: F.gelu(x).to(torch.int32) * 2, F.gelu, {"kwargs": {"approximate": "tanh"}}),
+        (lambda m, x: m.layer(torch.where(x > 3, x, x / 2)) * 2, operator.gt, {"target": operator.ge}),
+    ],
+)
+def test_untouched_nodes_between_do_not_hide_a_small_fault(use, target, options):
+    said = verified(AlmostTheSame(target, options), use, X, layer=nn.Linear(4, 4))
+    assert "differs by" in said
 
 
 @dataclasses.dataclass(frozen=True)

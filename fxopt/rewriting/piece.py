@@ -34,6 +34,7 @@ class Piece:
         taken: what stood at qualified names.
         put: what stands there now.
         mixes: whether the core has rounding errors of its own.
+        changes_mix: whether the changed nodes have.
         between: the untouched nodes of the core.
 
     Args:
@@ -42,7 +43,8 @@ class Piece:
         readers: the nodes that call or read what is at or below a qualified name.
         edits: all changes of the site.
         around: whether to look around it.
-        whole: whether untouched nodes between changed ones belong to the core, unless others write among them.
+        whole: whether untouched nodes between changed ones belong to the core, unless others write among them, or
+            one of them has jumps, which would hide small faults.
     """
 
     def __init__(
@@ -69,13 +71,14 @@ class Piece:
         order_now = [node.name for node in graph_module.graph.nodes]
         order_then, self._then = self._as_it_was(edits, order_now)
         self.between = self._between(order_now) if whole else set()
+        values = (*self.taken.values(), *self.put.values())
+        self.changes_mix = any(w is not None for v in values for w in weights_of(v)) or any(
+            self._is_mixture(nodes[name]) for name in order_now if name in core
+        )
         core |= self.between
         self._redirected = {user for edit in redirects for user in edit.users} - core
         present = [nodes[name] for name in order_now if name in core]
-        values = (*self.taken.values(), *self.put.values())
-        self.mixes = any(w is not None for v in values for w in weights_of(v)) or any(
-            map(self._is_mixture, present)
-        )
+        self.mixes = self.changes_mix or any(self._is_mixture(nodes[name]) for name in self.between)
         chosen = core | (self._around(present, order_now, order_then) if around else set())
         self.before = {
             name: self._then.get(name) or NodeState.of(nodes[name]) for name in order_then if name in chosen
@@ -164,7 +167,7 @@ class Piece:
             for source in sources:
                 users[source].add(name)
         between = (_reached(self._core, users) & _reached(self._core, inputs)) - self._core
-        if not between or len(between) > AROUND:
+        if not between or len(between) > AROUND or any(self._jumps(self._nodes[name]) for name in between):
             return set()
         own = [i for i, name in enumerate(order) if name in between | self._core]
         others = (self._nodes[name] for name in order[own[0] : own[-1]] if name not in between | self._core)
@@ -209,10 +212,14 @@ class Piece:
             return False
         if self._is_mixture(node):
             return not behind and called is None  # perhaps it gives a view
-        dtype = graph.dtype_of(node)
-        inexact = dtype is None or dtype.is_floating_point or dtype.is_complex
         # What makes more of rounding makes as much of that of a mixture, before and after.
-        return not (behind and self.mixes) or (inexact and bool(facts & (Fact.SMOOTH | Fact.LAYOUT)))
+        smooth = _is_inexact(node) and bool(facts & (Fact.SMOOTH | Fact.LAYOUT))
+        return not (behind and self.mixes) or smooth
+
+    def _jumps(self, node: Node) -> bool:
+        """Tell whether a node may give the same for most values that differ a little."""
+        smooth = Fact.SMOOTH | Fact.SMOOTH_IN_FIRST | Fact.MIXES
+        return not (_is_inexact(node) and self._facts(node) & smooth)
 
     def _is_mixture(self, node: Node) -> bool:
         weights = next(weights_of(self._called(node)), None)
@@ -228,6 +235,11 @@ class Piece:
             return self._graph_module.get_submodule(str(node.target))
         except AttributeError:  # a wrong change has taken it away
             return None
+
+
+def _is_inexact(node: Node) -> bool:
+    dtype = graph.dtype_of(node)
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 def weights_of(value: Any) -> Iterator[Tensor]:

@@ -134,7 +134,7 @@ class Verifier:
     def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
         units: list[float | None] = [None]
-        if self._preserves and not piece.mixes:
+        if self._preserves and not piece.changes_mix:
             units += [c for c in piece.constants if 1 < abs(c) < 1e4][:2] or [1]
         runs = (self._differs_on(piece, dataclasses.replace(numbers, unit=unit)) for unit in units)
         return next(filter(None, runs), None)
