@@ -55,7 +55,7 @@ class FoldBatchNorms(Folding):
     """The layers that each kind of normalization is folded into."""
 
     into_behind: ClassVar[bool] = True
-    """Whether layers behind a normalization are tried, too."""
+    """Try layers behind a normalization, too."""
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the normalizations with the layers to fold them into, each layer at most once."""

@@ -25,7 +25,7 @@ def unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
-"""What is compared by value; other objects may be equal without knowing it."""
+"""Types that are compared by value; other objects may be equal without knowing it."""
 
 
 def error_of(expected: Any, actual: Any, least: float, own: Any = None) -> float:

@@ -39,7 +39,7 @@ RTOL = 1e-9
 """How well both pieces agree in float64, relative to the largest value of a row, where no weights were rounded."""
 
 SMALLEST = 1e-6
-"""What the largest value of a row counts as at least, around a site, where values may cancel each other out."""
+"""The least that the largest value of a row counts as, around a site, where values may cancel each other out."""
 
 
 class Verifier:

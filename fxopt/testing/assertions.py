@@ -17,7 +17,7 @@ from fxopt.testing.probes import input_guard
 from fxopt.testing.verdicts import Grade, Verdict
 
 Equivalence = Verdict
-"""What `assert_equivalent` returns."""
+"""The type that `assert_equivalent` returns."""
 
 
 def assert_equivalent(

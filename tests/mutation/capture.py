@@ -21,7 +21,7 @@ CAPTURE = (
     Fault("torch functions: autograd.Function is dissolved", "capture/patches/torch_functions.py", "call_autograd_function(recorder, cls, bound, args, kwargs) if active() else bound(*args, **kwargs)", "bound(*args, **kwargs)"),
     Fault("interception: captures of other threads are recorded", "capture/patches/interception.py", "threading.get_ident() == thread and recorder.recording", "recorder.recording"),
     Fault("torch functions: seeds are ignored", "capture/patches/torch_functions.py", '("manual_seed", "seed", "set_rng_state", "get_rng_state")', "()"),
-    Fault("random numbers: the number of the capture is used", "capture/patches/random_numbers.py", "                return _UnusableNumber(lambda: refuse(reason(name)))", "                return drawn"),
+    Fault("random numbers: the number of the capture is used", "capture/patches/random_numbers.py", "                return UnusableNumber(lambda: refuse(reason(name)))", "                return drawn"),
     Fault("tensor data: what a legacy constructor makes is written by each run", "capture/recording/tensor_data.py", "    if type(real) is not torch.Tensor:", "    if True:"),
     Fault("transformers masks: the mask of a window is left out", "capture/patches/transformers_masks.py", "padding_mask is None and local_attention_size is None", "padding_mask is None"),
     Fault("squeeze: a free size of 1 is kept", "capture/recording/squeeze.py", "    if not ones:", "    if True:"),

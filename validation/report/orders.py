@@ -1,4 +1,4 @@
-"""What passes do to each other's graphs: where the order of two matters, and where a pass rewrites what it has made."""
+"""Effects of passes on each other's graphs: where the order of two matters, and where a pass rewrites what it has made."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _REFUSED: dict[Any, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Branch:
-    """What a branch gives, the structure of that, its nodes, and the nodes that it uses from outside."""
+    """The outputs of a branch, the structure of that, its nodes, and the nodes that it uses from outside."""
 
     outputs: list[torch.Tensor]
     structure: Any

@@ -1,4 +1,4 @@
-"""What a forward keeps in the model for later calls and makes of sizes, constants and buffers alone: tables of positions,
+"""Values that a forward keeps in the model for later calls and makes of sizes, constants and buffers alone: tables of positions,
 grids, masks.
 
 Where a later call reads what an earlier one made, the graph makes it anew. That is equal if a call gives the same after
@@ -40,7 +40,7 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _State:
-    """What calls have left in the model, with the values of tensors and sizes in it that are known, by identity."""
+    """Things that calls have left in the model, with the values of tensors and sizes in it that are known, by identity."""
 
     changes: Changes
     known: Mapping[int, Any]

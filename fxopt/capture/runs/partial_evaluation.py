@@ -30,7 +30,7 @@ _MOST_NUMBERS = 2**25
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """What a remaining step gives."""
+    """The result of a remaining step."""
 
     step: int
 
