@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .expectations import KnownFailure, Tolerance
 
+Symbol = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -86,6 +87,12 @@ class Limits(Strict):
     min: PositiveInt | None = None
     max: PositiveInt | None = None
 
+    @pydantic.model_validator(mode="after")
+    def _free(self) -> Limits:
+        if self.min and self.max and self.min >= self.max:
+            raise ValueError(f"`max` is to be larger than `min`, and {self.min}..{self.max} is no free size")
+        return self
+
 
 class Entry(Strict):
     """One model of the zoo.
@@ -112,7 +119,7 @@ class Entry(Strict):
     )
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
     sizes: Literal["dynamic", "fixed"] = "dynamic"
-    dynamic_shapes: dict[str, dict[NonNegativeInt, Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]]] = {}
+    dynamic_shapes: dict[str, Annotated[dict[NonNegativeInt, Symbol], Field(min_length=1)]] = {}
     dims: dict[str, Limits] = {}
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = (

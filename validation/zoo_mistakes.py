@@ -70,6 +70,9 @@ def _wrong_dimensions(entry: Entry) -> Iterator[tuple[tuple[Any, ...], str]]:
             size, limits = shape[dim], entry.dims.get(symbol, Limits())
             if seen.setdefault(symbol, size) != size:
                 yield (*here, dim), f"{symbol} is {size} here, and {seen[symbol]} elsewhere"
+            elif other := next((s for s, its in seen.items() if its == size and s != symbol), None):
+                text = "give them different sizes, or a pass that takes one for the other is not seen"
+                yield (*here, dim), f"{symbol} and {other} are both {size}: {text}"
             if not (limits.min or 0) <= size <= (limits.max or size):
                 yield (
                     (*here, dim),

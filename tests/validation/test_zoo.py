@@ -135,6 +135,8 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
                 ("{input_ids: {0: n}}", "dims: {m: {min: 1}}", 9, ["dims.m", "no such dimension"]),
                 ("{input_ids: {0: n}}", "dims: {n: {least: 1}}", 9, ["dims.n.least", "not permitted"]),
                 ("{input_ids: {0: n}}", "sizes: dynamic", 9, ["sizes", "not both"]),
+                ("{input_ids: {}}", "", 8, ["dynamic_shapes.input_ids", "at least 1"]),
+                ("{input_ids: {0: n}}", "dims: {n: {min: 2, max: 2}}", 9, ["dims.n", "2..2", "free"]),
             ]
         ),
     ],
@@ -155,6 +157,12 @@ def test_named_dimensions_stand_in_the_place_of_sizes(tmp_path: Path) -> None:
     (entry,) = load(tmp_path, GOOD + text)
     assert entry.dynamic_shapes == {"input_ids": {0: "batch", 1: "length"}}
     assert (entry.dims["length"].min, entry.dims["length"].max) == (2, 64)
+
+
+def test_two_names_for_one_size_hide_a_pass_that_confuses_them(tmp_path: Path) -> None:
+    shapes = "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n"
+    with pytest.raises(ZooError, match="input_ids.1: length and batch are both 8: give them different sizes"):
+        load(tmp_path, GOOD.replace("[2, 8]", "[8, 8]") + shapes)
 
 
 def test_two_entries_may_not_have_one_name(tmp_path: Path) -> None:
