@@ -505,6 +505,33 @@ def test_untouched_nodes_between_do_not_hide_a_small_fault(use, target, options)
     assert "differs by" in said
 
 
+class SixTimes(fxopt.Rewrite):
+    """Six times in the place of three times."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=operator.mul)
+
+    def apply(self, rewriter, site):
+        if site.args[1] == 3:
+            rewriter.set(site, args=(site.args[0], 6))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, x: ((y := x * 3), m.layer(y), y.fill_(7.0) / 5)[1:],
+        lambda m, x: ((y := x * 3), m.layer(y[0]), y.fill_(7.0) / 5)[1:],
+        lambda m, x: ((y := x * 3), y.softmax(-1), y.zero_(), y / 5)[1:],
+        lambda m, x: ((y := x * 3), m.layer(y.detach()), y.copy_(torch.ones(3, 4)))[1:],
+    ],
+)
+def test_what_is_read_before_it_is_overwritten_is_compared_as_it_was_read(use):
+    layer = nn.Linear(4, 4)
+    assert "differs by" in verified(SixTimes(), use, X, layer=layer)
+
+
 @dataclasses.dataclass(frozen=True)
 class Promises(FuseBiasInLinear):
     limit: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference
 
 AROUND = 24
 """How many nodes around a site are run with it."""
+
+
+class Read(NamedTuple):
+    """A use of the core: the user, the node that gave the value, and the one that gives it now."""
+
+    user: str
+    old: str
+    new: str
 
 
 class Piece:
@@ -70,6 +78,7 @@ class Piece:
         self._core = core
         order_now = [node.name for node in graph_module.graph.nodes]
         order_then, self._then = self._as_it_was(edits, order_now)
+        self._places = [{name: i for i, name in enumerate(order)} for order in (order_then, order_now)]
         self.between = self._between(order_now) if whole else set()
         values = (*self.taken.values(), *self.put.values())
         self.changes_mix = any(w is not None for v in values for w in weights_of(v)) or any(
@@ -118,21 +127,42 @@ class Piece:
         found = [v for state in self.before.values() for v in _leaves(state) if type(v) in (int, float)]
         return list(dict.fromkeys(found))
 
+    @property
+    def reads(self) -> list[Read]:
+        """The uses of these nodes by others, if some of these may write: what others read may be gone at the end."""
+        nodes = [self._nodes[name] for name in self.after]
+        if all(effects.written_by(node, self._called(node)) == () for node in nodes):
+            return []
+        around = (Read(user.name, n, n) for n in self.around for user in self._nodes[n].users)
+        return sorted({read for read in (*self._reads(), *around) if read.user not in self.after})
+
+    def read_before(self, after: bool) -> dict[str, list[Read]]:
+        """Those of `reads` that come before a node of the piece, by the first such node."""
+        side, place = self.after if after else self.before, self._places[after]
+        found = collections.defaultdict[str, list[Read]](list)
+        for read in self.reads:
+            behind = [name for name in side if place[name] > place.get(read.user, len(place))]
+            if behind:
+                found[min(behind, key=place.__getitem__)].append(read)
+        return found
+
     def leave_out(self, name: str) -> None:
         """Make a node around the core an input."""
         del self.before[name], self.after[name]
 
     def _uses(self) -> list[tuple[str, str]]:
         """For each use of the core by others, the node that gave the value, and the one that gives it now."""
-        users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}
         pairs = {(name, name) for name in self._core & {*self.after} if self._nodes[name].op == "output"}
+        return sorted(pairs | {(read.old, read.new) for read in self._reads()})
+
+    def _reads(self) -> Iterator[Read]:
+        users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}
         for name in (users - self._core) | self._redirected:
             now = NodeState.of(self._nodes[name])
             old_names = self._then.get(name, now).references()
             for old, new in zip(old_names, now.references(), strict=True):
                 if old in self._core or new in self._core or old != new:
-                    pairs.add((old, new))
-        return sorted(pairs)
+                    yield Read(name, old, new)
 
     def _as_it_was(
         self, edits: Sequence[Edit], order: Sequence[str]

@@ -28,7 +28,7 @@ from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.agreement import epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
-from fxopt.rewriting.piece import Piece, weights_of
+from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.submodules import attribute, prefixes, sharing_copy
 
@@ -148,7 +148,7 @@ class Verifier:
             if numbers.dtype:  # perhaps it knows no float64
                 return self._differs_on(piece, own_numbers)
             return f"{stopped.name} does not run any more: {stopped.reason}"
-        labels = [now for _, now in piece.outputs]
+        labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             if reason := unlike(expected, actual, self._preserves):
                 # Perhaps a node names the dtype that the model has.
@@ -187,8 +187,8 @@ class Verifier:
         return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)
 
     def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
-        """Run one of the two pieces; returns its outputs, and the inputs, into which it may have written."""
-        values: dict[str, Any] = {}
+        """Run one of the two pieces; returns its outputs and inputs at the end, and what others read of it before a write."""
+        values, early, reads = dict[str, Any](), dict[Read, Any](), piece.read_before(after)
 
         def value(name: str) -> Any:
             if name not in values:
@@ -203,6 +203,7 @@ class Verifier:
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             for name, state in (piece.after if after else piece.before).items():
+                early |= {read: _cast(value(read[1 + after]), None) for read in reads.get(name, ())}
                 try:
                     args, kwargs = map_aggregate(state.args, found), map_aggregate(state.kwargs, found)
                     standing = _cast(
@@ -211,7 +212,8 @@ class Verifier:
                     values[name] = _called(state, standing, args, kwargs)
                 except Exception as error:  # random inputs may not be what a function takes
                     raise _Stopped(name, error) from error
-            return [value(pair[after]) for pair in piece.outputs]
+            found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)
+            return [*(value(pair[after]) for pair in piece.outputs), *found_early]
 
     def _standing(self, state: NodeState, swapped: Mapping[str, Any]) -> Any:
         """The module or tensor that a node calls or reads, where some were swapped; None for other nodes."""

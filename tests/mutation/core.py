@@ -222,6 +222,7 @@ CORE = (
     Fault("verification: untouched nodes between changed ones are not told", _PIECE, "core |= self.between", "pass"),
     Fault("verification: untouched nodes with jumps hide faults", _PIECE, "len(between) > AROUND or any(", "len(between) > AROUND or False and any("),
     Fault("verification: a layer between hides what happens at constants", _VERIFICATION, "not piece.changes_mix:", "not piece.mixes:"),
+    Fault("verification: what is read before a write is compared after it", _VERIFICATION, "early[read] if read in early else ", ""),
     Fault("verification: what writes among untouched nodes is not run", _PIECE, "        return set() if writes else between", "        return between"),
     Fault("verification: dtypes may differ", _AGREEMENT, "elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):", "elif a.shape != b.shape:"),
 )  # fmt: skip
