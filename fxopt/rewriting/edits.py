@@ -173,6 +173,16 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
     return Swapped(left, restore, edit.training)
 
 
+def renamed(state: NodeState, old: str, new: str) -> NodeState:
+    """The state of a node that takes the value of another node."""
+
+    def other(value: Any) -> Any:
+        return Reference(new) if type(value) is Reference and value.name == old else value
+
+    args, kwargs = map_aggregate(state.args, other), map_aggregate(state.kwargs, other)
+    return dataclasses.replace(state, args=args, kwargs=kwargs)
+
+
 def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
     """Tell whether later changes stand on earlier ones, so that these cannot be undone before them."""
     one, other = _Touched(earlier), _Touched(later)

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -172,7 +172,7 @@ class Piece:
         for edit in reversed(edits):
             if isinstance(edit, Redirect):
                 for user in edit.users:
-                    then[user] = _renamed(
+                    then[user] = renamed(
                         then.get(user) or NodeState.of(self._nodes[user]), edit.new, edit.old
                     )
             elif isinstance(edit, NodeEdit) and edit.before is None:
@@ -295,11 +295,3 @@ def _leaves(state: NodeState) -> list[Any]:
     found: list[Any] = []
     map_aggregate((state.args, state.kwargs), found.append)
     return found
-
-
-def _renamed(state: NodeState, old: str, new: str) -> NodeState:
-    def renamed(value: Any) -> Any:
-        return Reference(new) if type(value) is Reference and value.name == old else value
-
-    args, kwargs = map_aggregate(state.args, renamed), map_aggregate(state.kwargs, renamed)
-    return dataclasses.replace(state, args=args, kwargs=kwargs)
