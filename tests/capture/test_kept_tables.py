@@ -92,7 +92,7 @@ def written_first(self, x):
 
 def model_of(forward):
     rotary = Rotary()
-    parts = {"dense": nn.Linear(4, 4), "rotary": rotary, "same": rotary, "other": Rotary()}
+    parts = {"dense": nn.Linear(4, 4), "leaky": nn.LeakyReLU(0.5, inplace=True), "rotary": rotary, "same": rotary, "other": Rotary()}
     return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
 
 
@@ -169,6 +169,26 @@ def added_to(self, x):
     return self.dense(x) + self.table
 
 
+def halved_by_a_layer(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = torch.arange(x.shape[1], dtype=x.dtype) - 3
+    return self.dense(x) * self.leaky(self.table[: x.shape[1]])[:, None]
+
+
+def of_the_last_digit(self, x):
+    if self.length != x.shape[1] % 10:
+        self.length = x.shape[1] % 10
+        self.table = torch.full((), 1.0, dtype=x.dtype) / x.shape[1]
+    return self.dense(x) * self.table
+
+
+def of_as_many_numbers(self, x):
+    if self.length != x.shape[0] * x.shape[1]:
+        self.length = x.shape[0] * x.shape[1]
+        self.table = torch.full((), 1.0, dtype=x.dtype) / x.shape[1]
+    return self.dense(x) * self.table
+
+
 def drawn(self, x):
     if self.table is None:
         self.noise = torch.rand(4, dtype=x.dtype)
@@ -188,6 +208,9 @@ def drawn(self, x):
         longest,
         another_way_when_long,
         added_to,
+        halved_by_a_layer,
+        of_the_last_digit,
+        of_as_many_numbers,
         drawn,
     ],
 )

@@ -93,15 +93,16 @@ class PartialEvaluation:
         if node.target is getattr and node.args[1:] == ("device",):
             return self._run.request.device()
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        layer = self._run.request.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        written = written_by(node, layer)
         if node.op in ("call_function", "call_method"):
             args, kwargs = _without_data(node, args, kwargs)
-            written = written_by(node, None)
             if not _holds_results((args, kwargs)) and written is not None:
                 computed = self._computed(node, args, kwargs)
                 if computed is not NotImplemented:
                     return computed
-            if any(isinstance(self._values[each], torch.Tensor) for each in written or ()):
-                self._spoilt = True
+        if any(isinstance(self._values[each], torch.Tensor) for each in written or ()):
+            self._spoilt = True
         return self._remaining(node, args, kwargs)
 
     def _computed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
