@@ -15,7 +15,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.input_specs import same_value
+from fxopt.capture.runtime.input_specs import dtype_kind, same_value
 from fxopt.operators import is_write_name
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
@@ -101,9 +101,12 @@ def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         elif node.target in (modes.set_grad_enabled, modes.enter_inference_mode):
             before[node] = enabled
             enabled = bool(argument) if node.target is modes.set_grad_enabled else enabled and not argument
-        elif not enabled and isinstance(value, torch.Tensor):
-            if value.is_floating_point() or value.is_complex():
-                detached.add(node)
+        elif (
+            not enabled
+            and isinstance(value, torch.Tensor)
+            and dtype_kind(value.dtype) in ("floating", "complex")
+        ):
+            detached.add(node)
     return detached
 
 
