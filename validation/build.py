@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fxopt.testing import randomise
 
 from . import digits
+from .entry import Entry, Input, PretrainedWeights, TrainedWeights, factory
 from .sweep import Architecture
-from .zoo import Entry, Input, PretrainedWeights, TrainedWeights, factory
 
 
 def build_model(entry: Entry) -> nn.Module:

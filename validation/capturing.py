@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 import fxopt
 from fxopt.errors import TraceError
 
-from .zoo import Entry
+from .entry import Entry
 
 DEFAULT, SPECIALIZE = "default arguments", "specialize=True"
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fxopt.rewriting.transformation import Transformation
 
+from .entry import Entry
 from .records import Case, Check
 from .sweep import Architecture
-from .zoo import Entry
 
 ALL = "all"
 """The pipeline of every pass that has sites in the model, or may have: there is no record."""

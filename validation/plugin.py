@@ -17,6 +17,8 @@ from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
 from .controller import Controller, is_timed
+from .entry import Entry
+from .expectations import judged
 from .fleet import Fleet, FleetError
 from .gather import received
 from .passes import ZooError, passes_of
@@ -27,7 +29,7 @@ from .run import Runner, in_worker
 from .store import seconds_by_group
 from .subject import TIMING
 from .sweep import SOURCES, architectures, marked
-from .zoo import Entry, judged, load_zoo
+from .zoo import load_zoo
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()

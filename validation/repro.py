@@ -13,9 +13,9 @@ from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.rewriting.transformation import Transformation
 
 from . import build
+from .entry import Entry, PretrainedWeights, TrainedWeights, factory
 from .records import Case, Check, Record
 from .subject import FLOOR
-from .zoo import Entry, PretrainedWeights, TrainedWeights, factory
 
 FOLDER = "repro"
 """The folder of the scripts, in a report."""

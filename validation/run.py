@@ -17,10 +17,11 @@ from fxopt.rewriting.transformation import Transformation
 
 from . import checks
 from .diagnosis import Diagnoses
+from .entry import Entry, why_missing
+from .expectations import judged
 from .records import FAILING, Case, Check, Finding, Outcome, Record
 from .subject import TIMING, Subject
 from .sweep import marked
-from .zoo import Entry, judged, why_missing
 
 
 class Runner:

@@ -27,8 +27,8 @@ from fxopt.testing.probes import not_finite
 
 from . import build, plan
 from .capturing import Captured, capture, capture_first, ways
+from .entry import Entry
 from .rewritten import Refusals, Rewritten, refusals, rewrite
-from .zoo import Entry
 
 FLOOR = 8.0
 """In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol, cast
 from pydantic import Field
 from torch import Tensor, nn
 
+from .entry import Entry, Input
 from .passes import ZooError
 from .records import Record
-from .zoo import Entry, Input
 
 SOURCES = {
     "transformers": f"{__package__}.architectures",

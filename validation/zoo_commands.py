@@ -13,10 +13,11 @@ from fxopt.errors import FxoptError
 
 from . import sites
 from .console import Json, one_line_errors, print_json
+from .entry import why_missing
 from .passes import ZooError, passes_of
 from .plan import plan, unmet
 from .subject import Subject
-from .zoo import load_zoo, why_missing
+from .zoo import load_zoo
 
 zoo_app = typer.Typer(help="Check a zoo file; record the sites of its models.", no_args_is_help=True)
 

@@ -12,7 +12,7 @@ from tests.validation.planted import (
     entry,
 )
 from validation import build, digits
-from validation.zoo import Entry
+from validation.entry import Entry
 
 
 def test_models_and_inputs_are_the_same_every_time() -> None:

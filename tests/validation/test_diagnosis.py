@@ -20,10 +20,11 @@ from tests.validation.test_harness import ONE_PASS, ROOT, Harness, harness  # no
 from tests.validation.wrong_passes import ForgetsBias, Wrong, WrongAndInexact, WrongReverse
 from validation import repro
 from validation.cli import app
+from validation.entry import Entry
 from validation.plan import plan
 from validation.records import Case, Check, Outcome, Record
 from validation.run import Runner
-from validation.zoo import Entry, load_zoo
+from validation.zoo import load_zoo
 
 DEEP = {
     "model": "tests.validation.wrong_passes.Deep",

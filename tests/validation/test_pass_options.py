@@ -15,10 +15,11 @@ from fxopt import ChangePrecision, PackLinears, Transformation
 from tests.validation.planted import Inverse, entry
 from validation import plan, repro
 from validation.capturing import named_shapes
+from validation.entry import Entry
 from validation.passes import ZooError, passes_of
 from validation.records import Case, Check, Outcome
 from validation.run import Runner
-from validation.zoo import Entry, load_zoo
+from validation.zoo import load_zoo
 
 MODEL = """
 models:

@@ -20,10 +20,10 @@ from tests.validation.planted import (
     entry,
 )
 from validation import build
+from validation.entry import Entry
 from validation.records import Case, Check, Outcome
 from validation.run import Runner
 from validation.subject import Subject
-from validation.zoo import Entry
 
 
 def runner(pass_: type[Transformation], **fields: Any) -> Callable[[Check], Any]:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 import fxopt.passes
+from validation.expectations import KnownFailure, judged
 from validation.passes import ZooError
 from validation.records import Case, Check, Outcome, Record
 from validation.sites import HEADER
-from validation.zoo import KnownFailure, judged, load_zoo, recorded_sites, sites_file
+from validation.zoo import load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]

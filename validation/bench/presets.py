@@ -20,9 +20,10 @@ from fxopt.optimizing.prepare import PRECISIONS
 
 from .. import digits, store
 from ..build import build_model, make_inputs
+from ..entry import Entry, TrainedWeights
 from ..report.markdown import pipes
 from ..timing import in_random_order, ratio
-from ..zoo import Entry, TrainedWeights, load_zoo
+from ..zoo import load_zoo
 from . import machine
 from .quiet import quiet
 

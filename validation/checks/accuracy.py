@@ -16,9 +16,9 @@ from fxopt.testing.probes import not_finite
 
 from .. import digits, metrics, steps
 from ..comparison import per_dtype
+from ..entry import TrainedWeights
 from ..records import Finding, Outcome
 from ..subject import Subject
-from ..zoo import TrainedWeights
 
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""
