@@ -93,6 +93,12 @@ def written_first(self, x):
     return sum(self.levels).reshape(self.rows * self.held["columns"], 4)
 
 
+def cast_by_name(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = rows(x.shape[1], x)
+    return self.dense(x).to(dtype=x.dtype) + self.table[: x.shape[1]]
+
+
 def model_of(forward):
     rotary = Rotary()
     parts = {
@@ -106,7 +112,8 @@ def model_of(forward):
 
 
 @pytest.mark.parametrize(
-    "forward", [longer, counted, of_this_size, doubled, grown, filled, shared, written_first]
+    "forward",
+    [longer, counted, of_this_size, doubled, grown, filled, shared, written_first, cast_by_name],
 )
 def test_a_table_of_sizes_is_made_anew(forward):
     model = model_of(forward)
