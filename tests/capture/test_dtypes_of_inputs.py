@@ -34,6 +34,7 @@ OTHER = {
     "asks for the dtype": lambda x, m: x.masked_fill(m.bool(), 0) * (m.dtype == torch.int64),
     "returned": lambda x, m: (x * m.bool(), m[:1]),
     "summed": lambda x, m: x * m.bool() / m.sum(),
+    "its bytes": lambda x, m: x * m.view(torch.int32).bool().sum() / m.view(torch.int32).shape[-1],
     "cast with another mask": lambda x, m: x * torch.where(m > 0, m, 1).bool(),
 }
 

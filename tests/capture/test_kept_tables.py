@@ -1,7 +1,10 @@
 """Tables that a forward keeps in the model for later calls: made anew by the graph where sizes and constants decide on them."""
 
+import contextvars
 import copy
 import functools
+import threading
+import types
 
 import pytest
 import torch
@@ -90,14 +93,27 @@ def written_first(self, x):
     return sum(self.levels).reshape(self.rows * self.held["columns"], 4)
 
 
+def cast_by_name(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = rows(x.shape[1], x)
+    return self.dense(x).to(dtype=x.dtype) + self.table[: x.shape[1]]
+
+
 def model_of(forward):
     rotary = Rotary()
-    parts = {"dense": nn.Linear(4, 4), "rotary": rotary, "same": rotary, "other": Rotary()}
+    parts = {
+        "dense": nn.Linear(4, 4),
+        "leaky": nn.LeakyReLU(0.5, inplace=True),
+        "rotary": rotary,
+        "same": rotary,
+        "other": Rotary(),
+    }
     return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
 
 
 @pytest.mark.parametrize(
-    "forward", [longer, counted, of_this_size, doubled, grown, filled, shared, written_first]
+    "forward",
+    [longer, counted, of_this_size, doubled, grown, filled, shared, written_first, cast_by_name],
 )
 def test_a_table_of_sizes_is_made_anew(forward):
     model = model_of(forward)
@@ -169,6 +185,26 @@ def added_to(self, x):
     return self.dense(x) + self.table
 
 
+def halved_by_a_layer(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = torch.arange(x.shape[1], dtype=x.dtype) - 3
+    return self.dense(x) * self.leaky(self.table[: x.shape[1]])[:, None]
+
+
+def of_the_last_digit(self, x):
+    if self.length != x.shape[1] % 10:
+        self.length = x.shape[1] % 10
+        self.table = torch.full((), 1.0, dtype=x.dtype) / x.shape[1]
+    return self.dense(x) * self.table
+
+
+def of_as_many_numbers(self, x):
+    if self.length != x.shape[0] * x.shape[1]:
+        self.length = x.shape[0] * x.shape[1]
+        self.table = torch.full((), 1.0, dtype=x.dtype) / x.shape[1]
+    return self.dense(x) * self.table
+
+
 def drawn(self, x):
     if self.table is None:
         self.noise = torch.rand(4, dtype=x.dtype)
@@ -188,6 +224,9 @@ def drawn(self, x):
         longest,
         another_way_when_long,
         added_to,
+        halved_by_a_layer,
+        of_the_last_digit,
+        of_as_many_numbers,
         drawn,
     ],
 )
@@ -291,3 +330,57 @@ def test_a_table_in_slots_is_made_anew():
     for length in LENGTHS:
         x = torch.randn(2, length, 4, dtype=torch.float64)
         torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)
+
+
+LOCAL, CONTEXT, NAMESPACE = threading.local(), contextvars.ContextVar("CONTEXT"), types.SimpleNamespace()
+
+
+def first_of_a_namespace(self, x):
+    self.kept.length = getattr(self.kept, "length", x.shape[1])
+    return self.dense(x) * self.kept.length
+
+
+def first_of_a_layer(self, x):
+    self.dense.length = getattr(self.dense, "length", x.shape[1])
+    return self.dense(x) * self.dense.length
+
+
+def first_of_an_error(self, x):
+    if not self.held.args:
+        self.held.args = (x.shape[1],)
+    return self.dense(x) * self.held.args[0]
+
+
+def first_of_a_thread(self, x):
+    LOCAL.length = getattr(LOCAL, "length", x.shape[1])
+    return self.dense(x) * LOCAL.length
+
+
+def first_of_a_context(self, x):
+    CONTEXT.set(CONTEXT.get(x.shape[1]))
+    return self.dense(x) * CONTEXT.get()
+
+
+def first_of_a_global(self, x):
+    NAMESPACE.length = getattr(NAMESPACE, "length", x.shape[1])
+    return self.dense(x) * NAMESPACE.length
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        first_of_a_namespace,
+        first_of_a_layer,
+        first_of_an_error,
+        first_of_a_thread,
+        first_of_a_context,
+        first_of_a_global,
+    ],
+)
+def test_a_size_of_the_first_call_is_refused_wherever_it_is_kept(forward):
+    model = module(forward, dense=nn.Linear(4, 4), kept=types.SimpleNamespace(), held=ValueError())
+    with pytest.raises(fxopt.TraceError, match=r"the forward (assigns to|changes)"):
+        fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
+    assert not vars(LOCAL)
+    assert not vars(NAMESPACE)
+    assert CONTEXT.get(None) is None

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -280,3 +281,29 @@ def test_a_tensor_where_there_was_none_is_named_by_its_shape():
         fxopt.GuardError, match=r"'mask' is a tensor of shape \(3,\); the graph was captured for None"
     ):
         traced(torch.ones(3), torch.ones(3))
+
+
+class Child(nn.Module):
+    def __init__(self, parent):
+        super().__init__()
+        self.parent = weakref.ref(parent)
+
+    def forward(self, x):
+        self.parent().last = x
+        return self.parent().dense(x)
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child, self.dense, self.last = Child(self), nn.Linear(4, 4), None
+
+    def forward(self, x):
+        return self.child(x)
+
+
+def test_a_weak_reference_to_a_module_leads_to_the_copy_of_it():
+    model, x = Parent(), torch.randn(2, 4)
+    traced = fxopt.trace(model, (x,))
+    assert model.last is None
+    assert torch.equal(traced(x), model(x))

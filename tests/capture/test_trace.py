@@ -320,6 +320,37 @@ def test_what_changes_shape_with_what_it_views_is_another_graph_at_size_one():
         gm(torch.ones(1, 4))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_expanded_without_gradients_is_another_graph_at_size_one(mode):
+    class Positions(torch.nn.Module):
+        def forward(self, x, rows):
+            with mode():
+                if rows.shape[0] != x.shape[0]:
+                    rows = rows.expand(len(x), -1)
+            return x + rows
+
+    gm = fxopt.trace(Positions(), (X, X[:1]), dynamic_shapes=({0: Dim.DYNAMIC}, None))
+    assert torch.equal(gm(X, X[:1]), X + X[:1])
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(X[:1], X[:1])
+
+
+@pytest.mark.parametrize("asks", ["requires_grad", "dtype", "is_floating_point", "data_ptr"])
+def test_what_is_asked_at_size_one_alone_excludes_it(asks):
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            if len(x) == 1:
+                answer = getattr(x, asks)
+                if (answer() if callable(answer) else answer) == "never":
+                    return x
+            return x.float() * 2
+
+    gm = fxopt.trace(Asks(), (X,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(gm(X), X * 2)
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
+        gm(X[:1])
+
+
 @pytest.mark.parametrize("copy", ["repeat", "clone", "flip"])
 def test_what_is_copied_unless_the_batch_is_one_is_another_graph(copy):
     class Copied(torch.nn.Module):

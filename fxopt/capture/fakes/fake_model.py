@@ -85,6 +85,7 @@ class FakeModel:
         self._settings = {id(module): _settings(module) for module in self.model.modules()}
         self._held: dict[int, tuple[Any, ...]] = {}
         self._containers = recorded_modules(self.model, self._layers)
+        self._given = {name: set(vars(module)) for name, module in self.model.named_modules()}
         self._own = {
             id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
         }
@@ -163,6 +164,8 @@ class FakeModel:
             if type(module).__module__.startswith("torch.nn."):
                 plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
                 state |= {(name, key): value for key, value in plain.items()}
+                added = vars(module).keys() - plain.keys() - self._given[name] - _OF_TORCH
+                state |= {(name, key): contents(vars(module)[key]) for key in sorted(added)}
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:

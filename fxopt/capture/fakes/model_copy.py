@@ -1,7 +1,8 @@
 """`copy.deepcopy` that copies functions, too, where they hold something: closures, and caches of bound methods.
 
 Python takes functions for constants: a lambda over `self`, or a hook that stores a feature, would go on reading and
-writing the user's model. What a function only names (globals) is no part of the model and is not copied.
+writing the user's model. So would a weak reference to a module, as that of a child to its parent. What a function only names
+(globals) is no part of the model and is not copied.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
-_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType)
+_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType, weakref.ref)
 
 
 def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
@@ -34,7 +38,9 @@ def _functions_copied() -> Iterator[None]:
     before = {kind: dispatch.get(kind) for kind in _PATCHED}
     thread = threading.get_ident()
     copiers: dict[type, Callable[[Any, Any], Any]] = dict(
-        zip(_PATCHED, (_copy_function, _copy_cache, lambda module, memo: module), strict=True)
+        zip(
+            _PATCHED, (_copy_function, _copy_cache, lambda module, memo: module, _copy_reference), strict=True
+        )
     )
     for kind, copier in copiers.items():
         dispatch[kind] = lambda value, memo, copier=copier: (
@@ -78,6 +84,12 @@ def _copy_cache(cache: Any, memo: dict[int, Any]) -> Any:
     function = cache.__wrapped__
     copied = _copied_or_same(function, memo)
     return cache if copied is function else functools.lru_cache(**cache.cache_parameters())(copied)
+
+
+def _copy_reference(reference: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
+    """A weak reference to the copy of a module; to anything else, which the model need not hold, it is itself."""
+    target = reference()
+    return weakref.ref(copy.deepcopy(target, memo)) if isinstance(target, torch.nn.Module) else reference
 
 
 def _copied_or_same(value: Any, memo: dict[int, Any]) -> Any:

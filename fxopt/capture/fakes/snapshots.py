@@ -8,6 +8,7 @@ import functools
 import itertools
 import pickle
 import random
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,8 @@ class SnapshotMaker:
             return kind, self._parts(tuple(filled))
         if isinstance(value, bytearray):
             return kind, bytes(value)
+        if isinstance(value, (types.SimpleNamespace, threading.local, BaseException)):
+            return kind, self._parts((vars(value), *getattr(value, "args", ())))
         if "__slots__" in vars(type(value)):
             return kind, self._parts(attributes(value))
         return kind  # nothing more is known about it

@@ -14,7 +14,8 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.capture.runtime.input_specs import same_value
+from fxopt.capture.runtime import modes
+from fxopt.capture.runtime.input_specs import dtype_kind, same_value
 from fxopt.operators import is_write_name
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
@@ -66,7 +67,8 @@ def views_of_same_shape(
 ) -> dict[torch.fx.Node, torch.fx.Node]:
     """The views that have the shape of what they view, with the node of that; `size` rewrites expressions of sizes first.
 
-    They are left out where either is written, which may give one of both another shape.
+    They are left out where either is written, which may give one of both another shape, and where the view has no gradient and
+    what it views may have one.
     """
 
     def facts(node: torch.fx.Node) -> list[Any]:
@@ -74,13 +76,38 @@ def views_of_same_shape(
         return [size(fact) if isinstance(fact, sympy.Basic) else fact for fact in found]
 
     views = {}
+    detached = _without_gradients(graph)
     for node in calls_of(graph):
         viewed = node.args[0] if _name(node) in _RESHAPING and node.args else None
-        if isinstance(viewed, torch.fx.Node) and not (_is_written(node) or _is_written(viewed)):
+        if isinstance(viewed, torch.fx.Node) and not (
+            _is_written(node) or _is_written(viewed) or node in detached
+        ):
             pairs = itertools.zip_longest(facts(node), facts(viewed))
             if all(mine == its or same_expression(mine, its) for mine, its in pairs):
                 views[node] = viewed
     return views
+
+
+def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes between those that switch gradients off and on, but for what takes no gradients anyway."""
+    detached: set[torch.fx.Node] = set()
+    before: dict[torch.fx.Node, bool] = {}
+    enabled = True
+    for node in graph.nodes:
+        argument = node.args[0] if node.args else None
+        value = node.meta.get("val")
+        if isinstance(argument, torch.fx.Node) and argument in before:
+            enabled = before[argument]
+        elif node.target in (modes.set_grad_enabled, modes.enter_inference_mode):
+            before[node] = enabled
+            enabled = bool(argument) if node.target is modes.set_grad_enabled else enabled and not argument
+        elif (
+            not enabled
+            and isinstance(value, torch.Tensor)
+            and dtype_kind(value.dtype) in ("floating", "complex")
+        ):
+            detached.add(node)
+    return detached
 
 
 def _is_written(node: torch.fx.Node) -> bool:

@@ -36,7 +36,9 @@ def _fixes_dtype(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 def _views(user: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Tell whether a call gives a view of its first argument, and reads that alone."""
     facts = facts_of(user)
-    is_view = Fact.VIEW in facts and not facts & (Fact.RANDOM | Fact.SEVERAL)
+    given = (*user.args, *user.kwargs.values())
+    reinterprets = any(isinstance(option, torch.dtype) for option in given)  # `x.view(torch.int32)`
+    is_view = Fact.VIEW in facts and not facts & (Fact.RANDOM | Fact.SEVERAL) and not reinterprets
     return is_view and user.args[:1] == (node,) and node not in _others(user)
 
 

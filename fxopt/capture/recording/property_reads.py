@@ -75,6 +75,8 @@ class PropertyReads:
         return (
             (other.layout_read_at is None or self.layout_read_at is not None)
             and (other.gradients_read_at is None or self.gradients_read_at is not None)
+            and (other.memory_read_at is None or self.memory_read_at is not None)
+            and self.dtypes_asked >= other.dtypes_asked
             and self.dtypes_read_at.keys() >= other.dtypes_read_at.keys()
             and all(modes.get(mode) == answer for mode, (answer, _) in other.modes_read.items())
         )

@@ -3,7 +3,8 @@ grids, masks.
 
 Where a later call reads what an earlier one made, the graph makes it anew. That is equal if a call gives the same after
 any other call as it gives first. Calls are tried at several sizes, one after the other: each runs on fakes, but for what
-was kept, which is computed. A call that compares its sizes with a number is tried on both sides of it.
+was kept, which is computed. A condition on sizes that a later call asks is tried at sizes where it is true and where it is
+false, other than those at which the state was made.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_RUNS = 80
 _MOST_NUMBERS = 4_000_000
 _LONGER = (37, 9, 3, 2)
 _OTHER = (2, 3, 4, 5, 6, 8, 9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 448, 512, 1024)
-_LADDER = tuple(sorted({2**n + d for n in range(13) for d in (-1, 0, 1)} - {0}))
+_SEARCHED = (*range(1, 1025), *sorted({2**n + d for n in range(11, 13) for d in (-1, 0, 1)}))
 
 Record = Callable[[Request], RunResult]
 # A size for each symbol that is free.
@@ -93,12 +94,12 @@ class RepeatedCalls:
     def check(self) -> None:
         """Raise TraceError, with the reason, where a call may give something else after another call."""
         main, others = self._samples()
-        left = [(self._first_call(sizes).state, main, True) for sizes in main]
-        left[0] = (left[0][0], [*main, *others], True)
-        left += [(self._first_call(sizes).state, main[:1], False) for sizes in others]
+        left = [(self._first_call(sizes).state, sizes, main, True) for sizes in main]
+        left[0] = (left[0][0], main[0], [*main, *others], True)
+        left += [(self._first_call(sizes).state, sizes, main[:1], False) for sizes in others]
         seen = [state.parts() for state, *_ in left]
         while left:
-            state, samples, crosses = left.pop(0)
+            state, made_at, samples, crosses = left.pop(0)
             tried = list(samples)
             for sizes in tried:  # which grows meanwhile
                 after = self._call(sizes, state)
@@ -108,20 +109,28 @@ class RepeatedCalls:
                     raise TraceError("a later call changes state outside of the model")
                 if (parts := after.state.parts()) not in seen:
                     seen.append(parts)
-                    left.append((after.state, main, crosses and sizes in samples))
+                    left.append((after.state, sizes, main, crosses and sizes in samples))
                 if crosses:
-                    tried += self._beyond(after.made, sizes, tried)
+                    tried += self._untried(
+                        after.made, sizes, [each for each in tried if each != made_at], made_at
+                    )
 
-    def _beyond(self, after: RunResult, sizes: Sizes, tried: list[Sizes]) -> list[Sizes]:
-        """Sizes on the other side of each condition that a later call asks of sizes, and the first one does not."""
+    def _untried(self, after: RunResult, sizes: Sizes, tried: list[Sizes], made_at: Sizes) -> list[Sizes]:
+        """Sizes on the side of a condition where none is `tried`, if a later call asks it, and the first one does not."""
         found: list[Sizes] = []
         for guard in guards_of(after.relied_on(), translation(self._made, after, {})):
-            known = guard in self._guards or not set(guard.symbols) <= self._hints.keys()
-            if not known and all(guard.holds(dict(each)) for each in tried):
-                beyond = ({**sizes, symbol: size} for symbol in guard.symbols for size in _LADDER)
-                found += itertools.islice(
-                    (s for s in beyond if not guard.holds(dict(s)) and self._holds(s)), 1
+            if guard in self._guards or not set(guard.symbols) <= self._hints.keys():
+                continue
+            others = [
+                {**sizes, one: sizes[other], other: sizes[one]}
+                for one, other in itertools.combinations(guard.symbols, 2)
+            ]
+            others += [{**sizes, symbol: size} for symbol in guard.symbols for size in _SEARCHED]
+            for side in {True, False} - {guard.holds(dict(each)) for each in [*tried, *found]}:
+                on_side = (
+                    s for s in others if guard.holds(dict(s)) == side and s != made_at and self._holds(s)
                 )
+                found += itertools.islice(on_side, 1)
         return found
 
     def _samples(self) -> tuple[list[Sizes], list[Sizes]]:

@@ -88,6 +88,8 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
     if not _free(other).keys() <= _free(capture).keys():
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
+    if not capture.reads.cover(other.reads):
+        return None  # there, the forward decides on a property that the graph does not check
     if capture.left_out.keys() != other.left_out.keys():
         return None  # there, the graph would need checks that it does not have
     in_symbols = translation(capture, other, {})

@@ -21,6 +21,7 @@ from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import LEARNED, CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimensions
+from fxopt.capture.fakes.snapshots import SnapshotMaker
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RUN_FORWARD
@@ -194,9 +195,14 @@ class ForwardRun:
             recorder,
         ):
             # Context variables that the forward sets are set for this run.
-            result = contextvars.copy_context().run(_run_forward, model, args, kwargs)
+            context = contextvars.copy_context()
+            before = dict(context)
+            result = context.run(_run_forward, model, args, kwargs)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
+            for variable, value in context.items():
+                if before.get(variable) is not value and _is_of_this_call(value):
+                    raise refused_outside(f"the context variable {variable.name!r}")
             with recorder.paused():
                 self._check_values()
                 recorder.writer.add_output(result)
@@ -218,6 +224,12 @@ def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 
 assert _run_forward.__name__ == RUN_FORWARD
+
+
+def _is_of_this_call(value: Any) -> bool:
+    """Tell whether tensors or free sizes are in a value."""
+    contents = SnapshotMaker(id)(value)
+    return bool(contents.tensors or contents.sizes)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -181,7 +182,8 @@ def _holders(names: Any) -> list[Any]:
     left = [names]
     while left:
         value = left.pop()
-        holder = vars(value) if is_open(value) else value
+        opened = is_open(value) or isinstance(value, (types.SimpleNamespace, threading.local))
+        holder = vars(value) if opened else value
         if id(holder) in found or type(holder) not in (*_HOLDERS, tuple):
             continue
         found[id(holder)] = holder

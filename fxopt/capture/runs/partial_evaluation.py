@@ -17,6 +17,7 @@ from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.effects import written_by
+from fxopt.objects import tensors_in
 from fxopt.operators import is_torch_function
 
 # Calls that read the dtype, device and sizes of the tensor at this place, and none of its numbers.
@@ -93,15 +94,16 @@ class PartialEvaluation:
         if node.target is getattr and node.args[1:] == ("device",):
             return self._run.request.device()
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        layer = self._run.request.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        written = written_by(node, layer)
         if node.op in ("call_function", "call_method"):
             args, kwargs = _without_data(node, args, kwargs)
-            written = written_by(node, None)
             if not _holds_results((args, kwargs)) and written is not None:
                 computed = self._computed(node, args, kwargs)
                 if computed is not NotImplemented:
                     return computed
-            if any(isinstance(self._values[each], torch.Tensor) for each in written or ()):
-                self._spoilt = True
+        if list(tensors_in([self._values[each] for each in written or ()])):
+            self._spoilt = True
         return self._remaining(node, args, kwargs)
 
     def _computed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
@@ -168,9 +170,11 @@ def _same(one: Any, other: Any) -> bool:
 def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments, with an empty tensor for what a step gives of which only dtype, device and sizes are read."""
     place = _READ_NO_NUMBERS.get(getattr(node.target, "__name__", str(node.target)))
-    read = node.args[place] if place is not None and place < len(node.args) else None
+    if place is None or place >= len(args) or not isinstance(args[place], (_Result, _Own)):
+        return args, kwargs  # `x.to(dtype=...)` has one argument
+    read = node.args[place]
     like = read.meta.get("val") if isinstance(read, torch.fx.Node) else None
-    if place is None or not isinstance(args[place], (_Result, _Own)) or not isinstance(like, torch.Tensor):
+    if not isinstance(like, torch.Tensor):
         return args, kwargs
     if _is_large(like) or any(_hint(size) < 0 for size in like.shape):
         return args, kwargs
