@@ -37,11 +37,10 @@ def _functions_copied() -> Iterator[None]:
     atomic = getattr(module, "_atomic_types", None)  # Python 3.14 asks there first
     before = {kind: dispatch.get(kind) for kind in _PATCHED}
     thread = threading.get_ident()
-    copiers: dict[type, Callable[[Any, Any], Any]] = dict(
-        zip(
-            _PATCHED, (_copy_function, _copy_cache, lambda module, memo: module, _copy_reference), strict=True
-        )
+    in_order: tuple[Callable[[Any, Any], Any], ...] = (
+        *(_copy_function, _copy_cache, lambda module, memo: module, _copy_reference),
     )
+    copiers = dict(zip(_PATCHED, in_order, strict=True))
     for kind, copier in copiers.items():
         dispatch[kind] = lambda value, memo, copier=copier: (
             copier(value, memo) if threading.get_ident() == thread else value

@@ -23,6 +23,7 @@ from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.capture.nodes.mutable_objects import MutableObjects
+from fxopt.capture.nodes.origin import Origin
 from fxopt.capture.nodes.shared_memory import SharedMemory
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
@@ -34,18 +35,6 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, range),
     *(torch.dtype, torch.layout, torch.memory_format),
 )
-
-
-@dataclasses.dataclass
-class Origin:
-    """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
-
-    source: torch.fx.Node | Callable[[], torch.fx.Node]
-    path: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def node(self) -> torch.fx.Node:
-        return self.source if isinstance(self.source, torch.fx.Node) else self.source()
 
 
 class GraphWriter:

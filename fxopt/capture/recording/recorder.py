@@ -6,7 +6,6 @@ The forward runs on fake tensors, so Python sees ordinary tensors and nothing is
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,24 +30,12 @@ from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
 from fxopt.capture.recording.refused_calls import refusal
+from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.operators import is_write_name
 
 _LIFT_FRESH: Any = torch.ops.aten.lift_fresh.default
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of torch on fake tensors."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", "")
 
 
 # Gives the value of a call, an equal call to go on with, or NotImplemented.

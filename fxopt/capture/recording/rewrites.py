@@ -27,10 +27,11 @@ from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.cond_branches import conditional
 from fxopt.capture.recording.higher_order import expansion
 from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
-from fxopt.capture.recording.recorder import Call, Recorder, Rewrite
+from fxopt.capture.recording.recorder import Recorder, Rewrite
 from fxopt.capture.recording.squeeze import assumed_kept, squeeze_with_guard, unbind_with_guard
 from fxopt.capture.recording.tensor_data import FROM_DATA, make_from_data, make_legacy, torch_keywords
 from fxopt.capture.recording.tensor_properties import assigned_data, assigned_requires_grad, data, gradient
+from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 

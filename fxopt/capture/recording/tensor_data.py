@@ -11,7 +11,8 @@ from fxopt.capture.data_dependence.indexing import are_numbers
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.idioms import with_torch_values
-from fxopt.capture.recording.recorder import Call, Recorder
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.torch_call import Call
 
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 

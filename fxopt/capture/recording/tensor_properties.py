@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.recording.recorder import Call, Recorder
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.torch_call import Call
 from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 
