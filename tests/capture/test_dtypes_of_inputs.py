@@ -62,3 +62,11 @@ def test_a_cast_that_changes_nothing_at_capture_stays_for_other_dtypes():
     model = Masked(SAME["cast"])
     plain = fxopt.RemoveIdentity()(fxopt.trace(model, (X, MASK.bool())))
     assert torch.equal(plain(X, MASK.float() * 0.5), model(X, MASK.float() * 0.5))
+
+
+def test_bytes_are_read_in_one_dtype():
+    traced = fxopt.trace(Masked(lambda x, m: x * m.view(torch.int32)[:, :4]), (X, MASK))
+    with pytest.raises(
+        fxopt.GuardError, match=r"'mask' is torch\.int32; the graph was captured with torch\.int64"
+    ):
+        traced(X, MASK.int())

@@ -58,7 +58,11 @@ class PropertyReads:
         if isinstance(result, torch.dtype):
             self.dtypes_read_at.setdefault(result, self._writer.location())
         elif name in _DTYPE_QUERIES:
-            self.dtypes_read_at.setdefault(args[0].dtype, self._writer.location())
+            self.note_dtype(args[0])
+
+    def note_dtype(self, tensor: torch.Tensor) -> None:
+        """Take note that the forward relies on the dtype of a tensor."""
+        self.dtypes_read_at.setdefault(tensor.dtype, self._writer.location())
 
     def note_mode(self, mode: str, answer: bool) -> None:
         """Keep where the forward relied on a global mode, `grad`, `autocast` or `inference_mode`."""

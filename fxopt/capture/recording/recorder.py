@@ -163,6 +163,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         if result is not None and not self.writer.makes_something(result):
             self.queries.note(about, args, result)
             return False
+        if name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            self.queries.note_dtype(args[0])  # it reads the bytes
         op, target, *given = canonical(function, args, kwargs)
         self.writer.create(op, target, *self.writer.arguments(name, *given), result)
         return True
