@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -267,3 +268,12 @@ def test_now_describes_this_machine():
     assert here.threads == 3
     assert here.torch[0].isdigit()
     assert "cores" in here.devices["cpu"]
+
+
+def test_runs_whose_columns_have_other_types_are_not_merged():
+    id_and_time = {"id": ["a"], "started": ["2026-11-22"]}
+    tables = [pa.table({**id_and_time, "refused": refused}) for refused in (["no"], [1.0])]
+    with pytest.raises(
+        store.ReportError, match="written by another version of the harness .*refused.* move it away"
+    ):
+        store.merge(tables)

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..records import Record
-from .files import ReportError, stamped
+from .files import ReportError, first_line, stamped
 from .provenance import Run
 
 REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
@@ -83,9 +83,13 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
     """One table of several: of each case the row that started last, so that merging it again changes nothing."""
-    joined = pa.concat_tables(
-        [table.replace_schema_metadata() for table in tables], promote_options="default"
-    )
+    try:
+        joined = pa.concat_tables(
+            [table.replace_schema_metadata() for table in tables], promote_options="default"
+        )
+    except pa.ArrowTypeError as error:
+        text = f"one of these runs was written by another version of the harness ({first_line(error)}): move it away"
+        raise ReportError(text) from error
     rows = joined.select(["id", "started"]).to_pandas().sort_values("started", kind="stable")
     chosen = rows.drop_duplicates("id", keep="last").sort_values("id", kind="stable")
     return stamped(joined.take(pa.array(chosen.index)))
