@@ -94,20 +94,24 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
-        for (name, key), value in (changes or {}).items():
+        self._apply_changes(changes or {}, known or {}, refuse)
+        self._before = self.state({})
+        self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
+
+    def _apply_changes(self, changes: Changes, known: Mapping[int, Any], refuse: Callable[[], None]) -> None:
+        """Leave in the copy what an earlier call has left."""
+        for (name, key), value in changes.items():
             if isinstance(value, Snapshot):
                 if value.in_closure and (value.tensors or value.sizes):
                     raise TraceError(
                         f"a function that {key!r} holds keeps a tensor or a size for a later call."
                     )
-                stand_ins = self._stand_ins(value, known or {}, refuse)
+                stand_ins = self._stand_ins(value, known, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
             if type(value) is UnusableNumber:
                 vars(self.model.get_submodule(name))[key] = value  # `nn.Module` would ask what it is
             else:
                 setattr(self.model.get_submodule(name), key, value)
-        self._before = self.state({})
-        self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
