@@ -104,6 +104,7 @@ METRICS: dict[str, Metric] = {
     "latency_pairs": Metric("context", factor=math.inf),
     "*_ms": Metric("latency", "lower", factor=2, machine=True),  # a machine's clock is no constant
     "*seconds": Metric("time", "lower", factor=3, floor=0.5, machine=True),
+    "forward_runs": Metric("runs", "lower", factor=1.5),
     "*memory*_mb": Metric("memory", "lower", factor=1.25),
     "sites*": Metric("sites", "higher"),
     "refused*": Metric("refused"),
