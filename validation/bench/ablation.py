@@ -23,7 +23,7 @@ from ..report.markdown import pipes
 from ..timing import in_random_order, ratio
 from . import machine
 from .nested import fresh
-from .workloads import SMALL, WORKLOADS, Workload, build
+from .workloads import Workload, chosen
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
 
@@ -43,11 +43,7 @@ def ablation(
     The machine should be idle: a run on one that is not is marked.
     """
     torch.set_num_threads(threads or machine.all_threads())
-    known, tables = SMALL if small else WORKLOADS, []
-    for name in models.split(","):
-        if name not in known:
-            raise typer.BadParameter(f"there is no model {name!r}: it is one of {', '.join(known)}")
-        tables.append(_measured(name, build(name, small), precision, seconds))
+    tables = [_measured(name, workload, precision, seconds) for name, workload in chosen(models, small)]
     text = _document(pd.concat(tables, axis=1), precision)
     out.mkdir(parents=True, exist_ok=True)
     store.replace(out / "ablation.md", text.encode())

@@ -24,7 +24,7 @@ from .. import store
 from ..report.markdown import pipes
 from . import machine
 from .nested import fresh
-from .workloads import SMALL, WORKLOADS, Workload, build
+from .workloads import Workload, chosen
 
 _ROUNDS = 3  # the first ones only warm up
 
@@ -45,11 +45,7 @@ def profile(
     The machine should be idle: a run on one that is not is marked.
     """
     torch.set_num_threads(threads or machine.all_threads())
-    known, parts = SMALL if small else WORKLOADS, []
-    for name in models.split(","):
-        if name not in known:
-            raise typer.BadParameter(f"there is no model {name!r}: it is one of {', '.join(known)}")
-        parts.append(_section(name, build(name, small), precision, seconds, rows))
+    parts = [_section(name, workload, precision, seconds, rows) for name, workload in chosen(models, small)]
     text = _document(parts, precision)
     out.mkdir(parents=True, exist_ok=True)
     store.replace(out / "profile.md", text.encode())

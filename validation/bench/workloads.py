@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,6 +44,15 @@ def build(name: str, small: bool = False) -> Workload:
     """The workload of this name, the same in every process; small ones are for trying the benchmark out."""
     torch.manual_seed(0)
     return (SMALL if small else WORKLOADS)[name]()
+
+
+def chosen(names: str, small: bool = False) -> Iterator[tuple[str, Workload]]:
+    """The workloads of these names, separated by commas, each built when its turn comes."""
+    known = SMALL if small else WORKLOADS
+    for name in names.split(","):
+        if name not in known:
+            raise typer.BadParameter(f"there is no model {name!r}: it is one of {', '.join(known)}")
+        yield name, build(name, small)
 
 
 def _text(model: nn.Module, batch: int, sequence: int) -> Workload:

@@ -6,7 +6,7 @@ Two graphs with the same remaining steps compute the same from the same inputs, 
 from __future__ import annotations
 
 import dataclasses
-import operator
+import math
 from typing import Any
 
 import torch
@@ -203,10 +203,7 @@ def _is_large(expected: Any) -> bool:
 
 
 def _numbers(tensor: torch.Tensor) -> int:
-    number = 1
-    for size in tensor.shape:
-        number = operator.mul(number, _hint(size))
-    return number
+    return math.prod(map(_hint, tensor.shape))
 
 
 def _is_as_expected(value: Any, expected: Any) -> bool:
