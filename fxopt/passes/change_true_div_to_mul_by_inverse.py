@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.rounding import Rounding
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fxopt import batch_norm, graph
-from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
+from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles import batch_norm
+from fxopt.obstacles.foldable import (
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
+from fxopt.obstacles.scaling import wide_dtype
 from fxopt.passes.folding import Fold, Folding
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.scaling import wide_dtype
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 

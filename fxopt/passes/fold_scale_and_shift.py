@@ -12,14 +12,20 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.constants import computed_constant
-from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.foldable import (
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
+from fxopt.obstacles.parameter_constants import constant_obstacle, is_changing, parts_of
+from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
 from fxopt.operators import name_of
-from fxopt.parameter_constants import constant_obstacle, is_changing, parts_of
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.scaling import LAYERS, channel_dimension, channels, wide_dtype
 
 ScaleAndShift = tuple[Tensor, Tensor | None]
 

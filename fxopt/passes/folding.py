@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 
 from fxopt import submodules
 from fxopt.errors import UndoError
+from fxopt.obstacles.scaling import folded
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
-from fxopt.scaling import folded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,10 @@ from fxopt.attention.attention_reader import Attention, AttentionReader
 from fxopt.attention.attention_steps import Obstacle, swaps_last
 from fxopt.attention.masks import Mask
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.slicing import layout_obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.slicing import layout_obstacle
 
 
 @dataclasses.dataclass(frozen=True)

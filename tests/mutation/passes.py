@@ -8,15 +8,15 @@ _MERGE = "passes/merging.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
 _FOLD = "passes/folding.py"
-_FOLDABLE = "foldable.py"
+_FOLDABLE = "obstacles/foldable.py"
 _BATCH_NORMS = "passes/fold_batch_norms.py"
-_NORM = "batch_norm.py"
-_SCALING = "scaling.py"
+_NORM = "obstacles/batch_norm.py"
+_SCALING = "obstacles/scaling.py"
 _NORM_WEIGHTS = "passes/fold_norm_weights.py"
 _SCALE = "passes/fold_scale_and_shift.py"
-_PARAMETER_CONSTANTS = "parameter_constants.py"
-_SLICING = "slicing.py"
-_ROUNDING = "rounding.py"
+_PARAMETER_CONSTANTS = "obstacles/parameter_constants.py"
+_SLICING = "obstacles/slicing.py"
+_ROUNDING = "obstacles/rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
 _ACTIVATIONS = "activations.py"
 _PRECISION = "passes/change_precision.py"
@@ -155,7 +155,7 @@ PASSES = (
     Fault("precision: the record follows the model of the user", _PRECISION, "_raised, copied(replaced), self.dtype", "_raised, replaced, self.dtype"),
     Fault("precision: the metadata keeps the old dtype", _PRECISION, "            val = graph.recast(graph.value_of(node), torch.float32, self.dtype)", "            val = None"),
     Fault("precision: keep_float32 is ignored", _PRECISION, "            if matching or isinstance(module, types):", "            if False:"),
-    Fault("precision: a write into a copy is lost", "precision_plan.py", "            if self._write_is_lost(user, value):", "            if False:"),
-    Fault("precision: complex numbers are cast", "precision_plan.py", "        if any(graph.holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):", "        if False:"),
-    Fault("precision: an explicit float32 is ignored", "precision_plan.py", "and not _asks_for_float32(node):", "and True:"),
+    Fault("precision: a write into a copy is lost", "obstacles/precision_plan.py", "            if self._write_is_lost(user, value):", "            if False:"),
+    Fault("precision: complex numbers are cast", "obstacles/precision_plan.py", "        if any(graph.holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):", "        if False:"),
+    Fault("precision: an explicit float32 is ignored", "obstacles/precision_plan.py", "and not _asks_for_float32(node):", "and True:"),
 )  # fmt: skip

@@ -45,7 +45,7 @@ def test_a_piece_that_stands_in_two_places_is_refused():
 
 def test_guards_are_found_and_disabled():
     found = list(guards())
-    assert any(guard.file == "slicing.py" for guard in found)
+    assert any(guard.file == "obstacles/slicing.py" for guard in found)
     for guard in found:
         source = (PACKAGE / guard.file).read_text(encoding="utf-8")
         changed = guard.applied(source)
