@@ -7,7 +7,6 @@ import typer
 from .ablation import ablation
 from .capture import capture
 from .fleet import fleet
-from .libraries import libraries
 from .modes import memory
 from .passes import passes
 from .peers import peers
@@ -27,7 +26,6 @@ def main() -> None:
 app.command()(ablation)
 app.command()(capture)
 app.command()(fleet)
-app.command()(libraries)
 app.command()(memory)
 app.command()(passes)
 app.command()(peers)
