@@ -80,6 +80,12 @@ def test_outcomes(was, now, worse, changes):
     assert "it broke" in table.loc[0, "explanation"]
 
 
+@pytest.mark.parametrize(("was", "now", "worse"), [("compare", "capture", True), ("load", "compare", False)])
+def test_a_case_that_ends_in_an_earlier_stage_is_worse(was, now, worse, changes):
+    before, after = ([Record(CASE, Outcome.FAIL, stage, "it broke")] for stage in (was, now))
+    assert kinds(changes(before, after)) == [("stage", worse)]
+
+
 def test_a_vanished_model_is_one_regression(make_records, changes):
     records = make_records(0)
     table = changes(records, [record for record in records if record.case.model != "groupvit"])
