@@ -58,6 +58,12 @@ def grown(self, x):
     return self.dense(x) + self.table[: x.shape[1]]
 
 
+def like_the_input(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = (x.new_ones(x.shape[1], 4, dtype=torch.float32) * 3).tril().type_as(x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
 def filled(self, x):
     if self.table is None or self.table.shape[0] < x.shape[1]:
         table = torch.zeros(x.shape[1], 4, dtype=x.dtype)
@@ -113,7 +119,18 @@ def model_of(forward):
 
 @pytest.mark.parametrize(
     "forward",
-    [longer, counted, of_this_size, doubled, grown, filled, shared, written_first, cast_by_name],
+    [
+        longer,
+        counted,
+        of_this_size,
+        doubled,
+        grown,
+        like_the_input,
+        filled,
+        shared,
+        written_first,
+        cast_by_name,
+    ],
 )
 def test_a_table_of_sizes_is_made_anew(forward):
     model = model_of(forward)
