@@ -59,6 +59,12 @@ def grown(self, x):
     return self.dense(x) + self.table[: x.shape[1]]
 
 
+def like_the_input(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = (x.new_ones(x.shape[1], 4, dtype=torch.float32) * 3).tril().type_as(x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
 def filled(self, x):
     if self.table is None or self.table.shape[0] < x.shape[1]:
         table = torch.zeros(x.shape[1], 4, dtype=x.dtype)
@@ -128,6 +134,7 @@ def model_of(forward):
         of_this_size,
         doubled,
         grown,
+        like_the_input,
         filled,
         beside_a_write,
         shared,

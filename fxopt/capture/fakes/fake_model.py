@@ -30,6 +30,18 @@ _PLAIN = (bool, int, float, str)
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptState:
+    """All that earlier calls have left in a model: what they changed of its state, and the hooks of each module.
+
+    `known` are the values of tensors and sizes in it, by identity.
+    """
+
+    changes: Changes = dataclasses.field(default_factory=dict)
+    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True)
 class Written:
     """The tensors of the user into which a forward writes: parameters by name, and tensors from outside of the model."""
@@ -42,9 +54,8 @@ class FakeModel:
     """A copy of `model` with fake tensors in the place of real ones.
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
-    tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
-    that an earlier call left. `known` are the values of tensors and sizes in it, by identity; the other tensors are `stale`,
-    no value of this call, and whoever uses another size calls `refuse`.
+    tensors behind other fakes: plain attributes, and tensors from outside the model. `earlier` is state to start from:
+    tensors in it that are not known are `stale`, no value of this call, and whoever uses a size that is not calls `refuse`.
     """
 
     def __init__(
@@ -52,9 +63,8 @@ class FakeModel:
         model: torch.nn.Module,
         fake_mode: FakeTensorMode,
         layers: Collection[int],
-        changes: Changes | None = None,
-        known: Mapping[int, Any] | None = None,
-        refuse: Callable[[], None] = lambda: None,
+        earlier: KeptState,
+        refuse: Callable[[], None],
     ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
@@ -98,19 +108,19 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
-        self._apply_changes(changes or {}, known or {}, refuse)
+        self._leave(earlier, refuse)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
-    def _apply_changes(self, changes: Changes, known: Mapping[int, Any], refuse: Callable[[], None]) -> None:
+    def _leave(self, earlier: KeptState, refuse: Callable[[], None]) -> None:
         """Leave in the copy what an earlier call has left."""
-        for (name, key), value in changes.items():
+        for (name, key), value in earlier.changes.items():
             if isinstance(value, Snapshot):
                 if value.in_closure and (value.tensors or value.sizes):
                     raise TraceError(
                         f"a function that {key!r} holds keeps a tensor or a size for a later call."
                     )
-                stand_ins = self._stand_ins(value, known, refuse)
+                stand_ins = self._stand_ins(value, earlier.known, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
             holder = self._tensors.get(name)
             if holder is not None or type(value) is UnusableNumber:

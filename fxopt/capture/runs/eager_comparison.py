@@ -7,6 +7,7 @@ compares. The second call is for state: a counter that stands still in a graph i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -49,20 +50,15 @@ def check_against_eager(traced: TracedModule, request: Request, written: Written
         _Comparison(traced, request, written, restored, randomness).check()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
     """The calls of one check."""
 
-    def __init__(
-        self,
-        traced: TracedModule,
-        request: Request,
-        written: Written,
-        restored: Restored,
-        randomness: RepeatedRandomness,
-    ) -> None:
-        self._traced, self._request, self._written = traced, request, written
-        self._restored, self._randomness = restored, randomness
-        self._gradients = request.model.training and torch.is_grad_enabled()
+    traced: TracedModule
+    request: Request
+    written: Written
+    restored: Restored
+    randomness: RepeatedRandomness
 
     def check(self) -> None:
         """Compare call by call."""
@@ -72,9 +68,9 @@ class _Comparison:
             if expected.error is not None:
                 self._unjudged(f"the model raises {_named(expected.error)}")
                 return
-            drawn = self._randomness.were_used()
+            drawn = self.randomness.were_used()
             found = self._outcome(graph)
-            if isinstance(found.error, GuardError) and drawn and self._request.specialize:
+            if isinstance(found.error, GuardError) and drawn and self.request.specialize:
                 return  # decided by random numbers, which are others now
             if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
                 self._unjudged(f"the graph raises {_named(found.error)}")
@@ -90,10 +86,10 @@ class _Comparison:
             raise self._error(differs, call)
 
     def _model(self) -> Twin:
-        return Twin(self._request.model, self._written)
+        return Twin(self.request.model, self.written)
 
     def _graph(self) -> Twin:
-        return Twin(self._traced, self._written)
+        return Twin(self.traced, self.written)
 
     def _at(self, call: int, twin: Twin) -> Outcome:
         """The outcome of a fresh copy at this call."""
@@ -101,16 +97,17 @@ class _Comparison:
 
     def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
         """One call, by `function` where it is not that of the module itself."""
-        examples = copy_inputs(self._request.inputs)
-        self._randomness.rewind()
+        examples = copy_inputs(self.request.inputs)
+        gradients = self.request.model.training and torch.is_grad_enabled()
+        self.randomness.rewind()
 
         def call(values: dict[str, Any]) -> Any:
-            args, kwargs = self._request.arguments(values)
+            args, kwargs = self.request.arguments(values)
             return (function or twin.module)(*args, **kwargs)
 
-        with self._restored(), warnings.catch_warnings():
+        with self.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return twin.run(outcome_of, call, examples, twin.module, self._gradients)
+            return twin.run(outcome_of, call, examples, twin.module, gradients)
 
     def _error(self, differs: str, call: int) -> TraceError:
         exported = exporting(lambda: self._at(call, self._model()))
@@ -120,7 +117,7 @@ class _Comparison:
         for twin in (model, graph):
             for _ in range(call - 1):
                 self._outcome(twin)
-        layers = {name for name, m in self._request.model.named_modules() if id(m) in self._request.layers}
+        layers = {name for name, m in self.request.model.named_modules() if id(m) in self.request.layers}
         place = parting_place(
             graph.module, model.module, layers, lambda f: self._outcome(graph if f is graph else model, f)
         )
@@ -133,7 +130,7 @@ class _Comparison:
 
     def _unjudged(self, reason: str) -> None:
         warnings.warn(
-            f"the graph of {type(self._request.model).__name__} was not compared with the model on the example inputs: "
+            f"the graph of {type(self.request.model).__name__} was not compared with the model on the example inputs: "
             f"{reason}. verify=False leaves this check out.",
             stacklevel=2,
         )

@@ -14,7 +14,7 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
     SizeAsKeyError,
 )
-from fxopt.capture.fakes.fake_model import Changes, refused_change
+from fxopt.capture.fakes.fake_model import Changes, KeptState, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
@@ -132,7 +132,7 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
     """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
-    request = dataclasses.replace(made.request, earlier=changes, hooks=made.hooks)
+    request = dataclasses.replace(made.request, earlier=KeptState(changes, {}, made.hooks))
     try:
         return ForwardRun(request).record()
     except TraceError:

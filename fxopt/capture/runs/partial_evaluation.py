@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.input_specs import same_value
+from fxopt.capture.runtime.input_specs import same_parts, same_value
 from fxopt.effects import written_by
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
@@ -169,18 +169,9 @@ def same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_tensors(one, other)
-    if isinstance(one, (tuple, list)):
-        return isinstance(other, (tuple, list)) and len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(_same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, slice):
-        return isinstance(other, slice) and _same(
-            (one.start, one.stop, one.step), (other.start, other.stop, other.step)
-        )
+    parts = same_parts(one, other, _same)
+    if parts is not None:
+        return parts
     if isinstance(one, (_Result, _Own)):
         return bool(one == other)
     return not isinstance(other, (torch.Tensor, _Result, _Own)) and same_value(one, other)
