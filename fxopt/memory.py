@@ -122,14 +122,12 @@ class Memory:
             value: where to begin.
             until: names of operators whose values, and what is made of them, do not count.
         """
-        pending, seen = [value], {value}
-        while pending:
-            value = pending.pop()
-            yield value
-            for user in value.users:
-                if user not in seen and name_of(user) not in until and not self.gives_new_memory(user):
-                    seen.add(user)
-                    pending.append(user)
+
+        def parts(value: Node) -> Iterator[Node]:
+            users = (user for user in value.users if name_of(user) not in until)
+            return (user for user in users if not self.gives_new_memory(user))
+
+        return graph.reached([value], parts)
 
     @functools.cached_property
     def _written(self) -> dict[Node, tuple[Node, ...] | None]:

@@ -114,6 +114,18 @@ class StaysWhereItIs(Offset):
         return self
 
 
+class KeepsItsDtype(Offset):
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        self.offset = self.offset.to(fn(self.offset).device)
+        return self
+
+
+class KeepsItsDevice(Offset):
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        self.offset = self.offset.to(fn(self.offset).dtype)
+        return self
+
+
 class OtherWhenExported(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if torch.compiler.is_exporting() else x
@@ -221,6 +233,9 @@ EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     "it rounds to bfloat16, but not in float64": after(
         "norm", lambda: Function(lambda x: x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype))
     ),
+    "it rounds to float16, but not in float64": after(
+        "norm", lambda: Function(lambda x: x if x.dtype == torch.float64 else x.half().to(x.dtype))
+    ),
     "an activation is another one": after("norm", nn.GELU),
     "it draws random numbers": after("norm", lambda: nn.Dropout(0.1).train()),
     "it remembers its first result": after(operator.mul, Remembers),
@@ -288,6 +303,8 @@ USABLE: dict[str, Callable[[GraphModule], object]] = {
     "a copy shares a buffer": after("norm", SharesWithCopies),
     "its weights cannot be loaded": after("norm", LoadsNothing),
     "a buffer does not move": after("norm", StaysWhereItIs),
+    "a buffer keeps its dtype": after("norm", KeepsItsDtype),
+    "a buffer keeps its device": after("norm", KeepsItsDevice),
     "it cannot be saved": after("norm", Offset),
 }
 

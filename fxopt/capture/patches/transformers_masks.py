@@ -14,7 +14,6 @@ eager model does. Some models rely on that, and could not use the mask if it wer
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +23,7 @@ import torch
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin
-from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.replaced import Patches
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
 # both leave out masks in both directions.
@@ -58,18 +57,13 @@ class _Made:
 
 
 def patch_masks(
-    stack: contextlib.ExitStack,
-    writer: GraphWriter,
-    specialised: bool,
-    active: Any,
-    refuse: Callable[[str], None],
+    patch: Patches, writer: GraphWriter, specialised: bool, refuse: Callable[[str], None]
 ) -> None:
     """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
-    _leave_out_masks_without_padding(stack, masking, active)
-    watch = _SkippableMasks(writer, specialised, active, refuse)
+    watch = _SkippableMasks(writer, specialised, patch.active, refuse)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
     for interface, name, watched in (
@@ -79,14 +73,18 @@ def patch_masks(
     ):
         original = interface._global_mapping[name]
         interface.register(name, watched(name, original))
-        stack.callback(interface.register, name, original)
-    get_interface: Any = attentions.get_interface
+        patch.callback(interface.register, name, original)
 
-    def get(self: Any, name: Any, default: Any) -> Any:
-        found = get_interface(self, name, default)
+    @patch(attentions, "get_interface")
+    def get_interface(original: Any, self: Any, name: str, default: Any) -> Any:
+        found = original(self, name, default)
         return watch.attending_with_masks_alone(found) if name == _EAGER else found
 
-    stack.enter_context(replaced(attentions, "get_interface", get))
+    @patch(masking, "_ignore_bidirectional_mask_sdpa")
+    def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        """Leave out masks without padding: while torch is said to be exporting, transformers would not."""
+        hides_nothing = padding_mask is None and local_attention_size is None
+        return hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
 
 
 class _SkippableMasks:
@@ -170,18 +168,6 @@ class _SkippableMasks:
         if (node, declared) not in self._as_declared:
             self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
         return self._as_declared[node, declared]
-
-
-def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, active: Any) -> None:
-    """While torch is said to be exporting, transformers would not."""
-    original: Any = masking._ignore_bidirectional_mask_sdpa
-
-    def ignore(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
-        hides_nothing = padding_mask is None and local_attention_size is None
-        return (active() and hides_nothing) or bool(original(padding_mask, kv_length, local_attention_size))
-
-    masking._ignore_bidirectional_mask_sdpa = ignore
-    stack.callback(setattr, masking, original.__name__, original)
 
 
 def _is_there(made: _Made) -> bool:
