@@ -25,8 +25,8 @@ class Request:
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
     `at_one` says which of the free sizes are 1 this time. `answers` is the script of outcomes of branches; with `specialize`
     the example inputs decide the others. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
-    them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
-    the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
+    them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `changes_inputs` says that the forward changes lists
+    or dicts that it is given. `earlier` is the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
     are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared
     by all captures are `raising`, whether functions of torch were seen to raise for one outcome of a condition, `results`,
     what calls gave, and `running`, the functions that made
@@ -43,6 +43,7 @@ class Request:
     knows_keys: bool = False
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
+    changes_inputs: bool = False
     earlier: Changes | None = None
     known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
