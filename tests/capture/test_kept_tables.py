@@ -76,6 +76,12 @@ def beside_a_write(self, x):
     return padded[:, 2:] + self.table
 
 
+def in_a_buffer(self, x):
+    if self.bias is None or self.bias.shape[0] < x.shape[1]:
+        self.register_buffer("bias", rows(x.shape[1], x), persistent=False)
+    return self.dense(x) + self.bias[: x.shape[1]]
+
+
 class Rotary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,7 +123,9 @@ def model_of(forward):
         "same": rotary,
         "other": Rotary(),
     }
-    return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model = module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model.register_buffer("bias", None, persistent=False)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,7 @@ def model_of(forward):
         grown,
         filled,
         beside_a_write,
+        in_a_buffer,
         shared,
         written_first,
         cast_by_name,
