@@ -82,6 +82,12 @@ def beside_a_write(self, x):
     return padded[:, 2:] + self.table
 
 
+def in_a_buffer(self, x):
+    if self.bias is None or self.bias.shape[0] < x.shape[1]:
+        self.register_buffer("bias", rows(x.shape[1], x), persistent=False)
+    return self.dense(x) + self.bias[: x.shape[1]]
+
+
 class Rotary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -123,7 +129,9 @@ def model_of(forward):
         "same": rotary,
         "other": Rotary(),
     }
-    return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model = module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model.register_buffer("bias", None, persistent=False)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,7 @@ def model_of(forward):
         like_the_input,
         filled,
         beside_a_write,
+        in_a_buffer,
         shared,
         written_first,
         cast_by_name,

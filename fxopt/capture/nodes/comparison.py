@@ -15,6 +15,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime import modes
+from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.input_specs import dtype_kind, same_parts, same_value
 from fxopt.graph import function_name
 from fxopt.operators import is_write_name
@@ -146,7 +147,7 @@ def same_calls(
     for mine, its in pairs:
         if mine.op != its.op or mine.target != its.target:
             return False
-        if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):
+        if not same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs)):
             return False
         counterpart[mine] = its
     return True
@@ -192,6 +193,11 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
         if not all(pair(*both) for both in values):
             return None
     return names if len(set(names.values())) == len(names) else None
+
+
+def _arguments(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments of a call, without the text of an error of the model: sizes may be in it."""
+    return (*node.args[:3], bool(node.args[3])) if node.target is check_outcome else node.args
 
 
 def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ _CALLS = 2
 Restored = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def check_against_eager(traced: TracedModule, request: Request, written: Written, restored: Restored) -> None:
+def check_against_eager(
+    traced: TracedModule, request: Request, written: Written, restored: Restored, tables: Collection[str]
+) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
     Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
@@ -42,12 +44,13 @@ def check_against_eager(traced: TracedModule, request: Request, written: Written
         request: the model and the inputs, which are left as they are.
         written: what the forward writes of the user's tensors, which is copied.
         restored: undoes what a run does to state outside of the model.
+        tables: buffers that the model keeps and the graph makes anew.
     """
     if not _is_real(request):
         return
     randomness = RepeatedRandomness(request)
     with randomness.restored():
-        _Comparison(traced, request, written, restored, randomness).check()
+        _Comparison(traced, request, written, restored, randomness, tables).check()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +62,7 @@ class _Comparison:
     written: Written
     restored: Restored
     randomness: RepeatedRandomness
+    tables: Collection[str]
 
     def check(self) -> None:
         """Compare call by call."""
@@ -107,7 +111,9 @@ class _Comparison:
 
         with self.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return twin.run(outcome_of, call, examples, twin.module, gradients)
+            outcome = twin.run(outcome_of, call, examples, twin.module, gradients)
+            compared = {name: b for name, b in outcome.buffers.items() if name not in self.tables}
+            return dataclasses.replace(outcome, buffers=compared)
 
     def _error(self, differs: str, call: int) -> TraceError:
         exported = exporting(lambda: self._at(call, self._model()))

@@ -52,7 +52,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         made.free.check_asked()
         traced = assemble(made, alternatives)
         if verify:
-            check_against_eager(traced, request, made.written, outside.restored)
+            check_against_eager(traced, request, made.written, outside.restored, _tables(made))
         return traced
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
@@ -128,6 +128,16 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         except TraceError as reason:
             raise TraceError(f"{refused} It is no table of sizes and constants alone: {reason}") from None
     return True
+
+
+def _tables(made: RunResult) -> set[str]:
+    """The buffers that no `state_dict` has and that the forward replaces, by name: what later calls read there is equal."""
+    return {
+        f"{name}.{key}".lstrip(".")
+        for name, module in made.request.model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if (name, key) in made.changes
+    }
 
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
