@@ -42,7 +42,7 @@ CAPTURE = (
     Fault("call cache: the memo forgets strides", "capture/fakes/call_metadata.py", "        tuple(map(_expression, tensor.stride())),\n", ""),
     Fault("call cache: the memo forgets the grad mode", "capture/fakes/call_cache.py", "torch.is_grad_enabled(), torch.get_default_dtype())", "torch.get_default_dtype())"),
     Fault("fake mode: dropout of attention is not counted", "capture/fakes/fake_mode.py", "_dropout(func, args, kwargs or {}) != 0.0:", "_dropout(func, args, kwargs or {}) is None:"),
-    Fault("call cache: nothing need be known of the sizes", "capture/fakes/call_cache.py", "        facts, _ = self._shape_env.facts.about(self._symbols)\n", "        facts = next(iter(self._earlier[self._key]))\n"),
+    Fault("call cache: nothing need be known of the sizes", "capture/fakes/call_cache.py", "        facts, _ = self._shape_env.facts.about(self._symbols)\n", "        facts = next(iter(self.earlier[self.key]))\n"),
     Fault("call cache: what a call asked is not asked by other captures", "capture/fakes/call_cache.py", "if self._state == self._shape_env.state:", "if True:"),
     Fault("call cache: a forgotten result is remembered for other captures", "capture/fakes/call_cache.py", "self._results, self._earlier = {}, {}", "self._results = {}"),
     Fault("shape env: torch goes on with what it could not tell", "capture/fakes/shape_env.py", "            self._version_counter += 1  # torch", "            pass  # torch"),
