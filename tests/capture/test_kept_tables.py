@@ -5,6 +5,7 @@ import copy
 import functools
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -73,6 +74,14 @@ def filled(self, x):
     return self.dense(x) + self.table[: x.shape[1]]
 
 
+def beside_a_write(self, x):
+    padded = torch.zeros(x.shape[0], x.shape[1] + 2, 4, dtype=x.dtype)
+    padded[:, 1:-1] = self.dense(x)
+    if self.table is None or self.table.shape[0] != x.shape[1]:
+        self.table = rows(x.shape[1], x)
+    return padded[:, 2:] + self.table
+
+
 class Rotary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -127,6 +136,7 @@ def model_of(forward):
         grown,
         like_the_input,
         filled,
+        beside_a_write,
         shared,
         written_first,
         cast_by_name,
@@ -352,6 +362,36 @@ def test_a_table_in_slots_is_made_anew():
 LOCAL, CONTEXT, NAMESPACE = threading.local(), contextvars.ContextVar("CONTEXT"), types.SimpleNamespace()
 
 
+class Pickled(types.SimpleNamespace):
+    def __getstate__(self):
+        return {}
+
+
+REFERRED = Pickled()
+
+
+def first_of_a_weight(self, x):
+    self.dense.weight.length = getattr(self.dense.weight, "length", x.shape[1])
+    return self.dense(x) * self.dense.weight.length
+
+
+def first_table_of_a_buffer(self, x):
+    if not hasattr(self.table, "rows"):
+        self.table.rows = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.table.rows
+
+
+def first_of_an_object_with_a_state(self, x):
+    self.pickled.length = getattr(self.pickled, "length", x.shape[1])
+    return self.dense(x) * self.pickled.length
+
+
+def first_of_a_reference(self, x):
+    referred = self.reference()
+    referred.length = getattr(referred, "length", x.shape[1])
+    return self.dense(x) * referred.length
+
+
 def first_of_a_namespace(self, x):
     self.kept.length = getattr(self.kept, "length", x.shape[1])
     return self.dense(x) * self.kept.length
@@ -391,13 +431,37 @@ def first_of_a_global(self, x):
         first_of_an_error,
         first_of_a_thread,
         first_of_a_context,
+        first_of_a_weight,
+        first_table_of_a_buffer,
+        first_of_an_object_with_a_state,
+        first_of_a_reference,
         first_of_a_global,
     ],
 )
 def test_a_size_of_the_first_call_is_refused_wherever_it_is_kept(forward):
-    model = module(forward, dense=nn.Linear(4, 4), kept=types.SimpleNamespace(), held=ValueError())
+    model = module(
+        forward,
+        dense=nn.Linear(4, 4),
+        kept=types.SimpleNamespace(),
+        held=ValueError(),
+        table=nn.Buffer(torch.ones(4)),
+        pickled=Pickled(),
+        reference=weakref.ref(REFERRED),
+    )
     with pytest.raises(fxopt.TraceError, match=r"the forward (assigns to|changes)"):
         fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
     assert not vars(LOCAL)
     assert not vars(NAMESPACE)
+    assert not vars(REFERRED)
     assert CONTEXT.get(None) is None
+
+
+def test_attributes_of_a_parameter_are_there_and_may_be_set():
+    def forward(self, x):
+        self.dense.weight.last = x
+        return self.dense(x) * self.dense.weight.scale
+
+    model = module(forward, dense=nn.Linear(4, 4))
+    model.dense.weight.scale = 3.0
+    traced, x = fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE), torch.randn(3, 7, 4)
+    torch.testing.assert_close(traced(x), model.dense(x) * 3)

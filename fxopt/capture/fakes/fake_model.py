@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.fakes.tensor_attributes import set_on
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.errors import TraceError
 
@@ -79,11 +80,14 @@ class FakeModel:
             if id(tensor) not in memo:
                 memo[id(tensor)] = fake_mode.from_tensor(tensor, static_shapes=True)
                 self.names[id(memo[id(tensor)])] = name
+        self._tensors = {name: memo[id(tensor)] for name, tensor in tensors.items()}
         for module in model.modules():
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
         try:
+            for name, tensor in tensors.items():
+                vars(self._tensors[name]).update(deepcopy_with_closures(set_on(tensor), memo))
             self.model = deepcopy_with_closures(model, memo)
         except Exception as error:
             raise TraceError(
@@ -118,8 +122,10 @@ class FakeModel:
                     )
                 stand_ins = self._stand_ins(value, earlier.known, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
-            if type(value) is UnusableNumber:
-                vars(self.model.get_submodule(name))[key] = value  # `nn.Module` would ask what it is
+            holder = self._tensors.get(name)
+            if holder is not None or type(value) is UnusableNumber:
+                # `nn.Module` would ask what the number is
+                vars(self.model.get_submodule(name) if holder is None else holder)[key] = value
             else:
                 setattr(self.model.get_submodule(name), key, value)
 
@@ -173,6 +179,8 @@ class FakeModel:
                     state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
                 elif value is not None and key not in _OF_TORCH:
                     state[name, key] = contents(value)
+        for name, tensor in self._tensors.items():
+            state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
         for name, module in self.model.named_modules():
             if type(module).__module__.startswith("torch.nn."):
@@ -203,7 +211,11 @@ class FakeModel:
         """Give the modules the hooks that an earlier call has left."""
         for name, kinds in hooks.items():
             module = self.model.get_submodule(name)
-            module._forward_hooks, module._forward_pre_hooks = kinds
+            for own, left in zip((module._forward_hooks, module._forward_pre_hooks), kinds, strict=True):
+                # Its own hooks write into this copy, those of the earlier call into the copy of that.
+                hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
+                own.clear()
+                own.update(hooks_now)
 
     def written(self) -> Written:
         """The parameters, and the tensors from outside of the model, into which the forward has written."""

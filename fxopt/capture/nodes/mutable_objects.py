@@ -70,6 +70,10 @@ class MutableObjects:
         known = self._known[id(container)] = _Known(container, node, {})
         self._accept(known, entries(container), bind)
 
+    def knows(self, container: Any) -> bool:
+        """Tell whether a node gives this container."""
+        return id(container) in self._known
+
     def node(self, value: Any) -> Node:
         """The node that gives an open object, as it is now."""
         if id(value) not in self._known:
@@ -112,7 +116,7 @@ class MutableObjects:
 
     def after_call(self, arguments: Any) -> None:
         """Take over what a call has changed in the open objects among its arguments."""
-        with self._reading():
+        with self.reading():
             for known in list(self._reachable(arguments)):
                 self._accept(known, entries(known.container), bind=True)
 
@@ -177,7 +181,7 @@ class MutableObjects:
 
     def _keep(self, values: list[Any]) -> None:
         """Read these values now, which will no longer be where they are."""
-        with self._reading():
+        with self.reading():
             for value in values:
                 if id(value) in self._known:
                     self._known[id(value)].node()
@@ -187,7 +191,7 @@ class MutableObjects:
                     self.argument(value)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """Nodes written in the block are erased in the end where nothing uses them."""
         last = self.graph._root.prev
         yield

@@ -47,6 +47,10 @@ from fxopt.errors import TraceError
 from fxopt.objects import entries, is_mutable, key_kind, rebuilt
 
 
+class ChangedInputError(TraceError):
+    """The forward changes an input that was not expected to change."""
+
+
 @dataclasses.dataclass(eq=False)
 class Placeholders:
     """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
@@ -87,9 +91,8 @@ class Placeholders:
         changed = [where for where, container, before in self._fixed if identities(container) != before]
         changed += [where for where, given, before in self._constants if not same_value(given, before)]
         if changed:
-            raise TraceError(
-                f"the forward changes its {changed[0]}; a graph would not. Return the change instead."
-            )
+            why = f"the forward changes its {changed[0]}; a graph would not. Return the change instead."
+            raise ChangedInputError(why)
 
     def moved(self) -> set[str]:
         """The numbers in objects that the forward has changed and that are not free yet."""
@@ -115,12 +118,13 @@ class Placeholders:
         """The fake of one value; `inside` an open object it may be changed, and the change is written back."""
         if isinstance(value, torch.Tensor):
             return self._fake_tensor(node, name, path, value, spec, inside)
+        changes = is_mutable(value) and (inside or self.request.changes_inputs)
         opened = is_taken_apart(value, inside)
-        if not opened and not has_parts(value) and not (inside and is_mutable(value)):
+        if not opened and not has_parts(value) and not changes:
             return self._constant(name, path, value)
         keys = structure_keys(value)
         self.expected.append(StructureSpec(name, path, type(value), keys))
-        if opened or (inside and is_mutable(value)):
+        if opened or changes:
             return self._fake_object(node, name, path, value, spec, inside)
         items = {}
         for position, key in enumerate(keys):

@@ -18,6 +18,8 @@ from fxopt.capture.fakes.fake_model import Changes, KeptState, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.nodes.origin import OutOfSightError
+from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.branch_settlement import explore_branches
@@ -56,7 +58,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         raise TraceError(str(question)) from None
     finally:
         if request.running.left_fakes:
-            remove_fakes(request.running)
+            remove_fakes(request.running, request.model)
         forget_shape_envs()
 
 
@@ -68,13 +70,26 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 
     def record(answers: Outcomes) -> RunResult:
         nonlocal request
+        run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
-            made = ForwardRun(dataclasses.replace(request, answers=answers)).record()
+            made = run.record()
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
+            return record(answers)
+        except ChangedInputError:
+            if request.changes_inputs:
+                raise
+            request = dataclasses.replace(request, changes_inputs=True)
+            return record(answers)
+        except OutOfSightError:
+            # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
+            hooked = {id(request.model.get_submodule(name)) for name in run.recorder.hooked} & request.layers
+            if not hooked:
+                raise
+            request = dataclasses.replace(request, layers=request.layers - hooked)
             return record(answers)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         request = dataclasses.replace(request, moving=request.moving | made.moved)

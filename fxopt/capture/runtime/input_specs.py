@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fxopt.objects import attributes
+
 Path = tuple[tuple[str, Any], ...]
 
 
@@ -82,7 +84,7 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
         return tuple(range(len(value)))
     if dataclasses.is_dataclass(value):
         return tuple(field.name for field in dataclasses.fields(value))
-    return tuple(vars(value))
+    return tuple(attributes(value))
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
