@@ -82,7 +82,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, collections.deque, *_VIEWS)):
+    elif isinstance(value, _SEQUENCES):
         for item in value:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value):
@@ -169,4 +169,5 @@ def _plain(value: Any) -> Any:
 # Not objects in this sense, though some have a `__dict__`.
 _VALUES = (type, torch.nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_SEQUENCES: tuple[Any, ...] = (tuple, list, collections.deque, *_VIEWS)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
