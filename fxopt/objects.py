@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import importlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif is_open(value):
         for item in entries(value).values():
             yield from tensors_in(item)
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists, dicts and slices with `leaf(part)` in the place of each part that is none of these."""
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, leaf) for item in value)
+    if type(value) is dict:
+        return {key: mapped(item, leaf) for key, item in value.items()}
+    if type(value) is slice:
+        return slice(mapped(value.start, leaf), mapped(value.stop, leaf), mapped(value.step, leaf))
+    return leaf(value)
 
 
 def build_object(name: str, state: dict[str, Any]) -> Any:

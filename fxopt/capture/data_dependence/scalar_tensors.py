@@ -24,6 +24,7 @@ from torch.utils._sympy.functions import FloorDiv
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime.checks import check_value
+from fxopt.objects import mapped
 
 # What takes sizes as arguments, by name.
 _TAKES_SIZES = {
@@ -228,10 +229,14 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not other and tensor.dtype not in (torch.bool, torch.uint8)  # as an index, these are masks
 
 
+def _is_scalar_integer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and _is_integer(value)
+
+
 def holds_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an argument, after the first one, is or holds an integer tensor without dimensions."""
     found: list[Any] = []
-    _mapped((args[1:], kwargs), lambda tensor: found.append(tensor))
+    with_numbers(args, kwargs, found.append)
     return bool(found)
 
 
@@ -239,17 +244,7 @@ def with_numbers(
     args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with `number(t)` in the place of each such tensor."""
-    rest, keywords = _mapped((args[1:], kwargs), number)
+    rest, keywords = mapped(
+        (args[1:], kwargs), lambda part: number(part) if _is_scalar_integer(part) else part
+    )
     return args[:1] + rest, keywords
-
-
-def _mapped(value: Any, number: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return number(value) if value.dim() == 0 and _is_integer(value) else value
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(item, number) for item in value)
-    if type(value) is dict:
-        return {key: _mapped(item, number) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_mapped(part, number) for part in (value.start, value.stop, value.step)))
-    return value

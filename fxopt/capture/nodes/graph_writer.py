@@ -27,7 +27,7 @@ from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
-from fxopt.objects import is_open, tensors_in
+from fxopt.objects import is_open, mapped, tensors_in
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, range),
@@ -188,20 +188,19 @@ class GraphWriter:
 
     def faked(self, value: Any) -> Any:
         """`value` with a fake in the place of each real tensor, so that no call computes or writes anything."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-                return value
-            if isinstance(value, torch.nn.Parameter):
-                raise TraceError(
-                    "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
-                    f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
-                )
-            return self._shell.fake(value)
-        if type(value) in (tuple, list):
-            return type(value)(self.faked(item) for item in value)
-        if type(value) is dict:
-            return {key: self.faked(item) for key, item in value.items()}
-        return value
+        return mapped(value, self._faked)
+
+    def _faked(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value
+        if isinstance(value, torch.nn.Parameter):
+            raise TraceError(
+                "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
+                f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
+            )
+        return self._shell.fake(value)
 
     def constant(self, tensor: torch.Tensor) -> str:
         name = f"_tensor_constant{len(self.constants)}"

@@ -26,9 +26,9 @@ class Request:
     `at_one` says which of the free sizes are 1 this time, and `sizes` which are others than those of the example. `answers` is
     the script of outcomes of branches; with `specialize` the example inputs decide the others. `knows_keys` says that sizes
     which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes them.
-    `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `changes_inputs` says
-    that the forward changes lists or dicts that it is given. `earlier` is what
-    earlier calls have left in the model. Shared by all captures are `raising`, whether functions of torch were seen to raise
+    `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that.
+    `changes_inputs` says that the forward changes lists or dicts that it is given. `earlier` is what earlier calls have left
+    in the model. Shared by all captures are `raising`, whether functions of torch were seen to raise
     for one outcome of a condition, `results`, what calls gave, and `running`, the functions that made calls.
     """
 
