@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import fxopt
-from fxopt import batch_norm
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
+from fxopt.obstacles import batch_norm
 from fxopt.passes import available, merging
 from fxopt.rewriting import composition, history, undoing
 from tests.fuzz import motifs, oracles, plans, reduction

@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.scaling import LAYERS, scaling_obstacle
 from fxopt.operators import Fact, facts_of, name_of
-from fxopt.scaling import LAYERS, scaling_obstacle
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
