@@ -15,7 +15,7 @@ _EFFECTS = "effects.py"
 CLEANING = (
     # --- identities
     Fault("identity: active dropout goes", _IDENTITY, "            if Fact.RANDOM in facts and not index.memory.is_pure(node):\n                yield Refusal(node, \"it is active: the model is in training mode, or it works in place\")\n            elif _gives_back(index, node, module, facts) and index.memory.is_pure(node):", "            if _gives_back(index, node, module, facts):"),
-    Fault("identity: any operator keeps what it takes", _IDENTITY, "return same and (name in _SHAPES or (", "return same and (name or ("),
+    Fault("identity: any operator keeps what it takes", _IDENTITY, "return same and (reshapes or (", "return same and (name or ("),
     Fault("identity: any key takes all", _IDENTITY, "(name == \"getitem\" and _takes_all(node.args[1]))", "name == \"getitem\""),
     Fault("identity: strides are those of the trace", _IDENTITY, "return _is_always_contiguous(source) and len", "return len"),
     Fault("identity: a move to another device goes", _IDENTITY, " and all(isinstance(option, torch.dtype) for option in options)", ""),
