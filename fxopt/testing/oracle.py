@@ -22,6 +22,7 @@ from fxopt.testing.probes import (
     Call,
     Observation,
     first_taken,
+    has_finite,
     large_values,
     not_finite,
     not_repeated,
@@ -58,6 +59,7 @@ class Oracle:
         probes: the inputs on which candidates are judged.
         expected: what the reference does on those in its own dtype.
         unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
+        blank: whether all outputs of the reference are NaN or infinite on all inputs, which nothing can be told from.
 
     Example:
         >>> import torch
@@ -102,6 +104,7 @@ class Oracle:
         self.expected = observe(reference, self._calls)
         self._truth = observe(exact, self._wide_calls)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
+        self.blank = not any(has_finite(seen.output) for seen in self._truth)
         self._strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or not_repeated(again[1], self._truth, rtol)

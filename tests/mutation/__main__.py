@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
@@ -25,6 +26,7 @@ import pytest
 
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
+from tests.mutation.harness import SEEN_BY
 from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
 
 LIMIT = 1200
@@ -115,7 +117,9 @@ def main() -> int:
     faults = list(guards()) if options.guards else list(FAULTS)
     if options.verify:
         faults = [fault for fault in faults if fault.rewrites]
-    faults = [f for f in faults if not options.names or any(name in f.name for name in options.names)]
+    faults = [
+        f for f in faults if not options.names or any(name in f"{f.path} {f.name}" for name in options.names)
+    ]
     first, of = (int(number) for number in options.part.split("/"))
     faults = faults[first - 1 :: of]
     part = f"-{first}-of-{of}" if of > 1 else ""
@@ -145,13 +149,16 @@ def main() -> int:
 
 def _no_faults(faults: list[Fault]) -> list[Fault]:
     """No fault in a file each, such that all tests run that see faults soon."""
-    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault.file for fault in faults}
-    return [Fault("no fault", file, _IMPORT, f"{_IMPORT}\n") for file in files.values()]
+    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault for fault in faults}
+    return [
+        dataclasses.replace(fault, name="no fault", old=_IMPORT, new=f"{_IMPORT}\n")
+        for fault in files.values()
+    ]
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
+    parser.add_argument("names", nargs="*", help="only faults whose name, or file, contains one of these")
     parser.add_argument("--guards", action="store_true", help="instead, disable each guard of the passes")
     parser.add_argument("--verify", action="store_true", help="run the passes with verify=True, and no test")
     parser.add_argument(
@@ -251,11 +258,12 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
     """A copy of the code with the fault in it."""
     with tempfile.TemporaryDirectory(prefix="fxopt-mutation-") as folder:
         copy = Path(folder)
-        for name in ("fxopt", "validation", "tests", "docs"):
+        for name in ("fxopt", "validation", "tests", "docs", "reports/baseline"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "pytest_fxopt.py", "model_zoo.yaml", "README.md"):
+        zoo = ("model_zoo.yaml", "model_zoo.sites.yaml")
+        for name in ("pyproject.toml", "pytest_fxopt.py", "README.md", *zoo):
             shutil.copy(ROOT / name, copy / name)
-        target = copy / "fxopt" / fault.file
+        target = copy / fault.path
         target.write_text(fault.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
         yield copy
 
@@ -265,6 +273,13 @@ def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
 
     Where `soon` is on, without all others.
     """
+    if fault.package == "validation":
+        folder = fault.file.partition("/")[0]
+        seen_by = (fault.seen_by,) if fault.seen_by else SEEN_BY.get(fault.file) or SEEN_BY[folder]
+        yield [f"tests/validation/{test}" for test in seen_by]
+        if not soon:
+            yield ["tests/validation"]
+        return
     folder, _, name = fault.file.rpartition("/")
     mirror = f"tests/{folder + '/' if folder else ''}test_{name}"
     found = sorted((ROOT / "tests").glob("test_*.py"))

@@ -11,16 +11,14 @@ from tests.mutation.fault import ROOT, FaultError, guards
 from tests.mutation.faults import FAULTS
 from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, write
 
-PACKAGE = ROOT / "fxopt"
-
 
 def test_every_fault_fits_the_code_and_is_one():
     stale = []
     for fault in FAULTS:
-        if not (PACKAGE / fault.file).exists():
-            stale.append(f"{fault.name}: there is no fxopt/{fault.file}")
+        if not (ROOT / fault.path).exists():
+            stale.append(f"{fault.name}: there is no {fault.path}")
             continue
-        source = (PACKAGE / fault.file).read_text(encoding="utf-8")
+        source = (ROOT / fault.path).read_text(encoding="utf-8")
         try:
             changed = fault.applied(source)
         except FaultError as error:
@@ -32,7 +30,7 @@ def test_every_fault_fits_the_code_and_is_one():
 
 def test_no_fault_is_planted_twice():
     names = collections.Counter(fault.name for fault in FAULTS)
-    changes = collections.Counter((fault.file, fault.old, fault.new) for fault in FAULTS)
+    changes = collections.Counter((fault.path, fault.old, fault.new) for fault in FAULTS)
     assert [name for name, count in names.items() if count > 1] == []
     assert [change for change, count in changes.items() if count > 1] == []
 
@@ -47,7 +45,7 @@ def test_guards_are_found_and_disabled():
     found = list(guards())
     assert any(guard.file == "obstacles/slicing.py" for guard in found)
     for guard in found:
-        source = (PACKAGE / guard.file).read_text(encoding="utf-8")
+        source = (ROOT / guard.path).read_text(encoding="utf-8")
         changed = guard.applied(source)
         assert changed.count("False and (") == source.count("False and (") + 1
         ast.parse(changed)
@@ -59,6 +57,6 @@ def test_the_list_names_each_fault_and_those_that_survived_first(tmp_path):
     lines = write("faults", "Planted faults", outcomes, tmp_path).read_text().splitlines()
     assert lines[2].endswith(": 2 of 3 caught.")
     rows = lines[lines.index("| fault | file | outcome | seen by |") + 2 :]
-    assert rows[0] == f"| {two.name} | {two.file} | SURVIVED |  |"
-    assert f"| {one.name} | {one.file} | caught | a[x\\|y] |" in rows
+    assert rows[0] == f"| {two.name} | {two.path} | SURVIVED |  |"
+    assert f"| {one.name} | {one.path} | caught | a[x\\|y] |" in rows
     assert len(rows) == 3

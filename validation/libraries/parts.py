@@ -1,4 +1,4 @@
-"""What the models of other libraries are made of that no library has by itself."""
+"""Parts of the models of other libraries that no library has by itself."""
 
 from __future__ import annotations
 
