@@ -49,7 +49,7 @@ CAPTURE = (
     Fault("size-one trials: every operator is the same at size 1", "capture/fakes/size_one_trials.py", "self._verdicts[key] = self._described(result, one) == self._described(at_one, one)", "self._verdicts[key] = True"),
     Fault("shape env: questions of operators are dropped", "capture/fakes/shape_env.py", "            self.evaluate_expr(question)", "            pass"),
     Fault("comparison: targets are not compared", "capture/nodes/comparison.py", "        if mine.op != its.op or mine.target != its.target:", "        if mine.op != its.op:"),
-    Fault("comparison: arguments are not compared", "capture/nodes/comparison.py", "        if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):", "        if False:"),
+    Fault("comparison: arguments are not compared", "capture/nodes/comparison.py", "        if not same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs)):", "        if False:"),
     Fault("comparison: a missing call is not seen", "capture/nodes/comparison.py", "return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None", "return list(zip(mine, its, strict=False))"),
     Fault("input guard: fixed sizes are not checked", "capture/runtime/input_guard.py", "            if size != wanted:", "            if False:"),
     Fault("rewrites: writes through .data are not counted", "capture/recording/rewrites.py", '    "data.__get__": (data,),\n', ""),

@@ -43,7 +43,7 @@ CLEANING = (
     Fault("constants: what the state_dict holds is constant", _CONSTANTS, "all(name in owner._non_persistent_buffers_set for", "all(name in owner._buffers for"),
     Fault("constants: ties are ignored", _CONSTANTS, "[str(node.target), *(other for _, other in index.sharing(node))]", "[str(node.target)]"),
     Fault("constants: autocast is ignored", _CONSTANTS, "    if any(\"autocast\" in graph.function_name(node) for node in index.nodes):", "    if False:"),
-    Fault("constants: they follow the dtype of the model", _CONSTANTS, "        if self.value.dtype != before.dtype:", "        if False:"),
+    Fault("constants: they follow the dtype of the model", _CONSTANTS, "        if self.value.dtype != before.dtype and not self.follows:", "        if False:"),
     Fault("constants: buffers that are written are constant", _CONSTANTS, "return own and index.memory.written(node) is None", "return own"),
     Fault("constants: free sizes are constant", _CONSTANTS, "and all(isinstance(size, int) for size in value.shape)", ""),
     Fault("constants: sizes that nobody checks are constant", _CONSTANTS, "index.guard is not None and ", ""),

@@ -14,7 +14,7 @@ SKELETON = (
     Fault("graph_index: subclasses match", "graph_index.py", "return None if own is kind else", "return None if issubclass(own, kind) else", SITE),
     Fault("graph_index: what the graph reads of a module is not seen", "graph_index.py", "        if direct:\n            return direct", "        if False:\n            return direct"),
     Fault("memory: views are no aliases", "memory.py", "                for value in self._written[node] or node.all_input_nodes:", "                for value in self._written[node] or ():", SITE),
-    Fault("memory: the inputs of a graph share no memory", "memory.py", '        if node.op == "placeholder":\n            return 0', '        if node.op == "placeholder":\n            return id(node)', BEHIND),
+    Fault("memory: the inputs of a graph share no memory", "memory.py", '        if node.op == "placeholder":\n            return [0]', '        if node.op == "placeholder":\n            return [id(node)]', BEHIND),
     Fault("memory: only the first write is listed", "memory.py", "found.setdefault(number, []).append(node)\n        return found\n\n    @functools.cached_property\n    def _memory_writers", "found.setdefault(number, [node])\n        return found\n\n    @functools.cached_property\n    def _memory_writers", BEHIND),
     Fault("graph: a keyword call is taken for none", "graph.py", "    values = [*node.args, *node.kwargs.values()]\n    if (\n", "    values = [*node.args]\n    if (\n"),
     Fault("graph: any keyword is the input", "graph.py", "        or (node.kwargs and names[:1] != list(node.kwargs))\n", ""),
