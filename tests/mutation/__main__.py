@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
@@ -25,6 +26,7 @@ import pytest
 
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
+from tests.mutation.harness import SEEN_BY
 from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
 
 LIMIT = 1200
@@ -49,31 +51,34 @@ _FIRST = {
             for name in ("shared_layers", "unusual_layers", "gradients_and_buffers")
         ),
     ],
-    "batch_norm.py": _FOLDS,
-    "scaling.py": _FOLDS,
+    "obstacles/batch_norm.py": _FOLDS,
+    "obstacles/scaling.py": _FOLDS,
     "passes/folding.py": _FOLDS,
     "passes/fold_batch_norms.py": _FOLDS,
     "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
     "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
-    "foldable.py": [
+    "obstacles/foldable.py": [
         *_FOLDS,
         *(f"tests/passes/test_fold_{name}.py" for name in ("norm_weights", "scale_and_shift")),
     ],
-    "parameter_constants.py": ["tests/passes/test_fold_scale_and_shift.py"],
+    "obstacles/parameter_constants.py": ["tests/passes/test_fold_scale_and_shift.py"],
     "attention": ["tests/passes/test_fuse_attention.py"],
     "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
-    "layouts.py": ["tests/passes/test_packing.py"],
+    "obstacles/layouts.py": ["tests/passes/test_packing.py"],
     "passes/pack_convs.py": ["tests/passes/test_packing.py"],
     "passes/fuse_epilogues.py": ["tests/passes/test_packing.py"],
     "optimizing/backend.py": ["tests/optimizing/test_backend.py"],
     "saving": [f"tests/{name}.py" for name in ("optimizing/test_saving_optimized", "test_saving")],
     "optimizing": [f"tests/optimizing/test_{name}.py" for name in ("optimize", "generation")],
-    "rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
-    "slicing.py": ["tests/passes/test_merge_linears.py", "tests/hazards/test_numbers_and_writes.py"],
+    "obstacles/rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
+    "obstacles/slicing.py": [
+        "tests/passes/test_merge_linears.py",
+        "tests/hazards/test_numbers_and_writes.py",
+    ],
     "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
-    "precision_plan.py": ["tests/passes/test_change_precision.py"],
+    "obstacles/precision_plan.py": ["tests/passes/test_change_precision.py"],
     "operators.py": [
         *("tests/passes/test_merge_linears.py", "tests/test_memory.py"),
         "tests/hazards/test_numbers_and_writes.py",
@@ -108,11 +113,13 @@ NO_FAULT = Fault("no fault", "errors.py", _IMPORT, f"{_IMPORT}\n")
 def main() -> int:
     """Run the faults that the command line names."""
     options = _options()
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.update(HF_HUB_OFFLINE="1", NIGHTLY="1")  # each case of a sweep may see a fault
     faults = list(guards()) if options.guards else list(FAULTS)
     if options.verify:
         faults = [fault for fault in faults if fault.rewrites]
-    faults = [f for f in faults if not options.names or any(name in f.name for name in options.names)]
+    faults = [
+        f for f in faults if not options.names or any(name in f"{f.path} {f.name}" for name in options.names)
+    ]
     first, of = (int(number) for number in options.part.split("/"))
     faults = faults[first - 1 :: of]
     part = f"-{first}-of-{of}" if of > 1 else ""
@@ -142,13 +149,16 @@ def main() -> int:
 
 def _no_faults(faults: list[Fault]) -> list[Fault]:
     """No fault in a file each, such that all tests run that see faults soon."""
-    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault.file for fault in faults}
-    return [Fault("no fault", file, _IMPORT, f"{_IMPORT}\n") for file in files.values()]
+    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault for fault in faults}
+    return [
+        dataclasses.replace(fault, name="no fault", old=_IMPORT, new=f"{_IMPORT}\n")
+        for fault in files.values()
+    ]
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
+    parser.add_argument("names", nargs="*", help="only faults whose name, or file, contains one of these")
     parser.add_argument("--guards", action="store_true", help="instead, disable each guard of the passes")
     parser.add_argument("--verify", action="store_true", help="run the passes with verify=True, and no test")
     parser.add_argument(
@@ -248,11 +258,12 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
     """A copy of the code with the fault in it."""
     with tempfile.TemporaryDirectory(prefix="fxopt-mutation-") as folder:
         copy = Path(folder)
-        for name in ("fxopt", "validation", "tests", "docs"):
+        for name in ("fxopt", "validation", "tests", "docs", "reports/baseline"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "pytest_fxopt.py", "model_zoo.yaml", "README.md"):
+        zoo = ("model_zoo.yaml", "model_zoo.sites.yaml")
+        for name in ("pyproject.toml", "pytest_fxopt.py", "README.md", *zoo):
             shutil.copy(ROOT / name, copy / name)
-        target = copy / "fxopt" / fault.file
+        target = copy / fault.path
         target.write_text(fault.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
         yield copy
 
@@ -262,6 +273,13 @@ def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
 
     Where `soon` is on, without all others.
     """
+    if fault.package == "validation":
+        folder = fault.file.partition("/")[0]
+        seen_by = (fault.seen_by,) if fault.seen_by else SEEN_BY.get(fault.file) or SEEN_BY[folder]
+        yield [f"tests/validation/{test}" for test in seen_by]
+        if not soon:
+            yield ["tests/validation"]
+        return
     folder, _, name = fault.file.rpartition("/")
     mirror = f"tests/{folder + '/' if folder else ''}test_{name}"
     found = sorted((ROOT / "tests").glob("test_*.py"))

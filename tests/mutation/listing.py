@@ -42,14 +42,14 @@ def page(title: str, outcomes: Sequence[Outcome], date: str = "") -> str:
     score = sum(each.outcome == CAUGHT for each in outcomes)
     lines = [f"# {title}", "", f"{date or datetime.date.today()}: {score} of {len(outcomes)} caught.", ""]
     of, caught = (
-        Counter(each.fault.file for each in chosen)
+        Counter(each.fault.path for each in chosen)
         for chosen in (outcomes, [each for each in outcomes if each.outcome == CAUGHT])
     )
     lines += ["| file | caught |", "|---|---|"]
     lines += [f"| {file} | {caught[file]} of {of[file]} |" for file in sorted(of)]
     lines += ["", "| fault | file | outcome | seen by |", "|---|---|---|---|"]
-    for each in sorted(outcomes, key=lambda each: (each.outcome == CAUGHT, each.fault.file)):
-        cells = (each.fault.name, each.fault.file, each.outcome, each.seen_by)
+    for each in sorted(outcomes, key=lambda each: (each.outcome == CAUGHT, each.fault.path)):
+        cells = (each.fault.name, each.fault.path, each.outcome, each.seen_by)
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

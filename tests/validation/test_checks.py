@@ -29,7 +29,8 @@ from tests.validation.planted import (
     run,
     run_pipeline,
 )
-from validation import checks
+from validation import checks, subject
+from validation.checks import accuracy
 from validation.records import Check, Outcome
 from validation.subject import Subject
 
@@ -117,6 +118,14 @@ def test_round_trip_passes_an_exact_undo() -> None:
     finding = run(Check.ROUND_TRIP, Inverse)
     assert finding.outcome is Outcome.PASS
     assert finding.measurements["values_compared"] > 50
+    both = run(Check.ROUND_TRIP, Inverse, dtypes=["float32", "bfloat16"])
+    assert both.measurements["values_compared"] == 2 * finding.measurements["values_compared"]
+
+
+def test_round_trip_undoes_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "undo", lambda module, steps: module)
+    with pytest.raises(AssertionError, match="by `undo`, "):
+        run(Check.ROUND_TRIP, Inverse)
 
 
 def test_round_trip_fails_an_undo_that_is_almost_exact() -> None:
@@ -213,6 +222,19 @@ def test_accuracy_measures_a_small_change() -> None:
     assert finding.outcome is Outcome.PASS
     assert finding.measurements["agreement"] == 1
     assert finding.measurements["relative_error"] == pytest.approx(1e-3, rel=1e-2)
+    assert run(Check.ACCURACY, Rough, dtypes=["float32", "bfloat16"]).measurements["agreement_bfloat16"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        (0.95, 0.94, []),
+        (0.95, 0.9, ["the share of right answers fell from 95.0% to 90.0%"]),
+        (0.5, 0.5, ["the model did not learn its task: 50.0% right"]),
+    ],
+)
+def test_accuracy_judges_a_task_that_was_learned(before: float, after: float, problem: list[str]) -> None:
+    assert accuracy._task_problems({"accuracy_before": before, "accuracy_after": after}) == problem
 
 
 @pytest.mark.parametrize(

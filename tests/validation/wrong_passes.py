@@ -114,6 +114,18 @@ class StaysWhereItIs(Offset):
         return self
 
 
+class KeepsItsDtype(Offset):
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        self.offset = self.offset.to(fn(self.offset).device)
+        return self
+
+
+class KeepsItsDevice(Offset):
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        self.offset = self.offset.to(fn(self.offset).dtype)
+        return self
+
+
 class OtherWhenExported(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if torch.compiler.is_exporting() else x
@@ -221,6 +233,9 @@ EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     "it rounds to bfloat16, but not in float64": after(
         "norm", lambda: Function(lambda x: x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype))
     ),
+    "it rounds to float16, but not in float64": after(
+        "norm", lambda: Function(lambda x: x if x.dtype == torch.float64 else x.half().to(x.dtype))
+    ),
     "an activation is another one": after("norm", nn.GELU),
     "it draws random numbers": after("norm", lambda: nn.Dropout(0.1).train()),
     "it remembers its first result": after(operator.mul, Remembers),
@@ -288,6 +303,8 @@ USABLE: dict[str, Callable[[GraphModule], object]] = {
     "a copy shares a buffer": after("norm", SharesWithCopies),
     "its weights cannot be loaded": after("norm", LoadsNothing),
     "a buffer does not move": after("norm", StaysWhereItIs),
+    "a buffer keeps its dtype": after("norm", KeepsItsDtype),
+    "a buffer keeps its device": after("norm", KeepsItsDevice),
     "it cannot be saved": after("norm", Offset),
 }
 
@@ -301,6 +318,20 @@ EXPORTED: dict[str, Callable[[GraphModule], object]] = {
 def _transposed(gm: GraphModule) -> None:
     weight = gm.first.weight
     gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
+
+
+WAYS = {
+    "it cannot be pickled": "pickle: ",
+    "a buffer is lost in a copy": "deepcopy: ",
+    "a buffer is lost in a pickle": "pickle: ",
+    "a copy shares a buffer": "what is done with a copy changes the graph itself",
+    "its weights cannot be loaded": "state_dict: ",
+    "a buffer does not move": "to: ",
+    "a buffer keeps its dtype": "to: after .to(torch.float64)",
+    "a buffer keeps its device": "to: after .to('meta')",
+    "it cannot be saved": "save: ",
+}
+"""The ways in which these must be seen to fail: none of them can be saved, either."""
 
 
 @dataclasses.dataclass(frozen=True)
