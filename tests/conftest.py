@@ -27,6 +27,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What imports have made stays to the end: each collection would look at it in vain."""
+    """Objects that imports have made stay to the end: no collection looks at them again."""
     gc.collect()
     gc.freeze()
