@@ -21,7 +21,9 @@ export HF_HUB_OFFLINE = 1
 validate: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
-# Each worker begins with whole files, so that few set up the same things, and takes over from others in the end.
+# Each worker begins with whole files, so that few set up the same things, and takes over from others in the end. Each has
+# one thread: threads of several workers on the same cores wait for each other, which takes longer than small models do.
+test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
 

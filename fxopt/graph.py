@@ -7,8 +7,8 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_any, tree_map
+
+T = TypeVar("T", bound=Hashable)
 
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
@@ -72,6 +74,18 @@ def value_of(node: Node) -> Any:
         if isinstance(parts, tuple | list) and isinstance(key, int):
             return parts[key]
     return value
+
+
+def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Nodes, or whatever leads to others: the first ones, and all that they lead to in some steps, each once."""
+    pending = list(dict.fromkeys(start))
+    seen = {*pending}
+    while pending:
+        each = pending.pop()
+        yield each
+        new = [other for other in dict.fromkeys(following(each)) if other not in seen]
+        seen.update(new)
+        pending += new
 
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
@@ -146,11 +160,6 @@ def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Modul
         return module
     dtype = dtype_of(node) or first.dtype
     return module.to(first.device, dtype if dtype.is_floating_point else None)
-
-
-def with_width(value: Node, width: int) -> Tensor | None:
-    """A description of a tensor like that of `value` with another last dimension; None where there is none."""
-    return with_size(value, -1, width)
 
 
 def with_size(value: Node, dimension: int, size: int) -> Tensor | None:

@@ -27,8 +27,8 @@ from fxopt import (
     compose,
     history,
 )
+from fxopt.obstacles import batch_norm
 from fxopt.passes import available
-from fxopt.passes.change_true_div_to_mul_by_inverse import Division
 from fxopt.passes.folding import Fold
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import Use
@@ -116,9 +116,9 @@ class ForgetsEpsilon(FuseBatchNorm2dInConv2d):
     def apply(self, rewriter, site):
         norm = rewriter.graph_module.get_submodule(site.node.target)
         norm.eps, eps = 0.0, norm.eps
-        node = super().apply(rewriter, site)
+        scale, shift = batch_norm.scale_and_shift(norm)
         norm.eps = eps
-        return node
+        return super().apply(rewriter, dataclasses.replace(site, scale=scale, shift=shift))
 
 
 def test_a_forgotten_epsilon_is_found():
@@ -134,8 +134,9 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
 
     def match(self, graph_module):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
-            (layer,) = norm.args
-            yield Fold((layer,), norm, behind=True, removable=True)
+            (layer,), module = norm.args, graph_module.get_submodule("norm")
+            scale_and_shift = batch_norm.scale_and_shift(module)
+            yield Fold((layer,), norm, True, *scale_and_shift, layer, {"norm": module}, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():
@@ -221,8 +222,7 @@ class DividesAnything(ChangeTrueDivToMulByInverse):
     """Blind to what follows, and to what is divided."""
 
     def match(self, graph_module):
-        for node in graph_module.graph.find_nodes(op="call_function", target=operator.truediv):
-            yield Division(node, node.args[1])
+        yield from graph_module.graph.find_nodes(op="call_function", target=operator.truediv)
 
 
 def verified(pass_, use, *inputs, **layers):

@@ -14,13 +14,13 @@ from . import compare, report, store, trend
 from .console import Json, one_line_errors, print_json, print_table
 from .records import FAILING
 from .report import architectures
-from .validate import EVERYTHING_ELSE, validate
+from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
 
 __all__ = ["app", "captured", "run"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command("validate", context_settings=EVERYTHING_ELSE)(validate)
+app.command("validate", context_settings=EVERYTHING_ELSE, epilog=HELP)(validate)
 app.add_typer(zoo_app, name="zoo")
 
 Run = Annotated[

@@ -51,7 +51,7 @@ class Diagnoses:
             finding: what the check said.
             used: seconds of the time of the case.
         """
-        if case.check not in repro.ENDINGS:
+        if case.check not in repro.NEEDED:
             return finding, ""
         seconds = min(MOST_SECONDS, self._left, (subject.entry.timeout - used) / 3)
         started, stage = time.monotonic(), subject.stage

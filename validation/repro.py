@@ -1,4 +1,4 @@
-"""A failing case as a script of its own, which needs torch, fxopt and the package of the model alone."""
+"""A failing case as a script of its own, which needs torch, fxopt and the package of the model alone; `repro.jinja` is its text."""
 
 from __future__ import annotations
 
@@ -20,116 +20,13 @@ from .subject import FLOOR
 FOLDER = "repro"
 """The folder of the scripts, in a report."""
 
-TEMPLATE = '''\
-r"""{{ case }}
-
-{{ reason }}
-
-It needs torch, fxopt and {{ package }} alone, and ends with 1 as long as this is so.{{ note }}
-"""
-
-import copy
-import sys
-{%- if verify %}
-import warnings
-{%- endif %}
-
-import torch
-
-import fxopt
-{% if local %}
-sys.path.insert(0, ".")  # the zoo finds its models and passes from here
-{%- endif %}
-{%- for line in imports %}
-{{ line }}
-{%- endfor %}
-
-PASSES = [{{ passes }}]
-{%- if verify %}
-warnings.simplefilter("error", fxopt.VerificationWarning)
-{%- endif %}
-
-{{ model }}
-
-generator = torch.Generator().manual_seed(0)
-inputs = {
-{%- for name, value in inputs.items() %}
-    {{ "%r: %s" % (name, value) }},
-{%- endfor %}
-}
-
-{%- if dims %}
-dims = {
-{%- for name, value in dims.items() %}
-    {{ "%r: %s" % (name, value) }},
-{%- endfor %}
-}
-names = {{ shapes }}
-shapes = {name: {dim: dims[each] for dim, each in free.items()} for name, free in names.items()}
-{%- endif %}
-
-
-def prepared(dtype):
-    """The model in a dtype, its inputs, its graph, and the graph after the passes."""
-    own = copy.deepcopy(model).to({{ device }}, dtype)
-    given = {n: v.to({{ device }}, dtype if v.is_floating_point() else None) for n, v in inputs.items()}
-    with torch.no_grad():
-{%- if dynamic %}
-        graph = fxopt.symbolic_trace(own, list(given))
-{%- else %}
-        graph = fxopt.trace(own, kwargs=given{{ ", dynamic_shapes=shapes" if dims }})
-{%- endif %}
-    changed = copy.deepcopy(graph)
-    for each in PASSES:
-        changed = each(changed{{ ", verify=True" if verify }})
-    return own, given, graph, changed
-
-
-own, given, graph, changed = prepared({{ dtype }})
-{{ ending }}
-'''
-
-JUDGED = """\
-wide, _, wide_graph, wide_changed = prepared(torch.float64)
-oracle = Oracle(own, kwargs=given, float64=wide, captured=graph, floor={floor})
-verdict = oracle.judge(changed, wide_changed)
-print(verdict)
-if not verdict.grade.passes:
-    print(oracle.first_divergence(graph, changed, (wide_graph, wide_changed)) or oracle.parting_place(own, graph))
-    wide_inputs = {{n: v.double() if v.is_floating_point() else v for n, v in given.items()}}
-    if small := minified(wide_graph, PASSES, kwargs=wide_inputs):
-        print("The smallest part of the graph on which it is wrong:", small[0].code)
-sys.exit(not verdict.grade.passes)"""
-
-FORM = """\
-oracle = Oracle(own, kwargs=given, captured=graph)
-fault = oracle.fault(oracle.observe(changed))
-for expected, actual in zip(oracle.expected, oracle.observe(changed)):
-    for (path, one), (_, other) in zip(leaves(expected.output), leaves(actual.output)):
-        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.shape == other.shape:
-            cosine = torch.cosine_similarity(one.double().flatten(), other.double().flatten(), 0).item()
-            if not cosine >= 0.99:
-                fault = fault or f"the cosine of {path} with the original is {cosine:.4f}"
-print(fault or "right")
-sys.exit(bool(fault))"""
-
-UNDONE = """\
-print(assert_round_trip(graph, fxopt.undo(changed, len(fxopt.history(changed)))), "values are as they were")"""
-
-ENDINGS = {
-    Check.PARITY: JUDGED.format(floor=FLOOR),
-    Check.EQUIVALENCE: JUDGED.format(floor=FLOOR),
-    Check.ACCURACY: FORM,
-    Check.ROUND_TRIP: UNDONE,
-}
-"""The condition that has to hold, by check; others are about more than one model and its graph, and have no script."""
-
 NEEDED = {
     Check.PARITY: ["Oracle", "minified"],
     Check.EQUIVALENCE: ["Oracle", "minified"],
     Check.ACCURACY: ["Oracle", "leaves"],
     Check.ROUND_TRIP: ["assert_round_trip"],
 }
+"""The checks that a script can show, and what it needs of `fxopt.testing`; others are about more than a model and its graph."""
 
 
 def script(
@@ -154,8 +51,11 @@ def script(
     names |= {(module, name)} | {("fxopt.testing", name) for name in ("randomise", *NEEDED[case.check])}
     trained = isinstance(entry.weights, TrainedWeights)
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(TEMPLATE).render(
+    template = Path(__file__).with_name("repro.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
         case=case.id,
+        check=str(case.check),
+        floor=FLOOR,
         reason=_wrapped(reason),
         package=module.partition(".")[0],
         note="\nThe weights are random here, not trained as in the case." if trained else "",
@@ -173,7 +73,6 @@ def script(
         dims=_dims(entry),
         shapes=entry.dynamic_shapes,
         dtype=f"torch.{dtype}",
-        ending=ENDINGS[case.check],
     )
 
 

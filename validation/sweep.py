@@ -23,8 +23,10 @@ SOURCES = {
 SOURCE = "source"
 """The fact that each record of a sweep has: where its model comes from."""
 
-FREE, NONE, FIXED = "free", "none", "fixed at capture"
-"""The fate of a size, besides what forbids it: it is free, the inputs do not have it, or no capture left it free."""
+FREE, NONE, FIXED, FIXED_BY_MODEL = "free", "none", "fixed at capture", "fixed by the model"
+"""The fate of a size, besides what guards forbid: it is free, the inputs do not have it, no capture left it free, or the
+model itself takes no other.
+"""
 
 
 class Source(Protocol):

@@ -26,6 +26,9 @@ class Ratio:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
     @property
     def width(self) -> float:
         """Of the interval, relative to the median."""
@@ -105,6 +108,20 @@ def seconds_of(
     run()
     wait()
     return clock() - start
+
+
+def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Callable[[], float]:
+    """A turn that runs twice, each time on what it is fed untimed, and gives the seconds of the second run.
+
+    The first brings the weights back into the caches, and lets the threads of what ran before come to rest.
+    """
+
+    def turn() -> float:
+        run(feed())
+        given = feed()
+        return seconds_of(lambda: run(given))
+
+    return turn
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:

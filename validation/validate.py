@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Annotated
+from typing import Any, cast
 
 import pytest
 import typer
+
+import pytest_fxopt
 
 from .console import Json, print_json
 from .gather import received
@@ -39,52 +41,33 @@ STATUS = {
 """The exit statuses that pytest's become; the others stay."""
 
 
-def validate(
-    context: typer.Context,
-    zoo: Annotated[
-        str | None, typer.Option(help="The zoo file, or `transformers`. Default: model_zoo.yaml.")
-    ] = None,
-    passes: Annotated[
-        list[str] | None,
-        typer.Option("--pass", help="Only pipelines with this: a name, or my.passes.MyPass."),
-    ] = None,
-    pipeline: Annotated[
-        list[str] | None, typer.Option(help="Only this: a name in the zoo, all, exact, or A+B.")
-    ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Only this, repeatable.")] = None,
-    tag: Annotated[list[str] | None, typer.Option(help="Only models with this tag, repeatable.")] = None,
-    device: Annotated[list[str] | None, typer.Option(help="cpu or cuda. Default: all there are.")] = None,
-    part: Annotated[str | None, typer.Option(help="K/N: of the models each Nth, from the Kth on.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that a case may take.")] = None,
-    timing: Annotated[
-        float | None, typer.Option(help="Seconds of turns for all that is timed of a model. Default: 8.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="ray: on a cluster. Default: processes of this machine.")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the cluster, or auto. Default: one is started here.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option(help="Seconds after which the run ends.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut.")] = False,
-    report_dir: Annotated[Path | None, typer.Option(help="Where to write. Default: reports.")] = None,
-    as_json: Json = False,
-) -> None:
+class _Options(dict[str, str]):
+    """The options of the plugin with their help, in the place of pytest's parser."""
+
+    def getgroup(self, name: str, description: str) -> _Options:
+        return self
+
+    def addoption(self, name: str, *, metavar: str = "", help: str, **how: Any) -> None:
+        self[name.removeprefix("--fx-")] = f"{metavar}  {help}".replace("--fx-", "--").strip()
+
+
+OPTIONS = _Options()
+pytest_fxopt.pytest_addoption(cast(pytest.Parser, OPTIONS))
+HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text in OPTIONS.items())])
+
+
+def validate(context: typer.Context, as_json: Json = False) -> None:
     """Run every case of a zoo: each model with each pass, with pairs, and with all of them.
 
     All other options go to pytest: -n auto for as many processes as there are cores, -k, -x, --lf, -q. Exit status: 0;
     1 when a case fails; 2 for a mistake, also where no case is chosen; 130 when interrupted.
     """
-    single = {"zoo": zoo, "part": part, "timeout": timeout, "timing": timing, "report-dir": report_dir}
-    single |= {"engine": engine, "address": address, "budget": budget}
-    many = {"pass": passes, "pipeline": pipeline, "model": model, "tag": tag, "device": device}
-    options = [f"--fx-{name}={value}" for name, value in single.items() if value is not None]
-    options += [f"--fx-{name}={value}" for name, values in many.items() for value in values or ()]
-    options += ["--fx-resume"] * resume
+    ours = re.compile(rf"--({'|'.join(OPTIONS)})(?=$|=)")
+    given = [ours.sub(r"--fx-\1", each) if ours.match(each) else each for each in context.args]
     found = _Records()
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *options, *context.args]
+    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *given]
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         ended = pytest.main(arguments, plugins=[found])
     status = STATUS.get(pytest.ExitCode(ended), int(ended))

@@ -22,6 +22,7 @@ from fxopt.attention.heads import check_types, heads_of
 from fxopt.attention.masks import Mask
 from fxopt.attention.scores import ScoreReader
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.slicing import layout_obstacle
 from fxopt.operators import Fact, facts_of, name_of
 
 
@@ -40,6 +41,7 @@ class Attention:
         scale: the factor of the scores, before masks.
         masks: in the order in which they are applied.
         heads: the sizes of batch and heads where some steps have one dimension for both, and others two; else None.
+        contiguous: whether something may depend on the output being contiguous, as that of a product is.
     """
 
     node: Node
@@ -51,6 +53,7 @@ class Attention:
     scale: float
     masks: tuple[Mask, ...]
     heads: tuple[Any, Any] | None
+    contiguous: bool
 
 
 class AttentionReader:
@@ -104,8 +107,10 @@ class AttentionReader:
             stop(self._index.memory.write_between(reader, last, tensor))
             self._check_kept(last, tensor)
         self._read.add(last)
+        contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
+        masks = tuple(scores.masks)
         return Attention(
-            last, tuple(steps), query, key, value, turned, scores.scale, tuple(scores.masks), heads
+            last, tuple(steps), query, key, value, turned, scores.scale, masks, heads, contiguous
         )
 
     def _path(self, start: Node, following: Callable[[Node], Sequence[Node]]) -> tuple[Node, ...]:

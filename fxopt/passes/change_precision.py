@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from fxopt import graph
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
-from fxopt.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
+from fxopt.obstacles.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter

@@ -13,22 +13,14 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.rounding import Rounding
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """A true division of a value by a constant."""
-
-    node: Node
-    denominator: int | float
-
-
-@dataclasses.dataclass(frozen=True)
-class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
+class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
     """Replaces `x / c` by `x * (1 / c)`, where `c` is a constant of the graph.
 
     Where `c` is a power of two, the result is the same bit for bit. Elsewhere it differs by at most one unit
@@ -53,7 +45,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
 
     preserves_computation = True
 
-    def match(self, graph_module: GraphModule) -> Iterator[Division | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
         """Yield the divisions by a constant."""
         index = GraphIndex(graph_module)
         rounding = Rounding(index)
@@ -61,13 +53,14 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Division]):
             numerator, denominator = _operands(node)
             if isinstance(numerator, Node):
                 reason = _obstacle(numerator, denominator) or _inexact(rounding, node, numerator, denominator)
-                yield Refusal(node, reason) if reason else Division(node, denominator)
+                yield Refusal(node, reason) if reason else node
 
-    def apply(self, rewriter: Rewriter, site: Division) -> Node:
+    def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Make the node a multiplication."""
-        args = (_operands(site.node)[0], 1 / site.denominator)
-        rewriter.set(site.node, op="call_function", target=operator.mul, args=args, kwargs={})
-        return site.node
+        numerator, denominator = _operands(site)
+        args = (numerator, 1 / denominator)
+        rewriter.set(site, op="call_function", target=operator.mul, args=args, kwargs={})
+        return site
 
 
 def _is_division(node: Node) -> bool:

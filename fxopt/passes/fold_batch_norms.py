@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fxopt import batch_norm, graph
-from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
+from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles import batch_norm
+from fxopt.obstacles.foldable import (
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.rewriter import Rewriter
 
 Kinds = tuple[type[nn.Module], ...]
 
@@ -71,31 +77,19 @@ class FoldBatchNorms(Folding):
         calls = graph_module.graph.find_nodes(op="call_module", sort=False)
         return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)
 
-    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """The factor by which the normalization multiplies each channel, and the summand that it adds."""
-        return batch_norm.scale_and_shift(graph_module.get_submodule(str(node.target)))
-
-    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
-        """The normalization, which goes where nothing else calls it."""
-        path = str(site.node.target)
-        alone = rewriter.graph.find_nodes(op="call_module", target=path) == [site.node]
-        return {path: None if site.removable and alone else rewriter.graph_module.get_submodule(path)}
-
     def _folds(
         self, index: GraphIndex, norm: Node, kind: type[_BatchNorm], layers: Kinds
     ) -> Iterator[Fold | str]:
         """The folds of a normalization, the better one first, and the reasons why there are no others."""
-        value, removable = graph.input_of(norm, index.module(norm)), index.removable(norm)
+        value = graph.input_of(norm, index.module(norm))
         path = layer_before(index, value, layers)
         if path:
-            yield self._obstacle(index, path[0], [*path, norm], kind) or Fold(
-                (path[0],), norm, True, removable
-            )
+            yield self._obstacle(index, path[0], [*path, norm], kind) or _fold(index, norm, path[:1], True)
         behind = layers_behind(index, norm, layers) if self.into_behind else []
         if behind and value is not None:
             reasons = (self._obstacle(index, layer, [norm, layer], kind, value) for layer in behind)
             reason = next(filter(None, reasons), None) or use_obstacle(norm, behind)
-            yield reason or Fold((*behind,), norm, False, removable)
+            yield reason or _fold(index, norm, behind, False)
 
     def _obstacle(
         self,
@@ -119,6 +113,12 @@ class FoldBatchNorms(Folding):
             uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
             reason = next(filter(None, uses), None)
         return reason or folding_obstacle(index, layer, path, *batch_norm.scale_and_shift(module), value)
+
+
+def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
+    module = index.module(norm)
+    facts = (*batch_norm.scale_and_shift(module), 0, {str(norm.target): module}, index.removable(norm))
+    return Fold((*layers,), norm, behind, *facts)
 
 
 def _rank_obstacle(norm: Node, kind: type[_BatchNorm], layer: nn.Module) -> str | None:

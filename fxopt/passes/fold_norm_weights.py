@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
+from fxopt.obstacles.scaling import wide_dtype
 from fxopt.passes.folding import Fold, Folding
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.rewriter import Rewriter
-from fxopt.scaling import wide_dtype
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -48,22 +47,15 @@ class FoldNormWeights(Folding):
                 norm: Any = index.module(node)
                 if layers and getattr(norm, "weight", None) is not None:
                     reason = _obstacle(index, node, kind, layers)
-                    yield Refusal(node, reason) if reason else Fold((*layers,), node, behind=False)
+                    yield Refusal(node, reason) if reason else _fold(node, norm, layers)
 
-    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias."""
-        return _weight_and_bias(graph_module.get_submodule(str(node.target)))
 
-    def value(self, node: Node) -> None:
-        """Nothing takes the place of the normalization."""
-        return
-
-    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
-        """The normalization, which stays without its weight."""
-        path = str(site.node.target)
-        bare: Any = submodules.without_tensors(rewriter.graph_module.get_submodule(path))
-        bare.elementwise_affine = False
-        return {path: bare}
+def _fold(node: Node, norm: nn.Module, layers: list[Node]) -> Fold:
+    """The layers take over, and the normalization stays without its weight."""
+    bare: Any = submodules.without_tensors(norm)
+    bare.elementwise_affine = False
+    sources = {str(node.target): bare}
+    return Fold((*layers,), node, False, *_weight_and_bias(norm), operand=None, sources=sources)
 
 
 def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,19 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.constants import computed_constant
-from fxopt.foldable import folding_obstacle, layer_before, layer_obstacle, layers_behind, use_obstacle
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.foldable import (
+    folding_obstacle,
+    layer_before,
+    layer_obstacle,
+    layers_behind,
+    use_obstacle,
+)
+from fxopt.obstacles.parameter_constants import constant_obstacle, is_changing, parts_of
+from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
 from fxopt.operators import name_of
-from fxopt.parameter_constants import constant_obstacle, is_changing, parts_of
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.rewriter import Rewriter
-from fxopt.scaling import LAYERS, channel_dimension, channels, wide_dtype
 
 ScaleAndShift = tuple[Tensor, Tensor | None]
 
@@ -66,24 +70,6 @@ class FoldScaleAndShift(Folding):
         """Tell whether something may follow what was folded, or come before it."""
         return bool(sites)
 
-    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> ScaleAndShift:
-        """The factor and the summand of the operator: one number, or one for each channel."""
-        operands = _operands(node)
-        assert operands is not None
-        return _scale_and_shift(node, _constant(graph_module, operands[1]).flatten())
-
-    def value(self, node: Node) -> Node | None:
-        """The operand that is no constant."""
-        operands = _operands(node)
-        return operands and operands[0]
-
-    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
-        """The parameters and buffers of the constant, which stay."""
-        operands = _operands(site.node)
-        assert operands is not None
-        paths = [str(node.target) for node in parts_of(operands[1]) if node.op == "get_attr"]
-        return {path: submodules.attribute(rewriter.graph_module, path) for path in paths}
-
 
 _OPERATORS: dict[str, Callable[[Tensor, bool], ScaleAndShift]] = {
     **dict.fromkeys(("mul", "multiply"), lambda c, first: (c, None)),
@@ -129,12 +115,22 @@ def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -
     if path:
         uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise([*path, node]))
         reason = next(filter(None, uses), None) or _obstacle(index, path[0], [*path, node], value, constant)
-        yield reason or Fold((path[0],), node, True)
+        yield reason or _fold(index, node, path[:1], True, value, constant)
     behind = layers_behind(index, node, LAYERS)
     if behind:
         reasons = (_obstacle(index, layer, [node, layer], value, constant) for layer in behind)
         reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
-        yield reason or Fold((*behind,), node, False)
+        yield reason or _fold(index, node, behind, False, value, constant)
+
+
+def _fold(
+    index: GraphIndex, node: Node, layers: Sequence[Node], behind: bool, value: Node, constant: Node | float
+) -> Fold:
+    module = index.graph_module
+    paths = [str(part.target) for part in parts_of(constant) if part.op == "get_attr"]
+    sources = {path: submodules.attribute(module, path) for path in paths}  # they stay
+    found = _scale_and_shift(node, _constant(module, constant).flatten())
+    return Fold((*layers,), node, behind, *found, node.all_input_nodes.index(value), sources)
 
 
 def _obstacle(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from fxopt import submodules
 from fxopt.errors import UndoError
+from fxopt.obstacles.scaling import folded
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
-from fxopt.scaling import folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +28,21 @@ class Fold:
         layers: the calls of the layers.
         node: the call that scales and shifts.
         behind: whether it is behind the layer, and not before them.
-        removable: whether the module that it calls goes, too, when nothing calls that any more.
+        scale: the factor of each channel, or one for all.
+        shift: the summand that follows, likewise; None for none.
+        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
+            where the call stays, and does less.
+        sources: what is to stand at the paths that scale and shift come from.
+        removable: whether the module that the call calls goes, when nothing else calls that any more.
     """
 
     layers: tuple[Node, ...]
     node: Node
     behind: bool
+    scale: Tensor
+    shift: Tensor | None
+    operand: int | None
+    sources: Mapping[str, Any]
     removable: bool = False
 
 
@@ -50,31 +58,22 @@ class Folding(ReversibleRewrite[Fold]):
 
     preserves_computation = True
 
-    @abc.abstractmethod
-    def scale_and_shift(self, graph_module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None]:
-        """The factor of each channel, and the summand that follows: a number for all, or one for each."""
-
-    def value(self, node: Node) -> Node | None:
-        """The value that takes the place of a call that scales and shifts; None where the call stays, and does less."""
-        return node.all_input_nodes[0]
-
-    @abc.abstractmethod
-    def sources(self, rewriter: Rewriter, site: Fold) -> dict[str, Any]:
-        """The paths of the modules and tensors that this comes from, with what is to stand there; None for nothing."""
-
     def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
         """Put fused layers in the place of the old ones, and drop what scaled and shifted."""
-        module = rewriter.graph_module
-        scale, shift = self.scale_and_shift(module, site.node)
-        value = self.value(site.node)
-        paths, sources = [str(call.target) for call in site.layers], self.sources(rewriter, site)
+        module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, dict(site.sources)
+        calls = rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))
+        if site.removable and calls == [site.node]:
+            sources[str(site.node.target)] = None
+        paths = [str(call.target) for call in site.layers]
         before = {path: submodules.find(module, path) for path in (*paths, *sources)}
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
         restore = None
         if self.reversible:
-            biases = {path: _copy_of(layer._parameters["bias"]) for path, layer in fused.items()}
+            held = {path: layer._parameters["bias"] for path, layer in fused.items()}
+            biases = {path: None if bias is None else bias.detach().clone() for path, bias in held.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
             restore = functools.partial(_unfolded, copied(before), biases, scale, shift, site.behind, stay)
+        value = None if site.operand is None else site.node.all_input_nodes[site.operand]
         for node in _between(site, value):
             # It is of the site: what it takes has other values now.
             rewriter.set(node, val=node.meta.get("val"))
@@ -125,10 +124,6 @@ def _erase(rewriter: Rewriter, node: Node, kept: Node) -> None:
     for each in inputs:
         if not each.users:
             _erase(rewriter, each, kept)
-
-
-def _copy_of(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
 
 
 def _unfolded(

@@ -20,24 +20,10 @@ from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.slicing import layout_obstacle
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSite:
-    """An attention, and whether what uses its output depends on strides."""
-
-    attention: Attention
-    contiguous: bool
-
-    @property
-    def node(self) -> Node:
-        """The product with the values."""
-        return self.attention.node
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseAttention(ReversibleRewrite[AttentionSite]):
+class FuseAttention(ReversibleRewrite[Attention]):
     """Computes attention that is written out by `torch.nn.functional.scaled_dot_product_attention`.
 
     Written out is `softmax(query @ key.transpose(-2, -1) * scale + mask, dim=-1) @ value` in its usual spellings, with three
@@ -49,7 +35,8 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
 
     A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
     (`masked_fill`), where a mask holds -inf, and in float16. So these are refused, unless `each_row_has_a_key`. A mask that comes
-    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call.
+    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does
+    a row of queries that is NaN.
 
     Attributes:
         each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
@@ -69,30 +56,27 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
 
     preserves_computation = True
 
-    def match(self, graph_module: GraphModule) -> Iterator[AttentionSite | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[Attention | Refusal]:
         """Yield what is attention, and refuse what looks like it."""
-        index = GraphIndex(graph_module)
-        reader = AttentionReader(index, self.each_row_has_a_key)
+        reader = AttentionReader(GraphIndex(graph_module), self.each_row_has_a_key)
         for place in reader.places():
             try:
-                attention = reader.read(place)
+                found: Attention | Refusal = reader.read(place)
             except Obstacle as obstacle:
-                yield Refusal(place[-1], str(obstacle))
-            else:
-                yield AttentionSite(attention, _needs_strides(index, attention.node))
+                found = Refusal(place[-1], str(obstacle))
+            yield found
 
-    def apply(self, rewriter: Rewriter, site: AttentionSite) -> Node:
+    def apply(self, rewriter: Rewriter, site: Attention) -> Node:
         """Put the call in the place of the product with the values, and erase the other nodes."""
-        attention, last = site.attention, site.node
-        builder = _Builder(rewriter, attention)
-        inputs = [builder.with_heads(node) for node in (attention.query, builder.key(), attention.value)]
+        builder, last = _Builder(rewriter, site), site.node
+        inputs = [builder.with_heads(node) for node in (site.query, builder.key(), site.value)]
         mask = builder.mask(inputs[0])
         options = {"attn_mask": mask} if mask else {}
         call: Any = {
             "op": "call_function",
             "target": F.scaled_dot_product_attention,
             "args": tuple(inputs),
-            "kwargs": {**options, "dropout_p": 0.0, "scale": attention.scale},
+            "kwargs": {**options, "dropout_p": 0.0, "scale": site.scale},
         }
         shape = (*graph.value_of(inputs[0]).shape[:-1], graph.value_of(inputs[2]).shape[-1])
         following = ["flatten"] * (graph.rank_of(last) == 3) + ["contiguous"] * site.contiguous
@@ -102,10 +86,10 @@ class FuseAttention(ReversibleRewrite[AttentionSite]):
             call = {"op": "call_method", "target": method, "args": (node,), "kwargs": {}}
             call["args"] += (0, 1) if method == "flatten" else ()
         rewriter.set(last, **call)
-        for step in reversed(attention.steps):
+        for step in reversed(site.steps):
             rewriter.erase(step)
-        if not attention.key.users:
-            rewriter.erase(attention.key)  # which was only turned
+        if not site.key.users:
+            rewriter.erase(site.key)  # which was only turned
         return last
 
 
@@ -175,8 +159,3 @@ class _Builder:
     ) -> Node:
         val = graph.like(graph.value_of(like or args[0]), shape)
         return self._rewriter.create(op, target, args, before=self._attention.node, val=val)
-
-
-def _needs_strides(index: GraphIndex, node: Node) -> bool:
-    """Tell whether something may depend on the output being contiguous, as that of a product is."""
-    return bool(layout_obstacle(index, node, 0)) or index.memory.is_returned(node)

@@ -20,15 +20,7 @@ from fxopt.rewriting.rewriter import Rewriter
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCall:
-    """A call of a linear layer, and its input."""
-
-    node: Node
-    value: Node
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
+class FuseBiasInLinear(ReversibleRewrite[Node]):
     """Makes the bias of `torch.nn.Linear` the last column of its weight, and pads the input with ones.
 
     `W x + b = [W b] [x 1]`. The ones are made from the input, so they have its dtype and device. Undoing
@@ -46,7 +38,7 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
 
     preserves_computation = True
 
-    def match(self, graph_module: GraphModule) -> Iterator[LinearCall | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
         """Yield the calls of linear layers with a bias."""
         index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Linear):
@@ -54,16 +46,14 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
             assert isinstance(layer, nn.Linear)
             if layer._parameters.get("bias") is None and submodules.is_plain(layer):
                 continue
-            value = graph.input_of(node, layer)
             reason = index.obstacle(node, nn.Linear) or _obstacle(layer)
-            if reason or value is None:
-                yield Refusal(node, reason or "its arguments are not those of a Linear")
-            else:
-                yield LinearCall(node, value)
+            if reason is None and graph.input_of(node, layer) is None:
+                reason = "its arguments are not those of a Linear"
+            yield Refusal(node, reason) if reason else node
 
-    def apply(self, rewriter: Rewriter, site: LinearCall) -> Node:
+    def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Put a layer without a bias in the place of the old one, and a pad before it."""
-        path = str(site.node.target)
+        path, (value,) = str(site.target), site.all_input_nodes
         layer = rewriter.graph_module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
         fused = submodules.without_tensors(layer)
@@ -72,10 +62,10 @@ class FuseBiasInLinear(ReversibleRewrite[LinearCall]):
         fused.weight = nn.Parameter(weight, layer.weight.requires_grad)
         restore = functools.partial(_unfused, path, submodules.without_tensors(layer))
         rewriter.replace_module(path, fused.train(layer.training), restore)
-        val, ones = graph.with_width(site.value, layer.in_features + 1), {"mode": "constant", "value": 1.0}
-        pad = rewriter.create("call_function", F.pad, (site.value, (0, 1)), ones, before=site.node, val=val)
-        rewriter.replace_input(site.node, site.value, pad)
-        return site.node
+        val, ones = graph.with_size(value, -1, layer.in_features + 1), {"mode": "constant", "value": 1.0}
+        pad = rewriter.create("call_function", F.pad, (value, (0, 1)), ones, before=site, val=val)
+        rewriter.replace_input(site, value, pad)
+        return site
 
 
 def _unfused(path: str, shell: nn.Linear, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:

@@ -16,11 +16,11 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.scaling import channel_dimension
+from fxopt.obstacles.slicing import layout_obstacle, write_obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.scaling import channel_dimension
-from fxopt.slicing import layout_obstacle, write_obstacle
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d
-from fxopt.layouts import Region, region_obstacle, regions
+from fxopt.obstacles.layouts import Region, region_obstacle, regions
 from fxopt.packing import kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
@@ -95,21 +96,16 @@ class Composition(Transformation):
 
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
         result = graph_module if self.inplace else copy.deepcopy(graph_module)
-        known, done = {step.key for step in steps_of(result)}, list[Callable[[], None]]()
-
-        def take_back() -> None:
-            for each in reversed(done):
-                each()
-
+        known, done = {step.key for step in steps_of(result)}, contextlib.ExitStack()
         for number, part in enumerate(self.parts):
             try:
                 after, undo_part = part._applied(result, verify)
             except BaseException as error:
-                take_back()
+                done.close()
                 result.recompile()
                 error.add_note(f"applied before it: {', '.join(map(repr, self.parts[:number])) or 'nothing'}")
                 raise
-            done.append(undo_part)
+            done.callback(undo_part)
             if after is not result:
                 result.recompile()  # what was applied to it shows in its code
             result = after
@@ -118,7 +114,7 @@ class Composition(Transformation):
             for s in steps_of(result)
         ]
         set_steps(result, own, orders_of(result))
-        return result, take_back
+        return result, done.close
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -158,8 +154,24 @@ def leaves(pass_: Transformation) -> Iterator[Transformation]:
         yield pass_
 
 
+class _Unlisted(ReversibleTransformation):
+    """A transformation that changes nothing, is no step of the history, and is undone by doing it again."""
+
+    preserves_computation = True
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Do the same again."""
+        return self.transform(graph_module)
+
+    def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
+        return self.transform(graph_module), lambda: None
+
+    def _reversed(self, graph_module: GraphModule) -> Applied:
+        return self._applied(graph_module, False)
+
+
 @dataclasses.dataclass(frozen=True)
-class DeepCopy(ReversibleTransformation):
+class DeepCopy(_Unlisted):
     """Copies the graph module, so that what follows leaves the given one as it is.
 
     Example:
@@ -169,23 +181,13 @@ class DeepCopy(ReversibleTransformation):
         False
     """
 
-    preserves_computation = True
-
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Return a deep copy of `graph_module`, with its marks and undo data."""
         return copy.deepcopy(graph_module)
 
-    reverse = transform
-
-    def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
-        return copy.deepcopy(graph_module), lambda: None
-
-    def _reversed(self, graph_module: GraphModule) -> Applied:
-        return self._applied(graph_module, False)
-
 
 @dataclasses.dataclass(frozen=True)
-class LintAndRecompile(ReversibleTransformation):
+class LintAndRecompile(_Unlisted):
     """Checks the graph and generates its code again.
 
     Example:
@@ -195,17 +197,7 @@ class LintAndRecompile(ReversibleTransformation):
         True
     """
 
-    preserves_computation = True
-
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Lint and recompile `graph_module`."""
         check_and_compile(self, graph_module)
         return graph_module
-
-    reverse = transform
-
-    def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
-        return self.transform(graph_module), lambda: None
-
-    def _reversed(self, graph_module: GraphModule) -> Applied:
-        return self._applied(graph_module, False)

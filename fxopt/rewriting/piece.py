@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +196,9 @@ class Piece:
         for name, sources in inputs.items():
             for source in sources:
                 users[source].add(name)
-        between = (_reached(self._core, users) & _reached(self._core, inputs)) - self._core
+        behind = set(graph.reached(self._core, lambda name: users.get(name, ())))
+        ahead = set(graph.reached(self._core, lambda name: inputs.get(name, ())))
+        between = (behind & ahead) - self._core
         if not between or len(between) > AROUND or any(self._jumps(self._nodes[name]) for name in between):
             return set()
         own = [i for i, name in enumerate(order) if name in between | self._core]
@@ -279,16 +281,6 @@ def weights_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
-
-
-def _reached(start: Iterable[str], following: Mapping[str, set[str]]) -> set[str]:
-    """The nodes that one or more steps lead to."""
-    reached, pending = set[str](), list(start)
-    while pending:
-        new = following.get(pending.pop(), set()) - reached
-        reached |= new
-        pending += new
-    return reached
 
 
 def _leaves(state: NodeState) -> list[Any]:

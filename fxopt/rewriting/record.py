@@ -111,21 +111,16 @@ def _portable(edit: Edit) -> Edit:
 
 @dataclasses.dataclass(frozen=True)
 class _NodeFact:
-    """A node as it was when the graph module was pickled."""
+    """A node as it was when the graph module was pickled, with the name of what it calls for its target."""
 
     name: str
-    kind: tuple[str, str]
     state: NodeState
     marks: tuple[str, ...]
 
     @classmethod
     def of(cls, node: Node) -> _NodeFact:
-        return cls(
-            node.name,
-            _kind(node),
-            dataclasses.replace(NodeState.of(node), target=""),
-            node.meta.get(MARKS, ()),
-        )
+        state = dataclasses.replace(NodeState.of(node), target=_target_name(node))
+        return cls(node.name, state, node.meta.get(MARKS, ()))
 
 
 class PassRecord(torch.nn.Module):
@@ -251,7 +246,7 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
     after its last pass and then pickled, positions prove nothing: the nodes stay as they are, and undoing raises.
     """
     nodes = list(graph_module.graph.nodes)
-    if [fact.kind for fact in facts] != [_kind(node) for node in nodes]:
+    if [(fact.state.op, fact.state.target) for fact in facts] != [(n.op, _target_name(n)) for n in nodes]:
         return
     by_name = {fact.name: node for fact, node in zip(facts, nodes, strict=True)}
     for fact, node in zip(facts, nodes, strict=True):
@@ -288,6 +283,6 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
     )
 
 
-def _kind(node: Node) -> tuple[str, str]:
+def _target_name(node: Node) -> str:
     # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
-    return node.op, "" if node.op in ("placeholder", "output") else target_text(node.target)
+    return "" if node.op in ("placeholder", "output") else target_text(node.target)

@@ -129,7 +129,12 @@ class Rewrite(Transformation, Generic[S]):
             marked += [node for node in dict.fromkeys(nodes) if not node._erased]
             for node in marked:
                 mark(node, rewriter.signature)
-            if rewriter.log:
+            if not rewriter.log and fingerprint(graph_module) != before:
+                raise PassError(
+                    f"apply of {self!r} changed the graph by itself, and that stays changed: call the methods of the "
+                    "rewriter, which can take back what they do"
+                )
+            if rewriter.log or marked:
                 step = Step.of(
                     self,
                     [node.name for node in marked],
@@ -184,7 +189,14 @@ class Rewrite(Transformation, Generic[S]):
         except Exception as error:
             error.add_note(f"{type(self).__name__} was rewriting {where}")
             raise
-        return [made] if isinstance(made, Node) else list(made or ())
+        nodes = made if isinstance(made, Iterable) and not isinstance(made, str) else [made]
+        wrong = next((each for each in nodes if each is not None and not isinstance(each, Node)), None)
+        if wrong is not None:
+            raise PassError(
+                f"apply of {self!r} returned a {type(wrong).__name__}, rewriting {where}: it has to return the nodes "
+                "to mark as transformed, or None"
+            )
+        return [each for each in nodes if each is not None]
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):

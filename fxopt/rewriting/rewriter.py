@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import graph, submodules
-from fxopt.errors import UndoError
+from fxopt.errors import PassError, UndoError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, Swapped
 from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
 
@@ -68,6 +68,7 @@ class Rewriter:
             before: the node that it stands in front of, whose origin in the model it takes.
             val: a tensor without data that describes its value, for `meta["val"]`.
         """
+        self._check_nodes(before, args, kwargs)
         with self.graph.inserting_before(before):
             node = self.graph.create_node(op, target, args, dict(kwargs or {}))
         node.meta = graph.origin_of(before) | ({} if val is None else {"val": val})
@@ -77,6 +78,7 @@ class Rewriter:
 
     def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
         """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
+        self._check_nodes(node, fields.get("args"), fields.get("kwargs"))
         before, meta = NodeState.of(node), {}
         if val is not None:
             meta, node.meta["val"] = {"val": node.meta.get("val")}, val
@@ -94,6 +96,7 @@ class Rewriter:
 
     def replace_uses(self, old: Node, new: Node) -> None:
         """Make all users of `old`, but for `new` itself, take `new`."""
+        self._check_nodes(old, new)
         kept = tuple(user.name for user in new.users)
         users = [user for user in old.users if user is not new]
         for user in [user for user in users if user in new.users]:
@@ -107,9 +110,21 @@ class Rewriter:
 
     def erase(self, node: Node) -> None:
         """Erase a node that nothing uses; its name stays reserved."""
+        self._check_nodes(node)
         edit = NodeEdit(node.name, NodeState.of(node), None, node.prev.name, node.meta)
         self.graph.erase_node(node)
         self.log.append(edit)
+
+    def _check_nodes(self, *values: Any) -> None:
+        """Raise a PassError where a node is not one of this graph: only what is in it can be changed and taken back."""
+
+        def checked(node: Node) -> Node:
+            if node.graph is not self.graph or node._erased:
+                why = "was erased" if node._erased else "is of another graph"
+                raise PassError(f"a pass gives its rewriter the node {node.name}, which {why}")
+            return node
+
+        map_arg(values, checked)
 
     def swap(
         self, put: Mapping[str, Any], remove: Iterable[str] = (), restore: Restore | None = None

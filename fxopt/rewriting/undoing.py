@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -59,22 +60,17 @@ def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:
     Raises:
         UndoError: one of them cannot be undone exactly, or not before another; then all stay applied.
     """
-    result, done = graph_module, list[Callable[[], None]]()
-
-    def take_back() -> None:
-        for each in reversed(done):
-            each()
-
+    result, done = graph_module, contextlib.ExitStack()
     try:
         for step in reversed(chosen):
             if step.key in {other.key for other in steps_of(result)}:
                 result, undone = _undone(result, step, {other.key for other in chosen})
-                done.append(undone)
+                done.callback(undone)
     except BaseException:
-        take_back()
+        done.close()
         graph_module.recompile()
         raise
-    return result, take_back
+    return result, done.close
 
 
 def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> Applied:

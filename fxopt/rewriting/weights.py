@@ -124,17 +124,14 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    if id(value) in memo or not isinstance(value, nn.Module) or value._modules or not _of_torch(value):
+    of_torch = type(value).__module__.startswith("torch.nn.modules.")
+    if id(value) in memo or not isinstance(value, nn.Module) or value._modules or not of_torch:
         return copy.deepcopy(value, memo)
     shell = memo[id(value)] = without_tensors(value)  # deepcopy is slow
     for registry in ("_parameters", "_buffers"):
         tensors = getattr(value, registry)
         shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}
     return shell
-
-
-def _of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -132,13 +132,8 @@ class Names:
             raise NameRefused(name)
         return found
 
-    def config(self, cls: type) -> str:
-        """The name of a class of configurations; NameRefused where it is none of transformers."""
-        self.find_config(qualified_name(cls))
-        return qualified_name(cls)
-
     def find_config(self, name: str) -> Any:
-        """The class of configurations of a name; NameRefused where there is none."""
+        """The class of configurations of a name; NameRefused where it is none of transformers."""
         cls = _imported(name) if name.startswith("transformers.") else None
         if cls is None or not any(base.__name__ == "PreTrainedConfig" for base in cls.__mro__):
             raise NameRefused(name)

@@ -40,10 +40,19 @@ _DATA = {
         *(Step, NodeEdit, NodeState, Reference, Redirect, Swapped, Left, Keep),
     )
 }
-_CONSTANTS = {
-    kind.__name__: {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+_NAMED: dict[type, dict[str, Any]] = {
+    kind: {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
     for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
+# The word of a type, and what makes JSON of its values, and values again.
+_TEXTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: ("float", repr, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__),
+    bytes: ("bytes", bytes.hex, bytes.fromhex),
+    torch.device: ("device", str, torch.device),
+    type(Ellipsis): ("ellipsis", bool, lambda _: ...),
+    **{kind: (kind.__name__, str, values.__getitem__) for kind, values in _NAMED.items()},
+}
+_OF_TEXTS = {word: make for word, _, make in _TEXTS.values()}
 
 
 class NotData(Exception):
@@ -74,22 +83,17 @@ class Values:
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
-        if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is float and math.isfinite(value):
+            return value
         if kind in (list, immutable_list):
             return [self.write(item) for item in value]
         if kind in _CONTAINERS:
             return {_CONTAINERS[kind]: [self.write(item) for item in _items(value)]}
         if kind in (set, frozenset):
             return {kind.__name__: sorted(map(self.write, value), key=json.dumps)}
-        if value is Ellipsis:
-            return {"ellipsis": True}
-        if kind.__name__ in _CONSTANTS and kind.__module__ == "torch":
-            return {kind.__name__: str(value)}
-        if kind is torch.device:
-            return {"device": str(value)}
-        if kind is bytes:
-            return {"bytes": value.hex()}
+        if kind in _TEXTS:
+            word, text, _ = _TEXTS[kind]
+            return {word: text(value)}
         if isinstance(value, Node):
             return {"node": value.name}
         if isinstance(value, torch.Tensor):
@@ -118,16 +122,8 @@ class Values:
         ((kind, content),) = data.items()
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](*[self.read(item) for item in content])
-        if kind in _CONSTANTS:
-            return _CONSTANTS[kind][content]
-        if kind == "float":
-            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
-        if kind == "ellipsis":
-            return ...
-        if kind == "device":
-            return torch.device(content)
-        if kind == "bytes":
-            return bytes.fromhex(content)
+        if kind in _OF_TEXTS:
+            return _OF_TEXTS[kind](content)
         if kind == "node" and self._node:
             return self._node(content)
         if kind == "tensor":
@@ -152,9 +148,10 @@ class Values:
 
     def _config(self, value: Any) -> list[Any]:
         """A configuration of transformers by its class and content, if it comes back as it is."""
-        name, content = self.names.config(type(value)), self.write(value.to_dict())
+        name = qualified_name(type(value))
+        cls, content = self.names.find_config(name), self.write(value.to_dict())
         try:
-            same = type(value).from_dict(self.read(content)).to_dict() == value.to_dict()
+            same = cls.from_dict(self.read(content)).to_dict() == value.to_dict()
         except Exception:  # it runs the code of each class
             same = False
         if not same:
@@ -226,10 +223,6 @@ def _expressions(cls: type, fields: Mapping[str, Any]) -> list[Any]:
     return [size for size in sizes if type(size) is not int]
 
 
-def _pairs(*pairs: Any) -> dict[Any, Any]:
-    return dict(pairs)
-
-
 _CONTAINERS: dict[type, str] = {
     tuple: "tuple",
     dict: "dict",
@@ -242,7 +235,7 @@ _CONTAINERS: dict[type, str] = {
 }
 _SEQUENCES: dict[str, Callable[..., Any]] = {
     "tuple": lambda *items: items,
-    "dict": _pairs,
+    "dict": lambda *pairs: dict(pairs),
     "ordered": lambda *pairs: collections.OrderedDict(pairs),
     "slice": slice,
     "range": range,

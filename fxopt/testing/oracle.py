@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from fxopt.testing.probes import (
     Call,
     Observation,
     first_taken,
+    has_finite,
     large_values,
     not_finite,
     not_repeated,
@@ -60,6 +62,7 @@ class Oracle:
         probes: the inputs on which candidates are judged.
         expected: what the reference does on those in its own dtype.
         unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
+        blank: whether all outputs of the reference are NaN or infinite on all inputs, which nothing can be told from.
 
     Example:
         >>> import torch
@@ -89,7 +92,7 @@ class Oracle:
         gradients: bool | None = None,
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
-        self._wide = wide
+        self._wide, self._name = wide, str(wide).removeprefix("torch.")
         self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
@@ -104,7 +107,8 @@ class Oracle:
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
         self.expected, self._truth = self._observed(reference, exact)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
-        self._strides = strides and _same_strides(again[0], self.expected)
+        self.blank = not any(has_finite(seen.output) for seen in self._truth)
+        self._strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or not_repeated(again[1] or again[0], self._truth, rtol)
         wanted = reference.training if gradients is None else gradients
@@ -123,10 +127,9 @@ class Oracle:
         Returns:
             The verdict. What the candidate raises is not caught.
         """
+        failed = functools.partial(Verdict, error=float("inf"), limit=self._rtol, probes=self.probes)
         if self._unstable:
-            return Verdict(
-                Grade.UNSTABLE, float("inf"), self._rtol, reason=self._unstable, probes=self.probes
-            )
+            return failed(Grade.UNSTABLE, reason=self._unstable)
         exact = in_float64(candidate) if float64 is None else float64
         seen, wide = self._observed(candidate, exact)
         computed = float64 is None and has_new_weights(self._tensors, candidate)
@@ -138,7 +141,7 @@ class Oracle:
                 )
             return verdict
         except AssertionError as error:
-            return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
+            return failed(Grade.WRONG, reason=str(error))
 
     def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
         """What a module does on the calls in its own dtype, and `exact` on those in float64; they may be one."""
@@ -146,10 +149,6 @@ class Oracle:
         if exact is module:
             return [wide[0], wide[-1]][: len(self._calls)], wide
         return observe(module, self._calls), wide
-
-    @property
-    def _name(self) -> str:
-        return str(self._wide).removeprefix("torch.")
 
     def first_divergence(
         self,
@@ -317,17 +316,8 @@ def _apart(worst: Difference) -> str:
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 
-def _same_strides(again: Sequence[Observation], first: Sequence[Observation]) -> bool:
-    """True where two runs on the given inputs lay their outputs out alike."""
-    try:
-        return not other_strides(again[0].result, first[0].result)
-    except AssertionError:  # not even the structure is the same
-        return False
-
-
 def _with(call: Call) -> str:
     return f", with {call.name}" if call.name != GIVEN else ""
 
 
-def _max_rel(difference: Difference) -> float:
-    return difference.max_rel
+_max_rel = operator.attrgetter("max_rel")

@@ -252,6 +252,11 @@ def not_finite(output: object) -> str:
     return ""
 
 
+def has_finite(output: object) -> bool:
+    """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
+    return any(isinstance(value, Tensor) and bool(value.isfinite().any()) for _, value in leaves(output))
+
+
 def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
     """How two runs on the same inputs differ by more than a limit; empty where they do not."""
     if unchanged(again[0].output, first[0].output):

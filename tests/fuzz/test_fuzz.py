@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import fxopt
-from fxopt import batch_norm
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
+from fxopt.obstacles import batch_norm
 from fxopt.passes import available, merging
 from fxopt.rewriting import composition, history, undoing
 from tests.fuzz import motifs, oracles, plans, reduction
@@ -104,6 +104,7 @@ SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merging._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("target", "name", "planted", "kind"),
     [

@@ -7,8 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
-    *sorted((ROOT / "fxopt" / "passes").glob("*.py")),
-    *sorted((ROOT / "fxopt").glob("*.py")),
+    *(file for room in ("passes", "obstacles", ".") for file in sorted((ROOT / "fxopt" / room).glob("*.py"))),
 ]
 UNNAMED = {
     "which is kept in float32, uses it as well",  # tests see the dtype of the parameter, not the reason

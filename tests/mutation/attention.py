@@ -44,7 +44,7 @@ ATTENTION = (
     Fault("attention: hooks are ignored", _SCORES, "            stop(self._index.reading_obstacle(step))", "            pass"),
     Fault("attention: any einsum", _STEPS, "        turned = _is_turned(\"\".join(str(args[0]).split()))", "        turned = \"jd->\" not in args[0] or \"ij,\" in args[0]"),
     # --- rewriting
-    Fault("attention: the scale is the default one", _PASS, ', "scale": attention.scale', "", SITE),
+    Fault("attention: the scale is the default one", _PASS, ', "scale": site.scale', "", SITE),
     Fault("attention: dropout is not given", _PASS, '"dropout_p": 0.0, ', ""),
     Fault("attention: keys are turned once more", _PASS, "        if not self._attention.turned:\n            return key", "        if True:\n            return key", SITE),
     Fault("attention: permutations swap", _STEPS, "name == \"permute\" and dims == [*range(rank - 2), rank - 1, rank - 2]", "name == \"permute\"", SITE),
@@ -52,7 +52,7 @@ ATTENTION = (
     Fault("attention: masks say what takes part", _PASS, "(mask.fill, total) if mask.where else (total, mask.fill)", "(total, mask.fill) if mask.where else (mask.fill, total)", SITE),
     Fault("attention: masks of all heads are split", _PASS, "if not split or not heads or str(*front) == \"1\":", "if not heads:", SITE),
     Fault("attention: strides do not matter", _PASS, "[\"contiguous\"] * site.contiguous", "[]", BEHIND),
-    Fault("attention: its keys stay", _PASS, "        if not attention.key.users:\n            rewriter.erase(attention.key)  # which was only turned\n", ""),
+    Fault("attention: its keys stay", _PASS, "        if not site.key.users:\n            rewriter.erase(site.key)  # which was only turned\n", ""),
     # --- repeated heads
     Fault("heads: any index", _HEADS, "isinstance(key, slice) for key in keys", "True for key in keys", SITE),
     Fault("heads: copies of other heads", _HEADS, "alike(grouped, (batch, count, 1, *rest)) and ", "", SITE),

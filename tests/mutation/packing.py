@@ -7,7 +7,7 @@ from tests.mutation.fault import Fault
 _KERNELS = "kernels.py"
 _OPERATORS = "packed_operators.py"
 _LOWERING = "optimizing/lowering.py"
-_LAYOUTS = "layouts.py"
+_LAYOUTS = "obstacles/layouts.py"
 _PACKING = "packing.py"
 _CONVS = "passes/pack_convs.py"
 _EPILOGUES = "passes/fuse_epilogues.py"

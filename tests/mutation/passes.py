@@ -8,15 +8,15 @@ _MERGE = "passes/merging.py"
 _BIAS = "passes/fuse_bias_in_linear.py"
 _DIVISION = "passes/change_true_div_to_mul_by_inverse.py"
 _FOLD = "passes/folding.py"
-_FOLDABLE = "foldable.py"
+_FOLDABLE = "obstacles/foldable.py"
 _BATCH_NORMS = "passes/fold_batch_norms.py"
-_NORM = "batch_norm.py"
-_SCALING = "scaling.py"
+_NORM = "obstacles/batch_norm.py"
+_SCALING = "obstacles/scaling.py"
 _NORM_WEIGHTS = "passes/fold_norm_weights.py"
 _SCALE = "passes/fold_scale_and_shift.py"
-_PARAMETER_CONSTANTS = "parameter_constants.py"
-_SLICING = "slicing.py"
-_ROUNDING = "rounding.py"
+_PARAMETER_CONSTANTS = "obstacles/parameter_constants.py"
+_SLICING = "obstacles/slicing.py"
+_ROUNDING = "obstacles/rounding.py"
 _ACTIVATION = "passes/replace_activation.py"
 _ACTIVATIONS = "activations.py"
 _PRECISION = "passes/change_precision.py"
@@ -53,18 +53,18 @@ PASSES = (
     Fault("merge convs: memory formats are mixed", _MERGE, "strides = weight.stride() if weight.ndim > 2 else None", "strides = None"),
     # --- the bias of a linear layer
     Fault("fuse bias: the pad is zeros", _BIAS, '"value": 1.0}', '"value": 0.0}', SITE),
-    Fault("fuse bias: the pad is in front", _BIAS, "(site.value, (0, 1))", "(site.value, (1, 0))", SITE),
+    Fault("fuse bias: the pad is in front", _BIAS, "(value, (0, 1))", "(value, (1, 0))", SITE),
     Fault("fuse bias: the bias is the first column", _BIAS, "[layer.weight.detach(), layer.bias.detach().unsqueeze(1)]", "[layer.bias.detach().unsqueeze(1), layer.weight.detach()]", SITE),
-    Fault("fuse bias: every user of the input gets the pad", _BIAS, "rewriter.replace_input(site.node, site.value, pad)", "rewriter.replace_uses(site.value, pad)", SITE),
+    Fault("fuse bias: every user of the input gets the pad", _BIAS, "rewriter.replace_input(site, value, pad)", "rewriter.replace_uses(value, pad)", SITE),
     Fault("fuse bias: ties, hooks and further calls are ignored", _BIAS, "index.obstacle(node, nn.Linear) or", "index.inexact(node, nn.Linear) or", SITE),
     Fault("fuse bias: requires_grad is lost", _BIAS, "nn.Parameter(weight, layer.weight.requires_grad)", "nn.Parameter(weight)"),
-    Fault("fuse bias: the metadata has the old width", _BIAS, "graph.with_width(site.value, layer.in_features + 1)", "graph.with_width(site.value, layer.in_features)"),
+    Fault("fuse bias: the metadata has the old width", _BIAS, "graph.with_size(value, -1, layer.in_features + 1)", "graph.with_size(value, -1, layer.in_features)"),
     Fault("fuse bias: undo takes the first column", _BIAS, '("bias", fused.detach()[:, -1])', '("bias", fused.detach()[:, 0])'),
     Fault("fuse bias: undo keeps the strides of the larger weight", _BIAS, "part.clone(memory_format=torch.contiguous_format)", "part.clone()"),
     Fault("fuse bias: undo drops requires_grad", _BIAS, "nn.Parameter(copied, fused.requires_grad)", "nn.Parameter(copied)"),
     # --- division
-    Fault("division: the inverse is the denominator", _DIVISION, "1 / site.denominator)", "site.denominator)", SITE),
-    Fault("division: 3 / x is taken for x / 3", _DIVISION, "            if isinstance(numerator, Node):", "            if not isinstance(numerator, Node):\n                numerator, denominator = denominator, numerator\n            if True:", SITE),
+    Fault("division: the inverse is the denominator", _DIVISION, "args = (numerator, 1 / denominator)", "args = (numerator, denominator)", SITE),
+    Fault("division: 3 / x is taken for x / 3", _DIVISION, "    return numerator, denominator\n", "    return (numerator, denominator) if isinstance(numerator, Node) else (denominator, numerator)\n", SITE),
     Fault("division: rounding_mode is ignored", _DIVISION, 'len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"other"}', "len(node.args) == 2", SITE),
     Fault("division: integers are taken for floats", _DIVISION, "    if rounding.is_floating(numerator):", "    if True:", BEHIND),
     Fault("division: every denominator counts as a power of two", _DIVISION, "== 0.5:", "<= 1:", BEHIND),
@@ -83,7 +83,7 @@ PASSES = (
     Fault("fold: the number of features is not compared", _NORM, "    if norm.num_features != channels(layer, behind):", "    if False:"),
     Fault("fold linear: three dimensions are taken for two", _BATCH_NORMS, "    if rank != needed:", "    if rank not in (2, 3):", SITE),
     Fault("fold conv1d: positions are taken for channels", _BATCH_NORMS, "2 if isinstance(layer, nn.Linear) else 3", "2 if isinstance(layer, nn.Linear) else rank", SITE),
-    Fault("fold: a normalization that is called elsewhere goes", _BATCH_NORMS, "None if site.removable and alone else", "None if site.removable else", SITE),
+    Fault("fold: a normalization that is called elsewhere goes", _FOLD, "        if site.removable and calls == [site.node]:", "        if site.removable:", SITE),
     Fault("fold: only one of two normalizations goes", _BATCH_NORMS, "        return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)", "        return False and bool(calls)"),
     Fault("fold: another user of what is viewed is ignored", _BATCH_NORMS, "(use_obstacle(one, [other]) for one, other in itertools.pairwise(path))", "(use_obstacle(one, [other]) for one, other in [(path[-2], path[-1])])", SITE),
     # --- scales and shifts in layers
@@ -106,7 +106,7 @@ PASSES = (
     Fault("fold: a shared layer is folded into", _FOLDABLE, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
     Fault("fold: a write between is not seen", _FOLDABLE, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
     Fault("fold: another last dimension is taken for the same", _FOLDABLE, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
-    Fault("fold: transposing keeps the order", _FOLDABLE, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
+    Fault("operators: transposing keeps the order", "operators.py", 'unsqueeze": _VIEW | Fact.RESHAPES,\n    "transpose t ', 'unsqueeze transpose": _VIEW | Fact.RESHAPES,\n    "t '),
     Fault("fold: dtypes are not compared", _FOLDABLE, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
     Fault("fold: the record follows the model of the user", _FOLD, "_unfolded, copied(before), biases", "_unfolded, before, biases"),
     Fault("fold: undo does not look whether the weights changed", _FOLD, '        if not _same(made.get_parameter("weight"), now[path].weight) or', "        if False and"),
@@ -131,11 +131,11 @@ PASSES = (
     Fault("fold scale: another user of the layer is ignored", _SCALE, "uses = (use_obstacle(one, [other]) for one", "uses = (None for one", SITE),
     Fault("fold scale: a chain is folded in part", _SCALE, "        return bool(sites)", "        return False"),
     # --- weights of normalizations
-    Fault("fold norm: the weight stays", _NORM_WEIGHTS, "submodules.without_tensors(rewriter.graph_module.get_submodule(path))", "rewriter.graph_module.get_submodule(path)", SITE),
+    Fault("fold norm: the weight stays", _NORM_WEIGHTS, "    bare: Any = submodules.without_tensors(norm)\n    bare.elementwise_affine = False\n", "    bare = norm\n", SITE),
     Fault("fold norm: the bias is forgotten", _NORM_WEIGHTS, "None if bias is None else bias.detach().to(wide)", "None", SITE),
     Fault("fold norm: other users are ignored", _NORM_WEIGHTS, "use_obstacle(node, layers) or index", "index", SITE),
     Fault("fold norm: hooks and ties are ignored", _NORM_WEIGHTS, " or index.replacing_obstacle(node, kind)\n", "\n"),
-    Fault("fold norm: the option says that there is a weight", _NORM_WEIGHTS, "        bare.elementwise_affine = False\n", ""),
+    Fault("fold norm: the option says that there is a weight", _NORM_WEIGHTS, "    bare.elementwise_affine = False\n    sources", "    sources"),
     # --- activations
     Fault("activation: the options of a call are ignored", _ACTIVATIONS, "activation.module(*node.args[1:], **options)", "activation.make()"),
     Fault("activation: the options of a module are ignored", _ACTIVATIONS, "    return all(vars(one).get(name) == vars(other)[name] for name in options)", "    return bool(options) or True"),
@@ -155,7 +155,7 @@ PASSES = (
     Fault("precision: the record follows the model of the user", _PRECISION, "_raised, copied(replaced), self.dtype", "_raised, replaced, self.dtype"),
     Fault("precision: the metadata keeps the old dtype", _PRECISION, "            val = graph.recast(graph.value_of(node), torch.float32, self.dtype)", "            val = None"),
     Fault("precision: keep_float32 is ignored", _PRECISION, "            if matching or isinstance(module, types):", "            if False:"),
-    Fault("precision: a write into a copy is lost", "precision_plan.py", "            if self._write_is_lost(user, value):", "            if False:"),
-    Fault("precision: complex numbers are cast", "precision_plan.py", "        if any(graph.holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):", "        if False:"),
-    Fault("precision: an explicit float32 is ignored", "precision_plan.py", "and not _asks_for_float32(node):", "and True:"),
+    Fault("precision: a write into a copy is lost", "obstacles/precision_plan.py", "            if self._write_is_lost(user, value):", "            if False:"),
+    Fault("precision: complex numbers are cast", "obstacles/precision_plan.py", "        if any(graph.holds(value, lambda t: t.is_complex()) for value in values):", "        if False:"),
+    Fault("precision: an explicit float32 is ignored", "obstacles/precision_plan.py", "and not _asks_for_float32(node):", "and True:"),
 )  # fmt: skip

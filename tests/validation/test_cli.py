@@ -338,3 +338,14 @@ def test_unknown_names_are_one_line(runs, call):
     result = call("history", runs[0].parent / "history", "--case", "no-such-case")
     assert result.exit_code == 2
     assert result.stderr == "error: no run in this history has a case 'no-such-case'\n"
+
+
+def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pytest_s(call, monkeypatch):
+    given = []
+    monkeypatch.setattr(pytest, "main", lambda arguments, plugins: given.extend(arguments) or 0)
+    result = call("validate", "--pass", "A", "-k", "bert", "--report-dir=out", "--resume", "--tb=short", "-x")
+    assert result.exit_code == 0, result.output
+    after = given[given.index("--pyargs") + 2 :]
+    wanted = ["--fx-pass", "A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
+    assert after == wanted
+    assert "--budget SECONDS" in call("validate", "--help").output

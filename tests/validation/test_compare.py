@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from fxopt.testing import Grade, Verdict
@@ -326,15 +329,43 @@ def test_regressions_come_first(changes):
 
 
 def test_a_hundred_thousand_rows_are_merged_and_compared_in_half_a_minute(run):
-    """And in 2 GiB, by `python -m validation.bench runs`, which has a process of its own."""
-    from validation.bench.runs import made
-
-    before, after = made(run, 100_000, seed=0), made(run, 100_000, seed=1)
+    before, after = made_up(run, 100_000, seed=0), made_up(run, 100_000, seed=1)
     started = time.process_time()
     merged = store.merge([before, after.slice(0, 50_000)])
     assert merged.num_rows == 100_000
     assert not compare.compare(before.to_pandas(), after.to_pandas()).empty
     assert time.process_time() - started < 30
+
+
+def made_up(run: store.Run, rows: int, seed: int) -> pa.Table:
+    """The table of a made-up run: errors, sites and latencies with their noise, and a case in a thousand that fails."""
+    rng = np.random.default_rng(seed)
+    names = [f"model-{number // 100}-Pass{number % 100}-cpu-effect" for number in range(rows)]
+    error = 10 ** np.random.default_rng(0).uniform(-9, -6, rows) * rng.uniform(0.5, 2, rows)
+    ratio = rng.normal(0.9, 0.05, rows)
+    columns = {
+        **{name: pa.array([""] * rows) for name, kind in store.COLUMNS.items() if kind == pa.string()},
+        "id": pa.array(names),
+        "model": pa.array([f"model-{number // 100}" for number in range(rows)]),
+        "check": pa.array(["effect"] * rows),
+        "device": pa.array(["cpu"] * rows),
+        "outcome": pa.array(np.where(rng.random(rows) < 0.001, "fail", "pass")),
+        "run": pa.array([run.id] * rows),
+        "seconds": pa.array(rng.random(rows)),
+        "refusals": pa.array([[]] * rows, store.COLUMNS["refusals"]),
+        "started": pa.array(
+            [run.started + datetime.timedelta(seconds=seed)] * rows, store.COLUMNS["started"]
+        ),
+        "threads": pa.array([run.threads] * rows, pa.int64()),
+        "relative_error": pa.array(error),
+        "max_abs_error": pa.array(error * 3),
+        "sites": pa.array(rng.integers(1, 9, rows).astype(float)),
+        "latency_ratio": pa.array(ratio),
+        "latency_ratio_low": pa.array(ratio - 0.01),
+        "latency_ratio_high": pa.array(ratio + 0.01),
+        "latency_baseline_ms": pa.array(rng.normal(10, 1, rows)),
+    }
+    return pa.table(columns)
 
 
 def test_each_number_of_a_verdict_is_declared():

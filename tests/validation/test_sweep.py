@@ -25,7 +25,7 @@ from validation.records import WORST_FIRST, Case, Check, Outcome, Record
 from validation.report import architectures as page
 from validation.report.architecture_rows import by_architecture
 from validation.run import Runner
-from validation.sweep import FIXED, FREE, Architecture, architectures
+from validation.sweep import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {
@@ -134,20 +134,20 @@ class Baked(nn.Module):
 def test_the_models_of_each_library_are_counted() -> None:
     rows = pd.DataFrame(
         {
-            "architecture": ["a.One", "a.Two", "b.Three"],
+            "architecture": ["a.One", "a.Two", "b.Three", "b.Four"],
             "runs": True,
-            "right": [True, True, False],
-            "outcome": ["pass", "pass", "fail"],
-            "captured": [DEFAULT, SPECIALIZE, DEFAULT],
-            "batch": [FREE, FIXED, FREE],
-            "peer": ["right", "failed", "right"],
-            "peer_sizes": [FREE, "", FIXED],
+            "right": [True, True, False, False],
+            "outcome": ["pass", "pass", "fail", "error"],
+            "captured": [DEFAULT, SPECIALIZE, DEFAULT, ""],
+            "batch": [FREE, FIXED, FREE, FIXED_BY_MODEL],
+            "peer": ["right", "failed", "right", "wrong"],
+            "peer_sizes": [FREE, "", FIXED, ""],
         }
     )
     assert page.by_library(rows).to_numpy().tolist() == [
-        ["a", 2, 1, 2, 1, 0, 1, 1, 0],
-        ["b", 1, 0, 0, 0, 1, 1, 0, 0],
-        ["all", 3, 1, 2, 1, 1, 2, 1, 0],
+        ["a", 2, 1, 2, 2, 1, 0, 0, 1, 1, 0],
+        ["b", 2, 0, 0, 1, 0, 1, 1, 1, 0, 1],
+        ["all", 4, 1, 2, 3, 1, 1, 1, 2, 1, 1],
     ]
 
 

@@ -7,13 +7,11 @@ import typer
 from .ablation import ablation
 from .capture import capture
 from .fleet import fleet
-from .libraries import libraries
-from .modes import memory
+from .memory import memory
 from .passes import passes
 from .peers import peers
 from .presets import presets
 from .profile import profile
-from .runs import runs
 from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -24,17 +22,8 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-app.command()(ablation)
-app.command()(capture)
-app.command()(fleet)
-app.command()(libraries)
-app.command()(memory)
-app.command()(passes)
-app.command()(peers)
-app.command()(presets)
-app.command()(profile)
-app.command()(runs)
-app.command()(verification)
+for command in (ablation, capture, fleet, memory, passes, peers, presets, profile, verification):
+    app.command()(command)
 
 if __name__ == "__main__":
     app()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,17 +10,16 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from rich.console import Console
 
 import fxopt
 from fxopt.optimizing.lowering import lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
-from .. import store
 from ..report.markdown import pipes
-from ..timing import in_random_order, ratio
+from ..timing import in_random_order, ratio, second_of_two
 from . import machine
 from .nested import fresh
+from .pages import write
 from .workloads import Workload, chosen
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
@@ -44,10 +41,18 @@ def ablation(
     """
     torch.set_num_threads(threads or machine.all_threads())
     tables = [_measured(name, workload, precision, seconds) for name, workload in chosen(models, small)]
-    text = _document(pd.concat(tables, axis=1), precision)
-    out.mkdir(parents=True, exist_ok=True)
-    store.replace(out / "ablation.md", text.encode())
-    Console().print(text, markup=False)
+    table = pd.concat(tables, axis=1).fillna("-").rename_axis("without").reset_index()
+    write(
+        "ablation",
+        out,
+        "What each pass of `fxopt.optimize` is worth",
+        "Each number is the time of a graph without one pass by that of the graph with all of them, in the same round: the "
+        "median with its 95 % bootstrap interval, so 1.10 says that the pass is worth 10 %. `-` says that the pass changes "
+        f"nothing there. `{AGAIN}` is the graph with all passes once more: as far as it is from 1, the measurement is off. "
+        "The passes after one that is left out find other sites than before.",
+        pipes(table),
+        how=f"{precision}, ",
+    )
 
 
 def _measured(name: str, workload: Workload, precision: str, seconds: float) -> pd.DataFrame:
@@ -59,14 +64,15 @@ def _measured(name: str, workload: Workload, precision: str, seconds: float) -> 
         if without.traced.code != runs[ALL].traced.code:
             runs[type(pass_).__name__] = without
     others = machine.Others()
-    turns = {label: functools.partial(_seconds, run, workload) for label, run in runs.items()}
+
+    def turn(run: Any) -> Callable[[], float]:
+        return second_of_two(lambda inputs: run(**inputs), lambda: fresh(workload.inputs))
+
+    turns = {label: turn(run) for label, run in runs.items()}
     with torch.no_grad():
         times = in_random_order(turns, 10, seconds, np.random.default_rng(0))
     busy = others.cores()
-    cells = {}
-    for label in runs:
-        worth = ratio(times[label], times[ALL])
-        cells[label] = f"{worth.median:.2f} ({worth.low:.2f} to {worth.high:.2f})"
+    cells = {label: str(ratio(times[label], times[ALL])) for label in runs}
     column = f"{name}, {1e3 * float(np.median(times[ALL])):.0f} ms" + (
         " (not idle)" if busy > machine.BUSY else ""
     )
@@ -79,26 +85,3 @@ def _graph(workload: Workload, passes: list[Any]) -> Any:
         traced = pass_(traced, lint_and_recompile=False)
     traced.recompile()
     return lowered(traced)
-
-
-def _seconds(run: Callable[..., Any], workload: Workload) -> float:
-    """The second of two runs: the first one fills the caches."""
-    run(**fresh(workload.inputs))
-    inputs = fresh(workload.inputs)
-    start = time.perf_counter()
-    run(**inputs)
-    return time.perf_counter() - start
-
-
-def _document(table: pd.DataFrame, precision: str) -> str:
-    run = store.Run.now(threads=torch.get_num_threads())
-    return (
-        "# What each pass of `fxopt.optimize` is worth\n\n"
-        f"Written by `python -m validation.bench ablation`: {precision}, {torch.get_num_threads()} threads, "
-        f"{run.devices['cpu']}, torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}.\n\n"
-        "Each number is the time of a graph without one pass by that of the graph with all of them, in the same round: the "
-        "median with its 95 % bootstrap interval, so 1.10 says that the pass is worth 10 %. `-` says that the pass changes "
-        f"nothing there. `{AGAIN}` is the graph with all passes once more: as far as it is from 1, the measurement is off. "
-        "The passes after one that is left out find other sites than before.\n\n"
-        f"{pipes(table.fillna('-').rename_axis('without').reset_index())}\n"
-    )

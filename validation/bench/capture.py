@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import statistics
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -15,10 +16,12 @@ from rich.table import Table
 import fxopt
 
 from ..timing import of_runs, spread
-from .guard_cost import guard_table
-from .layers import layers_table
 from .memory import memory_table
-from .models import SUBJECTS, Subject
+from .models import SUBJECTS, Subject, bert_base, llama, text_inputs
+
+LAYERS = (12, 24, 48, 96)
+CHECKS = 100
+"""How many checks of the inputs are timed as one, which is too short."""
 
 
 def capture(
@@ -43,9 +46,9 @@ def capture(
             soft_wrap=True,
         )
     del measured
-    console.print(layers_table(rounds))
+    console.print(_by_layers(rounds))
     console.print(memory_table())
-    console.print(guard_table(rounds))
+    console.print(_of_guards(rounds))
 
 
 def _times(measured: Sequence[Subject], rounds: int) -> Table:
@@ -55,25 +58,13 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
         title=f"capture, seconds and ratio: median of {rounds} (minimum to maximum), torch {torch.__version__}",
     )
     for subject in measured:
-        for sizes, shapes in (("fixed", None), ("dynamic", subject.free)):
-            options: dict[str, Any] = {"args": (), "kwargs": subject.inputs, "dynamic_shapes": shapes}
-            times = of_runs(
-                [
-                    functools.partial(fxopt.trace, subject.model, verify=False, **options),
-                    functools.partial(fxopt.trace, subject.model, **options),
-                    functools.partial(torch.export.export, subject.model, strict=False, **options),
-                ],
-                rounds,
-            )
-            unverified, _, exported = times
-            traced = fxopt.trace(subject.model, verify=False, **options)
-            table.add_row(
-                subject.name,
-                sizes,
-                str(traced.meta["forward_runs"]),
-                *map(spread, times),
-                spread([mine / other for mine, other in zip(unverified, exported, strict=True)]),
-            )
+        for sizes, free in (("fixed", False), ("dynamic", True)):
+            export = functools.partial(torch.export.export, strict=False)
+            runs = [subject.captured(fxopt.trace, free, verify=verify) for verify in (False, True)]
+            times = of_runs([*runs, subject.captured(export, free)], rounds)
+            ratios = [mine / other for mine, other in zip(times[0], times[2], strict=True)]
+            count = str(runs[0]().meta["forward_runs"])
+            table.add_row(subject.name, sizes, count, *map(spread, [*times, ratios]))
     return table
 
 
@@ -89,3 +80,42 @@ def _symbolic_trace(subject: Subject, rounds: int) -> str:
     except Exception as error:  # whatever a model makes of proxies
         return f"fails, {type(error).__name__}: {error}"
     return f"{spread(times)} seconds"
+
+
+def _by_layers(rounds: int) -> Table:
+    """Captures of one Llama with more and more layers."""
+    table = Table(
+        *("layers", "fixed, ms", "ms a layer", "dynamic, ms", "ms a layer"),
+        title=f"fxopt.trace of a narrow Llama by number of layers: median of {rounds}",
+    )
+    subjects = [llama(count) for count in LAYERS]
+    kinds = [
+        of_runs([subject.captured(fxopt.trace, free, verify=False) for subject in subjects], rounds)
+        for free in (False, True)
+    ]
+    for count, *times in zip(LAYERS, *kinds, strict=True):
+        medians = [1000 * statistics.median(seconds) for seconds in times]
+        table.add_row(str(count), *(text for ms in medians for text in (f"{ms:.0f}", f"{ms / count:.2f}")))
+    return table
+
+
+def _of_guards(rounds: int) -> Table:
+    """The check of the inputs beside the forward: BERT-base at batch 1 and sequence 128, captured with both free."""
+    inputs = text_inputs(1, 128)
+    subject = bert_base()
+    traced = fxopt.trace(subject.model, (), inputs, dynamic_shapes=subject.free)
+    guard: Any = traced.input_guard
+
+    def check() -> None:
+        for _ in range(CHECKS):
+            guard(**inputs)
+
+    with torch.inference_mode():
+        forward, checks = of_runs([lambda: traced(**inputs), check], rounds)
+    whole, one = statistics.median(forward), statistics.median(checks) / CHECKS
+    table = Table(
+        *("forward, ms", "check of the inputs, ms", "share"),
+        title=f"BERT-base, batch 1, sequence 128, CPU, {torch.get_num_threads()} threads: median of {rounds}",
+    )
+    table.add_row(f"{1000 * whole:.1f}", f"{1000 * one:.4f}", f"{one / whole:.3%}")
+    return table

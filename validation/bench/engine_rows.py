@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import statistics
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..timing import in_random_order, ratio
-from .engines import EAGER, Prepare, Prepared, reason
-from .exactness import exactness, in_float64
+from fxopt.testing import compare as compare_outputs
+
+from ..metrics.cosine import cosine
+from ..timing import in_random_order, ratio, second_of_two
+from .engines import EAGER, Prepare, reason
 from .isolated import FirstCall
 from .machine import BUSY, Others, cores_of_others, gemm_peak
-from .nested import fresh, tensors
+from .nested import cast, fresh, tensors
 from .quiet import quiet
 from .workloads import Workload
 
@@ -91,7 +94,7 @@ def compare(
 
     def ready(name: str) -> dict[str, float]:
         turn, outputs, call = _ready(engines[name], workload, threads)
-        agreement = dataclasses.asdict(exactness(outputs, eager, exact))
+        agreement = exactness(outputs, eager, exact)
         turns[name] = turn
         return agreement if alone else agreement | _of_first_call(call)
 
@@ -137,28 +140,30 @@ def _ready(
     prepared = prepare(workload.model, workload.inputs, threads)
     outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
     call = FirstCall(time.perf_counter() - start, math.nan, math.nan)
-    turn = _turn(prepared, workload)
+    turn = second_of_two(prepared.run, lambda: prepared.feed(workload.inputs))
     for _ in range(WARM_UP):
         turn()
     return turn, outputs, call
 
 
-def _turn(prepared: Prepared, workload: Workload) -> Callable[[], float]:
-    """Runs twice and gives the seconds of the second run.
+def in_float64(workload: Workload) -> list[torch.Tensor]:
+    """The outputs of a copy of the model in float64."""
+    with torch.no_grad():
+        return tensors(copy.deepcopy(workload.model).double()(**cast(workload.inputs, torch.float64)))
 
-    The first brings the weights back into the caches, and lets the threads of the engine before come to rest.
+
+def exactness(
+    outputs: list[torch.Tensor], eager: list[torch.Tensor], exact: list[torch.Tensor]
+) -> dict[str, float]:
+    """The worst output: its error to float64, relative to its largest value, its difference to eager, and its cosine.
+
+    Raises `AssertionError` when they are not of the same number and shapes.
     """
-
-    def turn() -> float:
-        seconds = math.nan
-        for _ in range(2):
-            feed = prepared.feed(workload.inputs)
-            start = time.perf_counter()
-            prepared.run(feed)
-            seconds = time.perf_counter() - start
-        return seconds
-
-    return turn
+    error = compare_outputs(exact, outputs, dtypes=False).max_rel
+    difference = compare_outputs(eager, outputs, dtypes=False).max_abs
+    pairs = [(wide.double(), own.double()) for wide, own in zip(exact, outputs, strict=True) if own.numel()]
+    similar = [cosine({"": wide}, {"": own}) for wide, own in pairs]
+    return {"error": error, "difference": difference, "cosine": min(similar)}
 
 
 def _of_first_call(call: FirstCall) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,7 @@ import typer
 from .. import store
 from ..compare import compare
 from ..fleet import Fleet
-from ..records import Case, Check
-from .no_ops import nothing, one_minute
+from ..records import Case, Check, Outcome, Record
 
 
 def fleet(rows: Annotated[int, typer.Option(help="How many cases.")] = 100_000) -> None:
@@ -42,3 +42,13 @@ def fleet(rows: Annotated[int, typer.Option(help="How many cases.")] = 100_000) 
         f"({(ran - planned) / rows * 1e3:.2f} ms a case), merged and compared in {done - ran:.1f} s "
         f"({changes} changes), at most {peak:.2f} GiB in the process that drives"
     )
+
+
+def nothing(entered: Callable[[Case, str], None]) -> Callable[[Case], Record]:
+    """A worker whose cases pass at once."""
+    return lambda case: Record(case, Outcome.PASS, measurements={"relative_error": 1e-7})
+
+
+def one_minute(case: Case) -> float:
+    """The limit of every case."""
+    return 60.0

@@ -1,13 +1,8 @@
-"""Models of any number of layers with places for every pass, and how long a pass takes on them.
-
-It needs torch alone, so that it also runs in the environment of a peer.
-"""
+"""Models of any number of layers with places for every pass."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,165 +10,143 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from fxopt.kernels import packed_layer
+
 WIDTH = 8
 """The number of features: small, so that the work on the graph is what is timed."""
 
 
-class Dense(nn.Module):
+class Layer(nn.Module):
+    """A function of a value and of the modules that it calls by name."""
+
+    def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, **dict(self.named_children()))
+
+
+def dense() -> nn.Module:
     """Two layers to merge, a division, an activation, and a normalization to fold; a bias in each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.act, self.norm = nn.GELU(), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) * self.key(x) / 8
-        output: Tensor = self.norm(self.out(self.act(scores)))
-        return output
+    return Layer(
+        lambda x, query, key, out, act, norm: norm(out(act(query(x) * key(x) / 8))),
+        **{name: nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "out")},
+        act=nn.GELU(),
+        norm=nn.BatchNorm1d(WIDTH),
+    )
 
 
-class Convolution(nn.Sequential):
+def convolution() -> nn.Module:
     """A convolution with a normalization to fold."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))
+    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH))
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two convolutions to merge."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Conv2d(WIDTH, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.left(x) + self.right(x)
-        return output
+    convolutions = {name: nn.Conv2d(WIDTH, WIDTH, 1) for name in ("left", "right")}
+    return Layer(lambda x, left, right: left(x) + right(x), **convolutions)
 
 
-class Cluttered(nn.Module):
+def cluttered() -> nn.Module:
     """A dropout that changes nothing, a value that is computed twice, and one that nothing uses."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.dropout(x)
+    def function(x: Tensor, dropout: nn.Module) -> Tensor:
+        y = dropout(x)
         torch.relu(y)
         return torch.sin(y) * torch.sin(y)
 
+    return Layer(function, dropout=nn.Dropout())
 
-class Packed(nn.Sequential):
+
+def packed() -> nn.Module:
     """A packed layer with an activation behind it."""
-
-    def __init__(self) -> None:
-        from fxopt.kernels import packed_layer  # what peers are measured with does not have it
-
-        layer = packed_layer(nn.Linear(WIDTH, WIDTH), "onednn", (2, WIDTH))
-        super().__init__(layer, nn.ReLU())
+    return nn.Sequential(packed_layer(nn.Linear(WIDTH, WIDTH), "onednn", (2, WIDTH)), nn.ReLU())
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """A layer with enough features for a kernel with weights in int8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(torch.cat([x] * (64 // WIDTH), dim=1))
-        return output
+    return Layer(lambda x, layer: layer(torch.cat([x] * (64 // WIDTH), dim=1)), layer=nn.Linear(64, WIDTH))
 
 
-class Normalised(nn.Sequential):
+def normalised() -> nn.Module:
     """A normalization with a weight before a layer."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """A layer whose output is scaled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x) * 3
-        return output
+    return Layer(lambda x, layer: layer(x) * 3, layer=nn.Linear(WIDTH, WIDTH))
 
 
-class Constant(nn.Module):
+def constant() -> nn.Module:
     """A constant."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.new_ones(WIDTH).cos()
+    return Layer(lambda x: x + x.new_ones(WIDTH).cos())
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Attention of one head to its own input, with a mask."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
         rows = x[None]
         weights = (rows @ rows.transpose(-2, -1) / 8 + rows[..., :1]).softmax(-1)
         return (weights @ rows)[0]
 
+    return Layer(function)
 
-class Copies(nn.Module):
+
+def copies() -> nn.Module:
     """A copy into the default layout."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
         halves = (x + 1).view(2, 2, WIDTH // 2).transpose(0, 1).contiguous()
         return halves.transpose(0, 1).reshape(2, WIDTH) + 1
 
+    return Layer(function)
 
-class Grouped(nn.Module):
+
+def grouped() -> nn.Module:
     """Attention whose queries have twice as many heads as its keys and values."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
         query = x[None, None].expand(1, 2, 2, WIDTH)
         heads = x[None, None][:, :, None].expand(1, 1, 2, 2, WIDTH).reshape(1, 2, 2, WIDTH)
         return nn.functional.scaled_dot_product_attention(query, heads, heads)[0, 0]
 
+    return Layer(function)
 
-class Checks(nn.Module):
-    """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
-    checks_inputs = True
-
-    def forward(self, x: Tensor) -> None:
-        assert x.shape == (2, WIDTH)
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "FoldConstants": constant,
+    "FoldNormWeights": normalised,
+    "FoldScaleAndShift": scaled,
+    "FuseAttention": attention,
+    "FuseEpilogues": packed,
+    "MergeConvs": branches,
+    "QuantizeLinears": wide,
+    "RemoveCopies": copies,
+    "RemoveRepeatedHeads": grouped,
+}
+"""The layers that have a place for one pass, by its name."""
 
 
 def kind_for(name: str) -> Callable[[], nn.Module]:
     """The layer that has a place for the pass of this name."""
-    own: dict[str, Callable[[], nn.Module]] = {
-        "FoldConstants": Constant,
-        "FoldNormWeights": Normalised,
-        "FoldScaleAndShift": Scaled,
-        "FuseAttention": Attention,
-        "FuseEpilogues": Packed,
-        "MergeConvs": Branches,
-        "QuantizeLinears": Wide,
-        "RemoveCopies": Copies,
-        "RemoveRepeatedHeads": Grouped,
-    }
-    if name in own:
-        return own[name]
+    if name in OWN:
+        return OWN[name]
     if "Conv" in name:
-        return Convolution
-    return Cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else Dense
+        return convolution
+    return cluttered if name.startswith(("Eliminate", "RemoveIdentity")) else dense
 
 
 def traced(kind: Callable[[], nn.Module], layers: int) -> GraphModule:
     """A graph of so many layers, with the shapes and dtypes of its values."""
     graph_module = _symbolic_trace(nn.Sequential(*(kind() for _ in range(layers))).eval())
-    shape = (2, WIDTH, 4, 4) if kind in (Convolution, Branches) else (2, WIDTH)
+    shape = (2, WIDTH, 4, 4) if kind in (convolution, branches) else (2, WIDTH)
     FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(shape))
-    if kind in (Constant, Copies, Grouped):  # there are none where nobody checks sizes
+    if kind in (constant, copies, grouped):  # there are none where nobody checks sizes
         graph_module.add_submodule("checks", Checks())
         (x,) = graph_module.graph.find_nodes(op="placeholder")
         with graph_module.graph.inserting_after(x):
@@ -192,24 +165,10 @@ def _symbolic_trace(model: nn.Module) -> GraphModule:
     return GraphModule(model, Tracer().trace(model))
 
 
-Times = dict[str, dict[int, float]]
-"""`"<pass> apply"` or `"<pass> undo"` -> number of layers -> seconds."""
+class Checks(nn.Module):
+    """Stands for the guard of a captured graph, which checks the sizes of its inputs."""
 
+    checks_inputs = True
 
-def times(passes: Mapping[str, Any], layers: list[int], rounds: int) -> Times:
-    """The least time of several rounds for each pass on each number of layers, and for its undo."""
-    found: Times = {}
-    for count in layers:
-        for name, pass_ in passes.items():
-            for _ in range(rounds + 1):  # the first one imports and warms up
-                graph_module = traced(kind_for(name), count)
-                runs: dict[str, dict[str, bool]] = {f"{name} apply": {}}
-                if hasattr(pass_, "reverse"):
-                    runs[f"{name} undo"] = {"reverse": True}
-                for run, options in runs.items():
-                    start = time.process_time()
-                    graph_module = pass_(graph_module, **options)
-                    seconds = time.process_time() - start
-                    least = found.setdefault(run, {})
-                    least[count] = min(seconds, least.get(count, seconds))
-    return found
+    def forward(self, x: Tensor) -> None:
+        assert x.shape == (2, WIDTH)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +29,11 @@ class Subject:
     model: torch.nn.Module
     inputs: dict[str, Any]
     free: dict[str, dict[int, Any]]
+
+    def captured(self, capture: Callable[..., Any], free: bool, **options: Any) -> Callable[[], Any]:
+        """A capture of the model that can be run, with free or fixed sizes."""
+        shapes = self.free if free else None
+        return functools.partial(capture, self.model, (), self.inputs, dynamic_shapes=shapes, **options)
 
 
 def bert_base() -> Subject:

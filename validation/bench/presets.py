@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,19 +13,19 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from rich.console import Console
 
 import fxopt
 import fxopt.passes
 from fxopt.optimizing.prepare import PRECISIONS
 
-from .. import digits, store
+from .. import digits
 from ..build import build_model, make_inputs
 from ..entry import Entry, TrainedWeights
 from ..report.markdown import pipes
 from ..timing import in_random_order, ratio
 from ..zoo import load_zoo
 from . import machine
+from .pages import write
 from .quiet import quiet
 
 _LONG = 2e-3  # seconds that a turn takes at least, so that the clock does not matter
@@ -55,10 +56,15 @@ def presets(
             with quiet():
                 rows.append({"model": name} | _measured(entries[name], kinds, seconds))
         typer.echo(rows[-1], err=True)
-    text = _document(pd.DataFrame(rows).fillna("-"))
-    out.mkdir(parents=True, exist_ok=True)
-    store.replace(out / "presets.md", text.encode())
-    Console().print(text, markup=False)
+    write(
+        "presets",
+        out,
+        "The models of the zoo after `fxopt.optimize`",
+        "Each number is eager's time by that of the optimized model, in the same round: the median with its 95 % bootstrap "
+        "interval. `eager, again` is the model once more: as far as it is from 1, the measurement is off. Where no graph is "
+        "faster, the model itself runs.",
+        pipes(pd.DataFrame(rows).fillna("-")),
+    )
 
 
 @torch.no_grad()
@@ -76,9 +82,8 @@ def _measured(entry: Entry, kinds: list[str], seconds: float) -> dict[str, str]:
     times = in_random_order(turns, 10, seconds, np.random.default_rng(0))
     cells = {"eager, ms": f"{1e3 * float(np.median(times['eager'])):.2f}"}
     for name in [*turns][1:]:
-        gain = ratio(times["eager"], times[name])
         itself = " (the model itself)" if name in fast and fast[name].report[-1].reason else ""
-        cells[name] = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f}){itself}"
+        cells[name] = f"{ratio(times['eager'], times[name])}{itself}"
     if isinstance(entry.weights, TrainedWeights):
         batch = len(next(iter(inputs.values())))
         found = {
@@ -91,30 +96,12 @@ def _measured(entry: Entry, kinds: list[str], seconds: float) -> dict[str, str]:
 
 def _turn(run: Callable[..., Any], inputs: dict[str, Any]) -> Callable[[], float]:
     """The seconds of a call, the mean of as many as fill a turn."""
-    for _ in range(3):
-        run(**inputs)
-    start = time.perf_counter()
-    run(**inputs)
-    calls = max(1, int(_LONG / (time.perf_counter() - start)))
+    timer = timeit.Timer(functools.partial(run, **inputs))
+    timer.timeit(3)
+    calls = max(1, int(_LONG / timer.timeit(1)))
 
     def turn() -> float:
         run(**inputs)  # brings its weights back into the caches
-        start = time.perf_counter()
-        for _ in range(calls):
-            run(**inputs)
-        return (time.perf_counter() - start) / calls
+        return timer.timeit(calls) / calls
 
     return turn
-
-
-def _document(table: pd.DataFrame) -> str:
-    run = store.Run.now(threads=torch.get_num_threads())
-    return (
-        "# The models of the zoo after `fxopt.optimize`\n\n"
-        f"Written by `python -m validation.bench presets`: {torch.get_num_threads()} threads, {run.devices['cpu']}, torch "
-        f"{torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}.\n\n"
-        "Each number is eager's time by that of the optimized model, in the same round: the median with its 95 % bootstrap "
-        "interval. `eager, again` is the model once more: as far as it is from 1, the measurement is off. Where no graph is "
-        "faster, the model itself runs.\n\n"
-        f"{pipes(table)}\n"
-    )

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
@@ -20,10 +19,10 @@ from fxopt.operators import name_of
 from fxopt.optimizing.lowering import functions_of, lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
-from .. import store
 from ..report.markdown import pipes
 from . import machine
 from .nested import fresh
+from .pages import write
 from .workloads import Workload, chosen
 
 _ROUNDS = 3  # the first ones only warm up
@@ -46,10 +45,16 @@ def profile(
     """
     torch.set_num_threads(threads or machine.all_threads())
     parts = [_section(name, workload, precision, seconds, rows) for name, workload in chosen(models, small)]
-    text = _document(parts, precision)
-    out.mkdir(parents=True, exist_ok=True)
-    store.replace(out / "profile.md", text.encode())
-    Console().print(text, markup=False)
+    write(
+        "profile",
+        out,
+        "Where the time of optimized models goes",
+        "Each node of the graph that `fxopt.optimize` makes is timed by itself, and the medians are summed: by operator, and "
+        "for linear layers and convolutions by layer. The peak is the best product of two float32 matrices (1024 or 2048 "
+        "square) in the same process.",
+        *parts,
+        how=f"{precision}, ",
+    )
 
 
 def _section(name: str, workload: Workload, precision: str, seconds: float, rows: int) -> str:
@@ -68,7 +73,7 @@ def _section(name: str, workload: Workload, precision: str, seconds: float, rows
         f"## {name}\n\n{len(table)} nodes take {1e3 * whole:.1f} ms; float32 matrix products reach "
         f"{peak / 1e9:.0f} GFLOP/s.{idle}\n\n"
         f"{pipes(_summed(table, ['operator'], whole, peak).head(rows))}\n\n"
-        f"{pipes(_summed(layers, ['layer', 'input'], whole, peak).head(rows))}\n"
+        f"{pipes(_summed(layers, ['layer', 'input'], whole, peak).head(rows))}"
     )
 
 
@@ -154,16 +159,4 @@ def _summed(table: pd.DataFrame, by: list[str], whole: float, peak: float) -> pd
             "share": [f"{each / whole:.1%}" for each in grouped["seconds"]],
             "GFLOP/s (of GEMM)": texts,
         }
-    )
-
-
-def _document(parts: list[str], precision: str) -> str:
-    run = store.Run.now(threads=torch.get_num_threads())
-    return (
-        "# Where the time of optimized models goes\n\n"
-        f"Written by `python -m validation.bench profile`: {precision}, {torch.get_num_threads()} threads, "
-        f"{run.devices['cpu']}, torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}.\n\n"
-        "Each node of the graph that `fxopt.optimize` makes is timed by itself, and the medians are summed: by operator, and "
-        "for linear layers and convolutions by layer. The peak is the best product of two float32 matrices (1024 or 2048 "
-        "square) in the same process.\n\n" + "\n".join(parts)
     )

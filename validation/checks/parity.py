@@ -10,7 +10,7 @@ from ..build import free_sizes
 from ..comparison import judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
-from ..sweep import FIXED, FREE, NONE
+from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE
 
 OTHER_SIZES = {
     "batch": ({"batch": 3}, {"batch": 1}),
@@ -72,7 +72,7 @@ def _at(subject: Subject, sizes: dict[str, int]) -> str:
             expected = subject.run(subject.model(dtype), dtype, inputs)
         except Exception:  # whatever it raises, the model itself does not take this size
             subject.enter("other sizes")
-            return "fixed by the model"
+            return FIXED_BY_MODEL
         try:
             actual = subject.run(subject.traced(dtype), dtype, subject.inputs(dtype, **sizes))
         except GuardError as error:

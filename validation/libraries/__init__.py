@@ -1,25 +1,50 @@
 """Small models of other libraries, with random weights: what fxopt captures besides transformers.
 
-A library that is not installed is left out; the extra `libraries` installs all of them.
+`models.yaml` has them. A library that is not installed is left out; the extra `libraries` installs all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.export import Dim
 
 from fxopt.testing import randomise
 
-from . import generative, medicine, science, text, vision
-from .models import LibraryModel
+from . import parts
 
 BATCH, OTHER_BATCH = 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryModel:
+    """A model as `models.yaml` describes it: the path of its class, the arguments of that, and what its forward takes."""
+
+    path: str
+    expressions: str | dict[str, str]
+    args: list[Any]
+    options: dict[str, Any]
+
+    def make(self) -> nn.Module:
+        """Make the model, importing its library."""
+        model: nn.Module = _made({"make": self.path, "args": self.args, **self.options})
+        return model
+
+    def inputs(self, batch: int) -> Any:
+        """Inputs for so many examples, in the order or by the names of the forward's parameters."""
+        names = {**vars(torch), "batch": batch}
+        if isinstance(self.expressions, str):
+            return eval(f"({self.expressions},)", names)
+        return {name: eval(text, names) for name, text in self.expressions.items()}
 
 
 def model_types() -> list[str]:
@@ -61,13 +86,33 @@ def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
 
 @functools.cache
 def _models() -> dict[str, LibraryModel]:
-    models = [*vision.MODELS, *medicine.MODELS, *generative.MODELS, *text.MODELS, *science.MODELS]
-    installed = {
-        name for name in {model.name.partition(".")[0] for model in models} if importlib.util.find_spec(name)
-    }
     found: dict[str, LibraryModel] = {}
-    for model in models:
-        if model.name.partition(".")[0] in installed:
-            assert model.name not in found, model.name
-            found[model.name] = model
+    for group in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")):
+        library = group.get("library") or group["make"].partition(".")[0]
+        if importlib.util.find_spec(library) is None:
+            continue
+        for name, own in group["models"].items():
+            said = {"args": [], **group, **group.get("options", {}), **(own or {})}
+            args = [name if arg == "{}" else arg for arg in said["args"]]
+            options = {key: value for key, value in said.items() if key not in _SAID}
+            assert f"{library}.{name}" not in found, name
+            path = said["make"].format(name)
+            found[f"{library}.{name}"] = LibraryModel(path, said["inputs"], args, options)
     return found
+
+
+_SAID = {"library", "make", "inputs", "args", "options", "models"}
+
+
+def _made(said: Any) -> Any:
+    """An argument: lists become tuples, and a mapping is what its `make` makes, or its `import` names."""
+    if isinstance(said, list):
+        return tuple(map(_made, said))
+    if not isinstance(said, dict):
+        return said
+    path = said.get("make") or said["import"]
+    found = getattr(parts, path[1:]) if path.startswith(".") else resolve_name(path)
+    if "import" in said:
+        return found
+    options = {name: _made(value) for name, value in said.items() if name not in ("make", "args")}
+    return found(*map(_made, said.get("args", ())), **options)

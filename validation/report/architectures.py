@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from ..capturing import DEFAULT, SPECIALIZE
-from ..records import Outcome
-from ..sweep import FIXED, FREE, NONE, SOURCE
+from ..records import FAILING, Outcome
+from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
 from . import tables, wording
 from .architecture_rows import NUMBERS, by_architecture, is_sweep
 from .markdown import page, pipes
@@ -107,8 +107,10 @@ def by_library(rows: pd.DataFrame) -> pd.DataFrame:
             "models": True,
             "right by default": ran["right"] & (ran["captured"] == DEFAULT),
             "with `specialize=True`": ran["right"],
+            "takes another batch": ~ran["batch"].isin([NONE, FIXED_BY_MODEL]),
             "free batch": ran["right"] & (ran["batch"] == FREE),
             "wrong": ran["outcome"] == Outcome.FAIL,
+            "crashed": ran["outcome"].isin(FAILING - {Outcome.FAIL}),
             "torch.export right": ran["peer"] == "right",
             "its free batch": (ran["peer"] == "right") & (ran["peer_sizes"] == FREE),
             "its wrong": ran["peer"] == "wrong",

@@ -19,7 +19,7 @@ from fxopt.capture.patches.compilation import patch_compilation
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
 from fxopt.capture.patches.random_numbers import patch_random_numbers
-from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.patches.tensor_types import patch_types
 from fxopt.capture.patches.torch_functions import patch_torch
 from fxopt.capture.patches.transformers_masks import patch_masks
@@ -37,16 +37,16 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     def active() -> bool:
         return threading.get_ident() == thread and recorder.recording
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
-        stack.enter_context(replaced(torch.compiler, "_is_exporting_flag", True))
+    with Patches(active) as patch:
+        patch.set(torch.compiler, "_is_compiling_flag", True)
+        patch.set(torch.compiler, "_is_exporting_flag", True)
         # It logs each error of an operator before raising it, and some only decide a condition here.
-        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        patch_torch(stack, recorder, active)
-        patch_compilation(stack, active)
-        patch_numbers(stack, decisions, active)
-        patch_random_numbers(stack, recorder.draws, active, recorder.fail)
-        patch_masks(stack, writer, decisions.specialised, active, recorder.fail)
-        patch_loops(stack, writer, decisions, active)
-        patch_types(stack, model, active)
+        patch.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        patch_torch(patch, recorder)
+        patch_compilation(patch)
+        patch_numbers(patch, decisions)
+        patch_random_numbers(patch, recorder.draws, recorder.fail)
+        patch_masks(patch, writer, decisions.specialised, recorder.fail)
+        patch_loops(patch, writer, decisions)
+        patch_types(patch, model)
         yield

@@ -7,10 +7,9 @@ at a place where it is not true.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,21 +17,19 @@ import torch
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.replaced import Patches
 
 _PLACES: set[Any] = {"nonzero", "argwhere", torch.nonzero, torch.argwhere}
 
 
-def patch_loops(
-    stack: contextlib.ExitStack, writer: GraphWriter, decisions: BranchDecisions, active: Callable[[], bool]
-) -> None:
+def patch_loops(patch: Patches, writer: GraphWriter, decisions: BranchDecisions) -> None:
     """Let loops over places run at all of them; a specialised graph runs them as often as the example does."""
-    original: Any = torch.Tensor.__iter__
     # The places of a mask of each length, one tensor each.
     places: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
 
-    def __iter__(self: torch.Tensor) -> Iterator[Any]:
-        watched = active() and not decisions.specialised and _is_loop(sys._getframe(1))
+    @patch(torch.Tensor, "__iter__")
+    def iterate(original: Any, self: torch.Tensor) -> Iterator[Any]:
+        watched = not decisions.specialised and _is_loop(sys._getframe(2))
         length = _length(writer, self) if watched else None
         if length is None:
             yielded: Iterator[Any] = original(self)
@@ -42,8 +39,6 @@ def patch_loops(
             places[key] = [torch.tensor([place], device=self.device) for place in range(length)]
         found = (self == torch.arange(length, device=self.device)).any(0)
         return _loop(decisions, found, places[key])
-
-    stack.enter_context(replaced(torch.Tensor, "__iter__", __iter__))
 
 
 def _is_loop(frame: FrameType) -> bool:

@@ -1,9 +1,10 @@
-"""An attribute of a module or class, replaced for the length of a block."""
+"""Attributes of modules and classes, replaced for the length of a block."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -15,3 +16,28 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+class Patches(contextlib.ExitStack):
+    """Replaces attributes until it is closed. A patch is called while `active()` is true, and the original else."""
+
+    def __init__(self, active: Callable[[], bool]) -> None:
+        super().__init__()
+        self.active = active
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute; `value` asks by itself whether the patches are active."""
+        self.enter_context(replaced(owner, name, value))
+
+    def __call__(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+        """Replace a function by the decorated one, which gets the original as its first argument."""
+        original = owner.__dict__[name]
+
+        def install(patch: Callable[..., Any]) -> None:
+            @functools.wraps(original)
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                return patch(original, *args, **kwargs) if self.active() else original(*args, **kwargs)
+
+            self.set(owner, name, patched)
+
+        return install

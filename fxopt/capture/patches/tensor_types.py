@@ -6,7 +6,6 @@ those of whose functions and classes they know, get a `type` of their own among 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
 from typing import Any
@@ -15,17 +14,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.nodes.source_location import is_model_package
+from fxopt.capture.patches.replaced import Patches
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def patch_types(stack: contextlib.ExitStack, model: torch.nn.Module, active: Any) -> None:
+def patch_types(patch: Patches, model: torch.nn.Module) -> None:
     """Let the model's code see ordinary types."""
-    stand_in = _type_of_ordinary_values(active)
+    stand_in = _type_of_ordinary_values(patch.active)
     for known in _globals(model):
         if "type" not in known:
             known["type"] = stand_in
-            stack.callback(known.pop, "type", None)
+            patch.callback(known.pop, "type", None)
 
 
 def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ eager model does. Some models rely on that, and could not use the mask if it wer
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +23,7 @@ import torch
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin
-from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.patches.replaced import Patches
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
 # both leave out masks in both directions.
@@ -58,18 +57,13 @@ class _Made:
 
 
 def patch_masks(
-    stack: contextlib.ExitStack,
-    writer: GraphWriter,
-    specialised: bool,
-    active: Any,
-    refuse: Callable[[str], None],
+    patch: Patches, writer: GraphWriter, specialised: bool, refuse: Callable[[str], None]
 ) -> None:
     """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
-    _leave_out_masks_without_padding(stack, masking, active)
-    watch = _SkippableMasks(writer, specialised, active, refuse)
+    watch = _SkippableMasks(writer, specialised, patch.active, refuse)
     # What is registered for all; a user's own function in a registry goes before it, and stays.
     masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
     for interface, name, watched in (
@@ -79,43 +73,45 @@ def patch_masks(
     ):
         original = interface._global_mapping[name]
         interface.register(name, watched(name, original))
-        stack.callback(interface.register, name, original)
-    get_interface: Any = attentions.get_interface
+        patch.callback(interface.register, name, original)
 
-    def get(self: Any, name: Any, default: Any) -> Any:
-        found = get_interface(self, name, default)
+    @patch(attentions, "get_interface")
+    def get_interface(original: Any, self: Any, name: str, default: Any) -> Any:
+        found = original(self, name, default)
         return watch.attending_with_masks_alone(found) if name == _EAGER else found
 
-    stack.enter_context(replaced(attentions, "get_interface", get))
+    @patch(masking, "_ignore_bidirectional_mask_sdpa")
+    def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
+        """Leave out masks without padding: while torch is said to be exporting, transformers would not."""
+        hides_nothing = padding_mask is None and local_attention_size is None
+        return hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
 
 
+@dataclasses.dataclass
 class _SkippableMasks:
     """The masks of one capture that may be left out."""
 
-    def __init__(
-        self,
-        writer: GraphWriter,
-        specialised: bool,
-        active: Callable[[], bool],
-        refuse: Callable[[str], None],
-    ) -> None:
-        self._writer, self._specialised = writer, specialised
-        self._active, self._refuse = active, refuse
-        self._made: dict[torch.fx.Node, _Made] = {}
-        self._origins: dict[torch.fx.Node, list[_Made]] = {}
-        # The masks that attention gets in the place of one that says something else than it declares.
-        self._as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+    writer: GraphWriter
+    specialised: bool
+    active: Callable[[], bool]
+    refuse: Callable[[str], None]
+    made: dict[torch.fx.Node, _Made] = dataclasses.field(default_factory=dict)
+    origins: dict[torch.fx.Node, list[_Made]] = dataclasses.field(default_factory=dict)
+    # The masks that attention gets in the place of one that says something else than it declares.
+    as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = dataclasses.field(
+        default_factory=dict
+    )
 
     def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         """`make`, of the implementation with this name, with note taken of the masks that it makes."""
 
         def mask(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)
-            if self._active() and isinstance(made, torch.Tensor):
+            if self.active() and isinstance(made, torch.Tensor):
                 is_causal = options.get("allow_is_causal_skip", True)
                 if (is_causal and name == _SDPA) or options.get("allow_is_bidirectional_skip", False):
-                    node = self._writer.argument(made)
-                    self._made[node] = _Made(made, _writes(made), is_causal, options)
+                    node = self.writer.argument(made)
+                    self.made[node] = _Made(made, _writes(made), is_causal, options)
             return made
 
         return mask
@@ -150,38 +146,26 @@ class _SkippableMasks:
 
     def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
         """Give the masks that a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
-        if not (self._active() and self._made and isinstance(mask, torch.Tensor)):
+        if not (self.active() and self.made and isinstance(mask, torch.Tensor)):
             return []
-        node = self._writer.argument(mask)
-        if node not in self._origins:
-            self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
-        for made in self._origins[node]:
-            if (made.is_written or not _is_part(node, self._made)) and not (
-                self._specialised and _is_there(made)
+        node = self.writer.argument(mask)
+        if node not in self.origins:
+            self.origins[node] = [self.made[source] for source in _sources(node) if source in self.made]
+        for made in self.origins[node]:
+            if (made.is_written or not _is_part(node, self.made)) and not (
+                self.specialised and _is_there(made)
             ):
-                self._refuse(_changed(type(module).__name__, describe_origin(node)))
-        return self._origins[node]
+                self.refuse(_changed(type(module).__name__, describe_origin(node)))
+        return self.origins[node]
 
     def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
         """Give the mask for an attention that declares to be causal and whose mask is not, or the other way round."""
-        node = self._writer.argument(mask)
-        if node not in self._made or not made.is_whole:
-            self._refuse(_reason(type(module).__name__, declared))
-        if (node, declared) not in self._as_declared:
-            self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
-        return self._as_declared[node, declared]
-
-
-def _leave_out_masks_without_padding(stack: contextlib.ExitStack, masking: Any, active: Any) -> None:
-    """While torch is said to be exporting, transformers would not."""
-    original: Any = masking._ignore_bidirectional_mask_sdpa
-
-    def ignore(padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
-        hides_nothing = padding_mask is None and local_attention_size is None
-        return (active() and hides_nothing) or bool(original(padding_mask, kv_length, local_attention_size))
-
-    masking._ignore_bidirectional_mask_sdpa = ignore
-    stack.callback(setattr, masking, original.__name__, original)
+        node = self.writer.argument(mask)
+        if node not in self.made or not made.is_whole:
+            self.refuse(_reason(type(module).__name__, declared))
+        if (node, declared) not in self.as_declared:
+            self.as_declared[node, declared] = _as_declared(mask, made.options, declared)
+        return self.as_declared[node, declared]
 
 
 def _is_there(made: _Made) -> bool:

@@ -17,20 +17,9 @@ from fxopt.submodules import attribute, is_inside, split_path
 # Functions and methods of torch without a kernel for bfloat16 or float16; and gradients that a forward takes, which are
 # those of the tensor that was used, and not of a cast of it.
 _NO_LOWER_KERNEL = {
-    *(
-        "inverse",
-        "pinverse",
-        "det",
-        "logdet",
-        "slogdet",
-        "cholesky",
-        "cholesky_inverse",
-        "cholesky_solve",
-        "qr",
-        "svd",
-    ),
-    *("lu", "lu_solve", "triangular_solve", "matrix_power", "ormqr", "geqrf", "cdist", "pdist", "quantile"),
-    *("nanquantile", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "grad"),
+    *("inverse", "pinverse", "det", "logdet", "slogdet", "cholesky", "cholesky_inverse", "cholesky_solve"),
+    *("qr", "svd", "lu", "lu_solve", "triangular_solve", "matrix_power", "ormqr", "geqrf", "cdist", "pdist"),
+    *("quantile", "nanquantile", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "grad"),
 }
 _LAYERS_WITHOUT = (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
 
@@ -178,9 +167,10 @@ class Planner:
         if node.op == "call_module":
             module = self.index.module(node)
             return not operators.is_torch_module(module) or isinstance(module, _LAYERS_WITHOUT)
-        if any(graph.holds(value, lambda t: t.is_complex()) for value in (node, *node.all_input_nodes)):
+        values = (node, *node.all_input_nodes)
+        if any(graph.holds(value, lambda t: t.is_complex()) for value in values):
             return True
-        if any(graph.holds(value, _is_sparse) for value in (node, *node.all_input_nodes)):
+        if any(graph.holds(value, lambda t: t.layout != torch.strided) for value in values):
             return True
         name = str(node.target) if node.op == "call_method" else graph.function_name(node)
         if name in _NO_LOWER_KERNEL:
@@ -242,10 +232,6 @@ def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> boo
     same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
     unused = same and index.is_parameter(other) and not index.uses(other)
     return unused and not _read_obstacle(index, other, {})
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout != torch.strided
 
 
 def _has_float32(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fxopt.scaling import channels, wide_dtype
+from fxopt.obstacles.scaling import channels, wide_dtype
 
 
 def scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:

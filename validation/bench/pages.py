@@ -1,0 +1,25 @@
+"""The Markdown page of a benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from .. import store
+from ..report.markdown import page
+
+
+def write(name: str, out: Path, title: str, *blocks: str, how: str = "") -> None:
+    """Write `<name>.md` into a folder and print it: the title, `how` and on what it was made, and these blocks."""
+    threads = torch.get_num_threads()
+    run = store.Run.now(threads=threads)
+    made = (
+        f"Written by `python -m validation.bench {name}`: {how}{threads} threads, {run.devices['cpu']}, "
+        f"torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}."
+    )
+    text = page(f"# {title}", made, *blocks)
+    out.mkdir(parents=True, exist_ok=True)
+    store.replace(out / f"{name}.md", text.encode())
+    Console().print(text, markup=False)
