@@ -115,12 +115,9 @@ def _is_plain(node: Node) -> bool:
 
     `view` may change the dtype, `contiguous` the layout, and `squeeze` drops a free size where it is 1.
     """
-    if (
-        name_of(node) == "squeeze"
-        or not node.args
-        or not isinstance(node.args[0], Node)
-        or not isinstance(graph.value_of(node), Tensor)
-    ):
+    if name_of(node) == "squeeze":
+        return False
+    if not node.args or not isinstance(node.args[0], Node) or not isinstance(graph.value_of(node), Tensor):
         return False
     if name_of(node) == "contiguous":
         return len(node.args) + len(node.kwargs) == 1
