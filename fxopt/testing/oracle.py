@@ -144,7 +144,7 @@ class Oracle:
             return failed(Grade.WRONG, reason=str(error))
 
     def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
-        """What a module does on the calls in its own dtype, and `exact` on those in float64; they may be one."""
+        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; they may be one."""
         wide = observe(exact, self._wide_calls)
         if exact is module:
             return [wide[0], wide[-1]][: len(self._calls)], wide
