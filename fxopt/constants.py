@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,22 +17,25 @@ from fxopt.submodules import attribute, split_path
 
 
 class Constant(nn.Module):
-    """Holds a constant of a graph: it moves to other devices with the graph module, and keeps its dtype.
+    """Holds a constant of a graph: it moves to other devices with the graph module.
 
     Attributes:
         value: the constant; a buffer that is not in the `state_dict`.
+        follows: whether `.half()` and the like give it another dtype, as they do buffers that it is made of.
     """
 
     value: Tensor
+    follows: bool = False
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, follows: bool = False) -> None:
         super().__init__()
+        self.follows = follows
         self.register_buffer("value", value, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
         before = self.value
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.value.dtype != before.dtype:
+        if self.value.dtype != before.dtype and not self.follows:
             self.value = before.to(self.value.device)
         return self
 
@@ -70,6 +73,32 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
         elif callable(node.target):
             known[node] = node.target(*args, **kwargs)
     return known[node]
+
+
+def follows_buffers(graph_module: GraphModule, node: Node, computed: Mapping[Node, Any]) -> bool:
+    """Tell whether a constant is in a lower dtype where the buffers are that it is made of.
+
+    Args:
+        computed: the value of the constant, and of all that it is made of.
+    """
+    lower = torch.float16 if computed[node].dtype == torch.bfloat16 else torch.bfloat16
+    lowered: dict[Node, Any] = {
+        each: value.to(lower)
+        for each, value in computed.items()
+        if each.op == "get_attr" and value.is_floating_point() and _is_cast(graph_module, str(each.target))
+    }
+    if not lowered or not computed[node].is_floating_point():
+        return False
+    try:
+        return bool(computed_constant(graph_module, node, lowered).dtype == lower)
+    except RuntimeError:  # in that dtype the graph itself would not run, either
+        return False
+
+
+def _is_cast(graph_module: GraphModule, path: str) -> bool:
+    """Tell whether `.half()` and the like give a buffer another dtype."""
+    owner = graph_module.get_submodule(split_path(path)[0])
+    return not isinstance(owner, Constant) or owner.follows
 
 
 def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> bool:

@@ -134,11 +134,11 @@ class GraphIndex:
     def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
         """The tensors of what a `call_module` or `get_attr` node names, with all names of their memory."""
         target = str(node.target)
-        if node.op == "call_module":
-            module = self.module(node)
-            tensors = [*module.named_parameters(), *module.named_buffers()]
+        value = attribute(self.graph_module, target)
+        if isinstance(value, nn.Module):
+            tensors = [*value.named_parameters(), *value.named_buffers()]
         else:
-            tensors = [(split_path(target)[1], attribute(self.graph_module, target))]
+            tensors = [(split_path(target)[1], value)] if isinstance(value, Tensor) else []
         for name, tensor in tensors:
             for path, other, _ in self._holders.get(storage_of(tensor), ()):
                 yield name, f"{path}.{other}" if path else other
@@ -231,8 +231,13 @@ class GraphIndex:
         return None
 
     def _read_directly(self, path: str) -> str | None:
-        node = self._readers.get(path)
-        return f"{node.name} reads {node.target}" if node else None
+        found = (self._readers.get(path), *map(self._reads.get, prefixes(path)))
+        return next((f"{node.name} reads {node.target}" for node in found if node), None)
+
+    @functools.cached_property
+    def _reads(self) -> dict[str, Node]:
+        """For each path that a node reads, a tensor or a module with all that it holds, such a node."""
+        return {str(node.target): node for node in self.nodes if node.op == "get_attr"}
 
     @functools.cached_property
     def _readers(self) -> dict[str, Node]:

@@ -140,7 +140,8 @@ class Memory:
         found: dict[int, list[Node]] = {}
         for node in self._position:
             if node.op == "get_attr":
-                found.setdefault(self._memory(node), []).append(node)
+                for number in self._memory(node):
+                    found.setdefault(number, []).append(node)
         return found
 
     def is_pure(self, node: Node) -> bool:
@@ -188,7 +189,7 @@ class Memory:
             elif node.op == "get_attr":
                 writer = self.written(node)
                 if writer is not None:
-                    found.setdefault(self._memory(node), writer)
+                    found |= {number: writer for number in self._memory(node) if number not in found}
         return found
 
     @functools.cached_property
@@ -205,7 +206,8 @@ class Memory:
         outside: dict[int, int] = {}  # the caller may pass one tensor twice; two names may share a storage
         for node, index in self._position.items():
             if node.op in ("placeholder", "get_attr"):
-                parent[root(index)] = root(outside.setdefault(self._memory(node), index))
+                for number in self._memory(node):
+                    parent[root(index)] = root(outside.setdefault(number, index))
             elif node.op != "output" and not self.gives_new_memory(node) and not _is_number(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
                 for value in self._written[node] or node.all_input_nodes:
@@ -262,12 +264,14 @@ class Memory:
     def _called(self, node: Node) -> nn.Module | None:
         return self._modules[str(node.target)] if node.op == "call_module" else None
 
-    def _memory(self, node: Node) -> int:
+    def _memory(self, node: Node) -> list[int]:
         """The memory that an input of the graph may share: one number for all placeholders."""
         if node.op == "placeholder":
-            return 0
+            return [0]
         value = attribute(self._graph_module, str(node.target))
-        return storage_of(value) if isinstance(value, Tensor) else id(value)
+        if isinstance(value, nn.Module):  # what takes it may do anything with its tensors
+            return [id(value), *map(storage_of, (*value.parameters(), *value.buffers()))]
+        return [storage_of(value) if isinstance(value, Tensor) else id(value)]
 
 
 def _is_number(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """Python objects that hold tensors, as the caches of a decoder do: what is in them, and how a graph makes and changes them.
 
-An object is *open* when its class is written in Python and its `__dict__` is all there is to it, so that the class
-and the attributes make the same object again. `build_object`, `set_attributes` and `set_items` are the targets of
+An object is *open* when its class is written in Python and its attributes, in `__dict__` or in slots, are all there is to
+it, so that the class and the attributes make the same object again. `build_object`, `set_attributes` and `set_items` are the targets of
 the nodes that do so when a graph runs.
 """
 
@@ -11,7 +11,8 @@ import builtins
 import collections
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.fx.node import has_side_effect
 
 
 def is_open(value: Any) -> bool:
-    """Tell whether class and `__dict__` are all there is to an object, so that it can be taken apart and made again."""
+    """Tell whether class and attributes are all there is to an object, so that it can be taken apart and made again."""
     cls = type(value)
-    if isinstance(value, _VALUES) or not hasattr(value, "__dict__"):
+    if isinstance(value, _VALUES) or not (hasattr(value, "__dict__") or "__slots__" in vars(cls)):
         return False
     if any(hasattr(cls, name) for name in ("__setstate__", "__getnewargs__", "__getnewargs_ex__")):
         return False
@@ -33,7 +34,7 @@ def is_open(value: Any) -> bool:
         _, arguments, state, *items = parts
     except TypeError:  # a class with memory of its own, written in C
         return False
-    return len(arguments) == 1 and isinstance(state, (dict, type(None))) and not any(items)
+    return len(arguments) == 1 and isinstance(state, (dict, tuple, type(None))) and not any(items)
 
 
 def is_mutable(value: Any) -> bool:
@@ -45,7 +46,7 @@ def entries(container: Any) -> dict[Any, Any]:
     """The parts of a list, a dict or an open object, by index, key or name."""
     if isinstance(container, list):
         return dict(enumerate(container))
-    return dict(container if isinstance(container, dict) else vars(container))
+    return dict(container if isinstance(container, dict) else attributes(container))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def rebuilt(container: Any, contents: dict[Any, Any]) -> Any:
     if isinstance(container, dict):
         return cls(contents)
     made = cls.__new__(cls)
-    made.__dict__.update(contents)
+    _set(made, contents)
     return made
 
 
@@ -81,7 +82,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, _ITERATED):
         for item in value:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value):
@@ -92,20 +93,34 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists, dicts and slices with `leaf(part)` in the place of each part that is none of these."""
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, leaf) for item in value)
+    if type(value) is dict:
+        return {key: mapped(item, leaf) for key, item in value.items()}
+    if type(value) is slice:
+        return slice(mapped(value.start, leaf), mapped(value.stop, leaf), mapped(value.step, leaf))
+    return leaf(value)
+
+
 def build_object(name: str, state: dict[str, Any]) -> Any:
     """A new object of the class of this qualified name with these attributes; its `__init__` does not run."""
     cls: Any = find(name)
     made = cls.__new__(cls)
-    made.__dict__.update(_plain(state))
+    _set(made, _plain(state))
     return made
 
 
 @has_side_effect
 def set_attributes(target: Any, changed: dict[str, Any], removed: Sequence[str] = ()) -> None:
     """Give an object attributes, and take others away; like `build_object`, past any `__setattr__`."""
-    target.__dict__.update(_plain(changed))
+    _set(target, _plain(changed))
     for name in removed:
-        del target.__dict__[name]
+        if name in getattr(target, "__dict__", ()):
+            del target.__dict__[name]
+        else:
+            object.__delattr__(target, name)
 
 
 @has_side_effect
@@ -116,6 +131,14 @@ def set_items(target: Any, items: Any) -> None:
     else:
         target.clear()
         target.update(_plain(items))
+
+
+def _set(target: Any, changed: dict[str, Any]) -> None:
+    for name, value in changed.items():
+        if isinstance(getattr(type(target), name, None), types.MemberDescriptorType):
+            object.__setattr__(target, name, value)  # a slot
+        else:
+            target.__dict__[name] = value
 
 
 def find(name: str) -> Any:
@@ -145,4 +168,5 @@ def _plain(value: Any) -> Any:
 
 # Not objects in this sense, though some have a `__dict__`.
 _VALUES = (type, torch.nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_ITERATED: Any = (tuple, list, collections.deque, type({}.keys()), type({}.values()), type({}.items()))
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")

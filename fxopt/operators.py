@@ -29,6 +29,9 @@ class Fact(enum.Flag):
 
     NEW = enum.auto()  # its value shares no memory with its inputs, unless the call writes (`relu_`, `out=`)
     VIEW = enum.auto()  # its value may be its first input, or a part of it
+    RESHAPES = (
+        enum.auto()
+    )  # its value has the elements of its first input in their order, if it has its dtype
     COPIES = enum.auto()  # its value is a view or a copy, as the strides of its input allow
     LAYOUT = enum.auto()  # it depends on the strides of its input
     ELEMENTWISE = enum.auto()  # an element of its value is made of the elements at the same place alone
@@ -64,11 +67,14 @@ _ROWS: dict[str, Fact] = {
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
-    "reshape reshape_as flatten ravel contiguous": _VIEW | Fact.COPIES,
-    "unflatten squeeze unsqueeze transpose t T mT H mH swapaxes swapdims permute "
+    "reshape reshape_as flatten contiguous": _VIEW | Fact.COPIES | Fact.RESHAPES,
+    "ravel": _VIEW | Fact.COPIES,
+    "unflatten squeeze unsqueeze": _VIEW | Fact.RESHAPES,
+    "transpose t T mT H mH swapaxes swapdims permute "
     "movedim expand expand_as broadcast_to narrow select slice getitem diagonal unfold detach alias data "
     "real imag view_as_real positive identity": _VIEW,
-    "view view_as unsafe_view as_strided": _VIEW | Fact.LAYOUT,
+    "view view_as unsafe_view": _VIEW | Fact.LAYOUT | Fact.RESHAPES,
+    "as_strided": _VIEW | Fact.LAYOUT,
     "view_as_complex": Fact.VIEW | Fact.SMOOTH | Fact.LAYOUT,
     "chunk split split_with_sizes tensor_split unbind hsplit vsplit dsplit unsafe_chunk unsafe_split meshgrid "
     "broadcast_tensors": _VIEW | Fact.SEVERAL,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxopt
 from fxopt.graph_index import GraphIndex
 
 
@@ -76,3 +77,30 @@ def test_a_layer_that_is_not_plain():
         index.obstacle(index.nodes[1], nn.Linear) == "it does not have the weight and bias of a plain Linear"
     )
     assert "not exactly a Conv2d" in index.obstacle(index.nodes[1], nn.Conv2d)
+
+
+def writes(module):
+    """May write into all that a module holds."""
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = nn.Module()
+        self.held.layer, self.held.norm, self.other = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("path", ["held", "held.layer"])
+def test_a_module_that_a_node_reads_keeps_its_layers(path):
+    graph = torch.fx.Graph()
+    x, module = graph.placeholder("x"), graph.get_attr(path)
+    one, two = graph.call_module("held.layer", (x,)), graph.call_module("other", (x,))
+    graph.output((graph.call_module("held.norm", (one,)), two, graph.call_function(len, (module,))))
+    traced = torch.fx.GraphModule(Holder().eval(), graph)
+    for pass_ in (fxopt.MergeLinears(), fxopt.FuseBiasInLinear()):
+        assert f"reads {path}" in str(pass_.explain(traced))
+    assert not fxopt.FoldConstants().explain(traced).sites
+    index = GraphIndex(traced)
+    assert index.memory.writer_of(index.modules["held.layer"]) is None
+    graph.output_node().args[0][2].target = writes
+    assert GraphIndex(traced).memory.writer_of(index.modules["held.layer"]) is not None

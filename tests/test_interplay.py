@@ -55,6 +55,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 # --- torch.compile
 
 
+@pytest.mark.sweep(3)
 @every_model
 def test_compiled_in_one_piece(name):
     model, gm, inputs = captured(name)
@@ -173,6 +174,7 @@ def test_exported_with_dynamic_shapes_it_keeps_its_guards():
         torch.export.export(gm, (), text(7), strict=False, dynamic_shapes=wider)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["bert", "resnet", "llama"])
 def test_exported_to_onnx(name):
     runtime = pytest.importorskip("onnxruntime")

@@ -253,6 +253,15 @@ def test_views_may_be_views():
     assert named(Fact.VIEW | Fact.NEW) == []
 
 
+def test_what_reshapes_keeps_the_order():
+    def reorders(name, function, args):
+        value, (first, *_) = outcome(function, args), args
+        return value.dtype == first.dtype and not torch.equal(value.flatten(), first.flatten())
+
+    assert failures(named(Fact.RESHAPES), reorders) == set()
+    assert unproved(named(Fact.RESHAPES), lambda *call: not reorders(*call)) == set()
+
+
 def with_other_strides(args):
     """The same values, the first tensor as a slice of a wider one."""
     first = tensors(args)[0]

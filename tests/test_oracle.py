@@ -376,3 +376,38 @@ def test_the_filling_of_masked_places_hides_no_error(fill):
     assert oracle.judge(Masked(layer, 1e-7)).grade is Grade.WRONG
     verdict = oracle.judge(Masked(layer, 1e-12))
     assert verdict.grade.passes, verdict
+
+
+class Branches(nn.Module):
+    """Adds what two branches compute, each of which needs gradients."""
+
+    def __init__(self, cut: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(3, 3), nn.Linear(3, 3), cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        return (first.detach() if self.cut else first) + self.second(x)
+
+
+class Detached(Branches):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"),
+    [
+        (Branches(), ""),
+        (Branches(cut=True), "in float64, the gradient of floating input 0 is"),
+        (Detached(), "output gives no gradients, unlike that of the original"),
+    ],
+)
+def test_gradients_that_are_cut_are_seen_in_training(candidate: nn.Module, reason: str) -> None:
+    model = Branches()
+    candidate.load_state_dict(model.state_dict())
+    verdict = Oracle(model, [torch.randn(4, 3)]).judge(candidate)
+    assert verdict.grade is (Grade.WRONG if reason else Grade.BIT_EXACT)
+    assert reason in verdict.reason
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *candidate.parameters()))
+    assert Oracle(model.eval(), [torch.randn(4, 3)]).judge(candidate).grade is Grade.BIT_EXACT

@@ -655,3 +655,59 @@ def test_marks_go_where_the_graph_is_invalid():
         Changes(read_too_early)(graph_module)
     assert not any(MARKS in node.meta for node in graph_module.graph.nodes)
     assert_round_trip(before, graph_module)
+
+
+class Misuses(ReversibleRewrite):
+    """Does one thing with the first layer that a pass may not do, or that changes nothing."""
+
+    def __init__(self, do):
+        self.do = do
+
+    signature = "misuses"
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_module", target="1")
+
+    def apply(self, rewriter, node):
+        return self.do(rewriter, node)
+
+
+def erases_twice(rewriter, node):
+    rewriter.replace_uses(node, node.args[0])
+    rewriter.erase(node)
+    rewriter.erase(node)
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (erases_twice, "the node _1, which was erased"),
+        (
+            lambda r, n: r.replace_uses(n, torch.fx.Graph().placeholder("q")),
+            "the node q, which is of another",
+        ),
+        (lambda r, n: r.set(n, args=(torch.fx.Graph().placeholder("q"),)), "the node q, which is of another"),
+        (lambda r, n: "_1", r"returned a str, rewriting _1 .*it has to return the nodes to mark"),
+        (lambda r, n: [n, 3], r"returned a int, rewriting _1 .*it has to return the nodes to mark"),
+    ],
+)
+def test_what_a_pass_may_not_do_is_an_error_and_taken_back(do, message):
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.ReLU()))
+    before = copy.deepcopy(traced)
+    with pytest.raises(PassError, match=message):
+        Misuses(do)(traced)
+    assert_round_trip(before, traced)
+
+
+def test_a_change_that_no_rewriter_knows_of_is_an_error():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.ReLU()))
+    with pytest.raises(PassError, match="changed the graph by itself, and that stays changed"):
+        Misuses(lambda rewriter, node: node.replace_all_uses_with(node.args[0]))(traced)
+
+
+def test_a_pass_that_only_marks_is_undone():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Identity()))
+    before, marks = copy.deepcopy(traced), Misuses(lambda rewriter, node: node)
+    assert [step.nodes for step in history(marks(traced))] == [1]
+    assert not marks.get_transformed_nodes(marks(traced, reverse=True))
+    assert_round_trip(before, traced)

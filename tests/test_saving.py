@@ -67,6 +67,7 @@ def same_bits(one, other):
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float32) for name in small_models.MODELS]

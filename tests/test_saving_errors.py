@@ -508,3 +508,36 @@ def test_weights_that_are_no_safetensors(folder):
     )
     with pytest.raises(fxopt.LoadError, match=r"KeyError"):
         fxopt.load(folder)
+
+
+@pytest.mark.parametrize("given", [5, None, "model"])
+def test_what_is_no_module_is_named(given, tmp_path):
+    with pytest.raises(
+        fxopt.SaveError, match=f"a {type(given).__name__} is no graph module: capture it first"
+    ):
+        fxopt.save(given, tmp_path / "saved")
+
+
+def test_a_name_that_cannot_be_saved_is_to_be_renamed(tmp_path):
+    model = nn.Module()
+    model.register_buffer("two words", torch.ones(2))
+    graph = torch.fx.Graph()
+    graph.output(graph.get_attr("two words"))
+    with pytest.raises(fxopt.SaveError, match=r"the path 'two words', .* Rename the module or tensor"):
+        fxopt.save(torch.fx.GraphModule(model, graph), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("at", [files.GRAPH, files.WEIGHTS])
+def test_a_folder_that_is_saved_anew_while_it_is_read_is_read_whole(at, tmp_path, monkeypatch):
+    first, second = (fxopt.trace(nn.Linear(2, 2), (torch.ones(1, 2),)) for _ in range(2))
+    fxopt.save(first, tmp_path / "saved")
+    read, saves = files._explained, [second]
+
+    def explained(path):
+        if path.name == at and saves:  # another process, just before this one reads the file
+            fxopt.save(saves.pop(), tmp_path / "saved")
+        return read(path)
+
+    monkeypatch.setattr(files, "_explained", explained)
+    loaded = fxopt.load(tmp_path / "saved")
+    assert all(map(torch.equal, loaded.parameters(), second.parameters()))

@@ -223,3 +223,18 @@ def test_randomise_changes_every_statistic_scale_and_bias():
 def test_randomise_is_the_same_in_every_dtype():
     narrow, wide = randomise(nn.BatchNorm1d(3)), randomise(nn.BatchNorm1d(3).double())
     assert torch.equal(narrow.weight, wide.weight.float())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_finite_nowhere_prove_nothing(value):
+    class Fills(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x):
+            return x * self.factor * value
+
+    x = torch.ones(2, 3)
+    with pytest.raises(AssertionError, match="NaN or infinite everywhere, so nothing was compared"):
+        assert_equivalent(Fills(1.0), Fills(2.0), [x])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from fxopt.testing import randomise
 
@@ -51,9 +52,17 @@ def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> d
 
 
 def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | None:
-    """The sizes of the inputs that may be free, if there are any, of a model of a sweep."""
-    assert isinstance(entry, Architecture)
-    free = entry.make().free_dimensions(model)
+    """The dimensions of the inputs of a sweep that change with the batch or the sequence, if there are any.
+
+    They are as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
+    """
+    inputs, *others = (make_inputs(entry, model, **sizes) for sizes in ({}, {"batch": 3}, {"sequence": 11}))
+    free = {
+        name: {
+            d: Dim.AUTO for d in range(value.ndim) if any(o[name].shape[d] != value.shape[d] for o in others)
+        }
+        for name, value in inputs.items()
+    }
     return free if any(free.values()) else None
 
 

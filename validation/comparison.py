@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fxopt.testing import Verdict
+from fxopt.testing import Verdict, compare
 
 from .records import Finding, Outcome
 from .subject import Subject
@@ -40,6 +40,17 @@ def judge_graph(
             text = reason.replace("in its own dtype", f"in {str(dtype).removeprefix('torch.')}", 1)
             return Finding(Outcome.FAIL, text, measurements)
     return Finding(measurements=measurements)
+
+
+def difference(expected: object, actual: object, rtol: float) -> str:
+    """How two outputs differ by more than `rtol` of the largest value of a tensor; empty where they do not."""
+    try:
+        found = compare(expected, actual)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    if found.max_rel <= rtol:
+        return ""
+    return f"{found.where} is {found.max_rel:.3g} of its largest value off"
 
 
 def per_dtype(dtype: torch.dtype, first: torch.dtype, values: dict[str, V]) -> dict[str, V]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import warnings
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
+import pydantic_core
 import typer
 from rich import box
 from rich.console import Console
@@ -37,15 +36,7 @@ def one_line_errors() -> Iterator[None]:
 
 def print_json(data: object) -> None:
     """JSON has neither NaN nor infinities: they become null."""
-    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    typer.echo(pydantic_core.to_json(data, indent=1, inf_nan_mode="null").decode())
 
 
 def print_table(table: pd.DataFrame) -> None:

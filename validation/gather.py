@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -38,10 +40,13 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
         path, line, _ = item.location
         outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
-    call = _report(item, "call", outcome, longrepr, start, stop, [send(record)])
+    made: Any = functools.partial(
+        pytest.TestReport, item.nodeid, item.location, dict.fromkeys(item.keywords, 1), stop=stop
+    )
+    call = made(outcome, longrepr, "call", user_properties=[send(record)], duration=stop - start, start=start)
     if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
         call.wasxfail = record.reason
-    return call, _report(item, "teardown", "passed", None, stop, stop, [])
+    return call, made("passed", None, "teardown", start=stop)
 
 
 def failure(record: Record, item: pytest.Item) -> str:
@@ -56,26 +61,3 @@ def command(case: Case, item: pytest.Item) -> str:
     named = [f"--pass {shlex.quote(name)}" for name in option("--fx-pass") or () if "." in name]
     zoo = [f"--zoo {shlex.quote(option('--fx-zoo'))}"] if option("--fx-zoo") else []
     return " ".join([AGAIN.format(model=case.model, case=case.id), *zoo, *named])
-
-
-def _report(
-    item: pytest.Item,
-    when: str,
-    outcome: str,
-    longrepr: object,
-    start: float,
-    stop: float,
-    properties: object,
-) -> pytest.TestReport:
-    return pytest.TestReport(
-        nodeid=item.nodeid,
-        location=item.location,
-        keywords=dict.fromkeys(item.keywords, 1),
-        outcome=outcome,  # type: ignore[arg-type]
-        longrepr=longrepr,  # type: ignore[arg-type]
-        when=when,  # type: ignore[arg-type]
-        user_properties=properties,  # type: ignore[arg-type]
-        duration=stop - start,
-        start=start,
-        stop=stop,
-    )

@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
+import pydantic
+
 
 class Check(enum.StrEnum):
     """The kinds of cases, by what they measure."""
@@ -109,16 +111,10 @@ class Record:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
         """The inverse of `to_json`."""
-        case = Case(**{**data["case"], "pipeline": tuple(data["case"]["pipeline"])})
-        case = dataclasses.replace(case, check=Check(case.check))
-        return cls(
-            **{
-                **data,
-                "case": case,
-                "outcome": Outcome(data["outcome"]),
-                "refusals": tuple((a, b, c) for a, b, c in data["refusals"]),
-            }
-        )
+        return _RECORD.validate_python(data)
+
+
+_RECORD = pydantic.TypeAdapter(Record)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,12 +41,9 @@ class Source(Protocol):
     def example_inputs(self, model: nn.Module, batch: int = ..., sequence: int = ...) -> dict[str, Tensor]:
         """Inputs for it at these sizes, floating ones in the dtype of the model."""
 
-    def free_dimensions(self, model: nn.Module) -> dict[str, dict[int, Any]]:
-        """Its free dimensions, in the form that `fxopt.trace` takes."""
-
 
 class Architecture(Entry):
-    """One model of a sweep: an entry whose model, inputs and free sizes a source makes.
+    """One model of a sweep: an entry whose model and inputs a source makes.
 
     Nobody has said of it that it runs, or how it is captured. Where it does not run it is skipped; it is captured in
     the first of several ways, and what no way takes is refused; where it mixes dtypes it is judged in its own.

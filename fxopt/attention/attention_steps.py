@@ -105,4 +105,3 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 _MODULES: dict[type[nn.Module], str] = {nn.Softmax: "softmax", nn.Dropout: "dropout", nn.Identity: "identity"}
-VIEWS = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous")

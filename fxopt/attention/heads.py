@@ -9,10 +9,11 @@ import torch
 from torch.fx import Node
 
 from fxopt import graph
-from fxopt.attention.attention_steps import VIEWS, Obstacle, described, is_number, step_name
+from fxopt.attention.attention_steps import Obstacle, described, is_number
 from fxopt.attention.masks import Mask
 from fxopt.graph import alike
 from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact, facts_of, name_of
 
 
 def heads_of(
@@ -28,8 +29,9 @@ def heads_of(
         raise Obstacle("queries, keys and values are broadcast to each other")
     shapes = [described(step).shape for step in steps]
     for before, after, step in zip(shapes, shapes[1:], steps[1:], strict=False):
-        regrouped = step_name(index, step) in VIEWS and index.guard and alike(before[-2:], after[-2:])
-        if not regrouped and not alike(before, after):
+        regrouped = Fact.RESHAPES in facts_of(step) and index.guard and alike(before[-2:], after[-2:])
+        drops = name_of(step) == "squeeze" and not all(isinstance(size, int) for size in before)
+        if drops or not (regrouped or alike(before, after)):
             raise Obstacle(f"{step.name} changes the shape of the scores")
     if not all(len(shape) in (3, 4) for shape in shapes):
         raise Obstacle("the scores do not have 3 or 4 dimensions")

@@ -11,10 +11,10 @@ import torch
 from torch.fx import Node
 
 from fxopt import graph
-from fxopt.attention.attention_steps import VIEWS, Obstacle, described, factor_of, is_number, step_name, stop
+from fxopt.attention.attention_steps import Obstacle, described, factor_of, is_number, step_name, stop
 from fxopt.attention.masks import Mask, MaskReader
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import name_of
+from fxopt.operators import Fact, facts_of, name_of
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class ScoreReader:
             if self._softmax_dimension(step) not in (-1, len(described(step).shape) - 1):
                 raise Obstacle("the softmax is not over the keys")
             scores.normalised = True
-        elif name not in VIEWS and name != "identity":
+        elif Fact.RESHAPES not in facts_of(step) and name != "identity":
             if scores.normalised:
                 raise Obstacle(f"{step.name} stands between the softmax and the values")
             self._read_change(scores, name, source, step)

@@ -75,12 +75,9 @@ def use_obstacle(node: Node, layers: Iterable[Node]) -> str | None:
     return f"{node.name} is also used by {', '.join(others)}" if others else None
 
 
-_KEEP_ORDER = ("flatten", "reshape", "reshape_as", "view", "view_as", "squeeze", "unsqueeze", "unflatten")
-"""The views that keep the order of all elements: where the last dimension has the same size, it is the same."""
-
-
 def _keeps_last(node: Node) -> bool:
-    if name_of(node) not in _KEEP_ORDER or not node.all_input_nodes:
+    # In the same order, a last dimension of the same size is the same.
+    if Fact.RESHAPES not in facts_of(node) or not node.all_input_nodes:
         return False
     now, then = (graph.value_of(each) for each in (node, node.all_input_nodes[0]))
     if not (isinstance(now, Tensor) and isinstance(then, Tensor) and now.ndim and then.ndim):

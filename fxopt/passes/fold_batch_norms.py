@@ -116,8 +116,8 @@ class FoldBatchNorms(Folding):
 
 
 def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
-    module, value = index.module(norm), norm.all_input_nodes[0]
-    facts = (*batch_norm.scale_and_shift(module), value, {str(norm.target): module}, index.removable(norm))
+    module = index.module(norm)
+    facts = (*batch_norm.scale_and_shift(module), 0, {str(norm.target): module}, index.removable(norm))
     return Fold((*layers,), norm, behind, *facts)
 
 

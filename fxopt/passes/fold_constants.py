@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.constants import Constant, computed_constant, constants_of
+from fxopt.constants import Constant, computed_constant, constants_of, follows_buffers
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
@@ -26,7 +26,8 @@ class FoldConstants(ReversibleRewrite[Node]):
 
     A tensor is constant where it is made of numbers, and of buffers that are not in the `state_dict`, by functions
     of torch. The device of an input counts as known: a folded graph module and its inputs are on one device. The
-    buffers are not in the `state_dict`, either.
+    buffers are not in the `state_dict`, either. `.half()` and the like cast a constant where they would have cast
+    what it is made of.
 
     Args:
         max_bytes: a tensor that takes more memory is left alone.
@@ -69,7 +70,8 @@ class FoldConstants(ReversibleRewrite[Node]):
                 f"{[*described.shape]} in the trace: apply the pass under the default dtype of the trace"
             )
         path = free_path(rewriter.graph_module, "", "constant")
-        rewriter.replace_module(path, Constant(value), restore=_nothing)
+        constant = Constant(value, follows_buffers(rewriter.graph_module, site, computed))
+        rewriter.replace_module(path, constant, restore=_nothing)
         read = rewriter.create("get_attr", f"{path}.value", before=site, val=site.meta.get("val"))
         rewriter.replace_uses(site, read)
         for node in reversed(computed):

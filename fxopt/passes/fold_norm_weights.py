@@ -55,7 +55,7 @@ def _fold(node: Node, norm: nn.Module, layers: list[Node]) -> Fold:
     bare: Any = submodules.without_tensors(norm)
     bare.elementwise_affine = False
     sources = {str(node.target): bare}
-    return Fold((*layers,), node, False, *_weight_and_bias(norm), value=None, sources=sources)
+    return Fold((*layers,), node, False, *_weight_and_bias(norm), operand=None, sources=sources)
 
 
 def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:

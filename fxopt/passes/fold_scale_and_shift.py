@@ -130,7 +130,7 @@ def _fold(
     paths = [str(part.target) for part in parts_of(constant) if part.op == "get_attr"]
     sources = {path: submodules.attribute(module, path) for path in paths}  # they stay
     found = _scale_and_shift(node, _constant(module, constant).flatten())
-    return Fold((*layers,), node, behind, *found, value, sources)
+    return Fold((*layers,), node, behind, *found, node.all_input_nodes.index(value), sources)
 
 
 def _obstacle(

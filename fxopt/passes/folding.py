@@ -30,7 +30,8 @@ class Fold:
         behind: whether it is behind the layer, and not before them.
         scale: the factor of each channel, or one for all.
         shift: the summand that follows, likewise; None for none.
-        value: what takes the place of the call; None where it stays, and does less.
+        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
+            where the call stays, and does less.
         sources: what is to stand at the paths that scale and shift come from.
         removable: whether the module that the call calls goes, when nothing else calls that any more.
     """
@@ -40,7 +41,7 @@ class Fold:
     behind: bool
     scale: Tensor
     shift: Tensor | None
-    value: Node | None
+    operand: int | None
     sources: Mapping[str, Any]
     removable: bool = False
 
@@ -72,14 +73,15 @@ class Folding(ReversibleRewrite[Fold]):
             biases = {path: None if bias is None else bias.detach().clone() for path, bias in held.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
             restore = functools.partial(_unfolded, copied(before), biases, scale, shift, site.behind, stay)
-        for node in _between(site):
+        value = None if site.operand is None else site.node.all_input_nodes[site.operand]
+        for node in _between(site, value):
             # It is of the site: what it takes has other values now.
             rewriter.set(node, val=node.meta.get("val"))
         put = {path: left for path, left in sources.items() if left is not None}
         rewriter.swap(fused | put, [path for path in sources if path not in put], restore)
-        if site.value is not None:
-            rewriter.replace_uses(site.node, site.value)
-            _erase(rewriter, site.node, site.value)
+        if value is not None:
+            rewriter.replace_uses(site.node, value)
+            _erase(rewriter, site.node, value)
         return site.layers
 
 
@@ -104,11 +106,11 @@ def each_layer_once(candidates: Iterable[tuple[Node, Iterable[Fold | str]]]) -> 
                 yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
 
 
-def _between(site: Fold) -> list[Node]:
+def _between(site: Fold, value: Node | None) -> list[Node]:
     """The views from a layer to what is folded into it, and what reads the shapes of the values there."""
     found = list[Node]()
-    if site.behind and site.value is not None:
-        path = [site.value]
+    if site.behind and value is not None:
+        path = [value]
         while path[-1] not in site.layers:
             path.append(path[-1].all_input_nodes[0])
         found = [*path[:-1], *(user for node in path for user in node.users)]

@@ -35,7 +35,8 @@ class FuseAttention(ReversibleRewrite[Attention]):
 
     A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
     (`masked_fill`), where a mask holds -inf, and in float16. So these are refused, unless `each_row_has_a_key`. A mask that comes
-    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call.
+    in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does
+    a row of queries that is NaN.
 
     Attributes:
         each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.

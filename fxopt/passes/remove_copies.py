@@ -14,12 +14,11 @@ from torch.fx.node import map_arg
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import name_of
+from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 
-_SHAPING = ("contiguous", "reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze")
 _ATTENTION = "scaled_dot_product_attention"
 _TURNING = ("transpose", "swapaxes", "swapdims", "permute", _ATTENTION)
 _READING = ("reshape", "flatten", "contiguous")
@@ -101,7 +100,7 @@ class RemoveCopies(ReversibleRewrite[Copy]):
 def _copy(node: Node) -> Copy | None:
     """The longest way back from a value to one of the same shape, if it makes a copy."""
     steps, found, value = list[Node](), None, node
-    while name_of(value) in _SHAPING and len(value.all_input_nodes) >= 1 and _is_plain(value):
+    while Fact.RESHAPES in facts_of(value) and _is_plain(value):
         steps.append(value)
         source = value.args[0]
         assert isinstance(source, Node)
@@ -112,7 +111,12 @@ def _copy(node: Node) -> Copy | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Tell whether a node reshapes its first argument, and that alone: `view` may change the dtype, `contiguous` the layout."""
+    """Tell whether a node reshapes its first argument, and that alone, in every run.
+
+    `view` may change the dtype, `contiguous` the layout, and `squeeze` drops a free size where it is 1.
+    """
+    if name_of(node) == "squeeze":
+        return False
     if not node.args or not isinstance(node.args[0], Node) or not isinstance(graph.value_of(node), Tensor):
         return False
     if name_of(node) == "contiguous":

@@ -83,16 +83,12 @@ def _input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
     """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
     kind = dtype_kind(graph.value_of(node).dtype)
     kinds = next((several for several in _RELATED if kind in several), {kind})
-    seen, left = set[Node](), [node]
-    while left:
-        each = left.pop()
-        if each in seen or _names_dtype(each) or _has_one_dtype(index, each):
-            continue
-        seen.add(each)
-        if each.op == "placeholder" and _may_change(index, each, kinds):
-            return each
-        left += each.all_input_nodes
-    return None
+
+    def sources(each: Node) -> list[Node]:
+        return [] if _names_dtype(each) or _has_one_dtype(index, each) else each.all_input_nodes
+
+    inputs = (each for each in graph.reached([node], sources) if each.op == "placeholder")
+    return next((each for each in inputs if _may_change(index, each, kinds)), None)
 
 
 def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
@@ -135,13 +131,14 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
     # Of the same shape these are the same, whatever the strides; free sizes are the same where they are written alike.
     same = value.dtype == taken.dtype and str(value.shape) == str(taken.shape) and index.guard is not None
-    return same and (name in _SHAPES or (name == "getitem" and _takes_all(node.args[1])))
+    # `squeeze` also drops a free size where it is 1 in a later run.
+    reshapes = name != "squeeze" and (Fact.RESHAPES in facts_of(node) or name == "expand")
+    return same and (reshapes or (name == "getitem" and _takes_all(node.args[1])))
 
 
 # The precision of either may be that of the other: `abs`, `torch.fft.fft`.
 _RELATED = ({"floating", "complex"},)
 _CASTS = ("to", "float", "double", "half", "bfloat16")
-_SHAPES = ("reshape", "view", "flatten", "unflatten", "expand")
 
 
 def _takes_all(key: object) -> bool:

@@ -1,13 +1,13 @@
-"""A hand-written `transform` or `reverse` being tried: what it changed, and how all of it is taken back."""
+"""Code of a pass being tried: what a hand-written `transform` or `reverse` changed, how that is taken back, and checks of results."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, cast
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swap, Swapped, as_data
@@ -155,6 +155,38 @@ def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> Non
     if reason:
         applied = ", ".join(step.name for step in steps) or "nothing"
         raise PassError(f"{pass_!r} broke its promise: {reason}. Applied before it: {applied}")
+
+
+def check_apply(pass_: Any, graph_module: GraphModule, steps: Sequence[Step], signature: str) -> None:
+    """Raise a PassError if `apply` called another transformation, or changed the signature of its own."""
+    if [step.key for step in steps_of(graph_module)] != [step.key for step in steps]:
+        raise PassError(
+            f"apply of {pass_!r} called another transformation: change the graph through the rewriter alone, or compose "
+            "the two"
+        )
+    if pass_.signature != signature:
+        raise PassError(f"apply of {pass_!r} changed its signature; keep results out of its attributes")
+
+
+def check_unchanged(pass_: Any, graph_module: GraphModule, before: str) -> None:
+    """Raise a PassError if `apply` changed the graph, and the rewriter logged nothing; `before` is its fingerprint."""
+    if fingerprint(graph_module) != before:
+        raise PassError(
+            f"apply of {pass_!r} changed the graph by itself, and that stays changed: call the methods of the rewriter, "
+            "which can take back what they do"
+        )
+
+
+def nodes_of(pass_: Any, made: Any, where: str) -> list[Node]:
+    """The nodes that `apply` returned; PassError if that is anything else."""
+    nodes = made if isinstance(made, Iterable) and not isinstance(made, str) else [made]
+    wrong = next((each for each in nodes if each is not None and not isinstance(each, Node)), None)
+    if wrong is not None:
+        raise PassError(
+            f"apply of {pass_!r} returned a {type(wrong).__name__}, rewriting {where}: it has to return the nodes to "
+            "mark as transformed, or None"
+        )
+    return [each for each in nodes if each is not None]
 
 
 def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from fxopt.errors import PassError, UndoError
 from fxopt.rewriting.weights import Keep, Left, Restore
 from fxopt.submodules import prefixes
 
@@ -271,3 +272,25 @@ def target_text(target: Any) -> str:
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 """Where a repr names a place in memory."""
+
+
+class NodesByName(dict[str, Node]):
+    """The nodes of a graph by name."""
+
+    def __missing__(self, name: str) -> Node:
+        raise UndoError(
+            f"nodes that it made are gone from the graph ({name}). Undo it before dead code elimination, and "
+            "before pickling a graph that was edited by hand"
+        )
+
+
+def check_nodes(graph: Graph, *values: Any) -> None:
+    """Raise a PassError where a node is not one of this graph: only what is in it can be changed and taken back."""
+
+    def checked(node: Node) -> Node:
+        if node.graph is not graph or node._erased:
+            why = "was erased" if node._erased else "is of another graph"
+            raise PassError(f"a pass gives its rewriter the node {node.name}, which {why}")
+        return node
+
+    map_arg(values, checked)

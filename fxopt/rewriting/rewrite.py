@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
-from fxopt.rewriting.attempt import Applied, check_promise
+from fxopt.rewriting.attempt import Applied, check_apply, check_promise, check_unchanged, nodes_of
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.fingerprint import fingerprint
@@ -116,20 +116,14 @@ class Rewrite(Transformation, Generic[S]):
 
         try:
             explanation, nodes = self._rewrite_sites(rewriter, verify)
-            if [step.key for step in steps_of(graph_module)] != [step.key for step in steps]:
-                raise PassError(
-                    f"apply of {self!r} called another transformation: change the graph through the rewriter alone, "
-                    "or compose the two"
-                )
-            if self.signature != rewriter.signature:
-                raise PassError(
-                    f"apply of {self!r} changed its signature; keep results out of its attributes"
-                )
+            check_apply(self, graph_module, steps, rewriter.signature)
             check_promise(self, graph_module, steps)
             marked += [node for node in dict.fromkeys(nodes) if not node._erased]
             for node in marked:
                 mark(node, rewriter.signature)
-            if rewriter.log:
+            if not rewriter.log:
+                check_unchanged(self, graph_module, before)
+            if rewriter.log or marked:
                 step = Step.of(
                     self,
                     [node.name for node in marked],
@@ -184,7 +178,7 @@ class Rewrite(Transformation, Generic[S]):
         except Exception as error:
             error.add_note(f"{type(self).__name__} was rewriting {where}")
             raise
-        return [made] if isinstance(made, Node) else list(made or ())
+        return nodes_of(self, made, where)
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):

@@ -11,7 +11,16 @@ from torch.fx.node import map_arg
 
 from fxopt import graph, submodules
 from fxopt.errors import UndoError
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, Swapped
+from fxopt.rewriting.edits import (
+    Edit,
+    NodeEdit,
+    NodesByName,
+    NodeState,
+    Redirect,
+    Swap,
+    Swapped,
+    check_nodes,
+)
 from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
 
 
@@ -68,6 +77,7 @@ class Rewriter:
             before: the node that it stands in front of, whose origin in the model it takes.
             val: a tensor without data that describes its value, for `meta["val"]`.
         """
+        check_nodes(self.graph, before, args, kwargs)
         with self.graph.inserting_before(before):
             node = self.graph.create_node(op, target, args, dict(kwargs or {}))
         node.meta = graph.origin_of(before) | ({} if val is None else {"val": val})
@@ -77,6 +87,7 @@ class Rewriter:
 
     def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
         """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
+        check_nodes(self.graph, node, fields.get("args"), fields.get("kwargs"))
         before, meta = NodeState.of(node), {}
         if val is not None:
             meta, node.meta["val"] = {"val": node.meta.get("val")}, val
@@ -94,6 +105,7 @@ class Rewriter:
 
     def replace_uses(self, old: Node, new: Node) -> None:
         """Make all users of `old`, but for `new` itself, take `new`."""
+        check_nodes(self.graph, old, new)
         kept = tuple(user.name for user in new.users)
         users = [user for user in old.users if user is not new]
         for user in [user for user in users if user in new.users]:
@@ -107,6 +119,7 @@ class Rewriter:
 
     def erase(self, node: Node) -> None:
         """Erase a node that nothing uses; its name stays reserved."""
+        check_nodes(self.graph, node)
         edit = NodeEdit(node.name, NodeState.of(node), None, node.prev.name, node.meta)
         self.graph.erase_node(node)
         self.log.append(edit)
@@ -166,7 +179,7 @@ class Rewriter:
         Raises:
             UndoError: something is not as a change left it. What was inverted before that stays so.
         """
-        nodes = _Nodes({node.name: node for node in self.graph.nodes})
+        nodes = NodesByName({node.name: node for node in self.graph.nodes})
         for edit in reversed(edits):
             if isinstance(edit, Swap):
                 self._place(edit.after, edit.before)
@@ -179,7 +192,7 @@ class Rewriter:
             else:
                 self._change_back(edit, edit.after, nodes)
 
-    def _direct_back(self, edit: Redirect, old: Node, new: Node, nodes: _Nodes) -> None:
+    def _direct_back(self, edit: Redirect, old: Node, new: Node, nodes: NodesByName) -> None:
         for name in edit.users:
             if new not in nodes[name].all_input_nodes:
                 raise changed(name, nodes[name])
@@ -187,7 +200,7 @@ class Rewriter:
             if user.name in edit.users or (edit.stands_in and user.name not in edit.kept):
                 self.replace_input(user, new, old)
 
-    def _change_back(self, edit: NodeEdit, left: NodeState, nodes: _Nodes) -> None:
+    def _change_back(self, edit: NodeEdit, left: NodeState, nodes: NodesByName) -> None:
         node, fields = nodes[edit.name], edit.fields
         if not {*fields}.isdisjoint(left.differs(node)):
             raise changed(node.name, node)
@@ -201,7 +214,7 @@ class Rewriter:
             self.erase(nodes.pop(edit.name))
             self.graph._graph_namespace._used_names.discard(edit.name)
 
-    def _recreate(self, edit: NodeEdit, nodes: _Nodes) -> Node:
+    def _recreate(self, edit: NodeEdit, nodes: NodesByName) -> Node:
         assert edit.before is not None
         state = edit.before.resolved(nodes)
         if edit.name not in nodes:
@@ -246,16 +259,6 @@ class Rewriter:
             self.orders.setdefault(parent, list(owner._modules))
             submodules.place(owner, path, value)
         self.log.append(Swap(before, after, restore, self.graph_module.training))
-
-
-class _Nodes(dict[str, Node]):
-    """The nodes of a graph by name."""
-
-    def __missing__(self, name: str) -> Node:
-        raise UndoError(
-            f"nodes that it made are gone from the graph ({name}). Undo it before dead code elimination, and "
-            "before pickling a graph that was edited by hand"
-        )
 
 
 def changed(what: str, node: Node | None = None) -> UndoError:

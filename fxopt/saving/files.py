@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,9 +55,23 @@ def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tenso
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors; LoadError where a file is missing, damaged or of a newer format."""
-    document = _checked(folder / GRAPH)
-    weights = folder / WEIGHTS
+    """The document and the tensors; LoadError where a file is missing, damaged or of a newer format.
+
+    Where `write` puts another folder in the place of this one meanwhile, both files are those of one save.
+    """
+    for _ in range(_ATTEMPTS):
+        found = _identity(folder)
+        try:
+            document = _checked(folder / GRAPH)
+            return document, _tensors(folder / WEIGHTS, document)
+        except LoadError:
+            if _identity(folder) == found and (found or not _is_being_replaced(folder)):
+                raise
+            time.sleep(0.01)
+    raise LoadError(f"{folder} is saved anew again and again while it is read: load it when that is done.")
+
+
+def _tensors(weights: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
     with _explained(weights):
         facts, size = document["weights"], weights.stat().st_size
         if size != facts["bytes"]:
@@ -65,7 +81,24 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if _digest(weights) != facts["sha256"]:
             raise LoadError(f"{weights} was changed since it was saved: its digest is another. {_AGAIN}")
         with safe_open(weights, "pt") as file:
-            return document, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Another one for each folder that `write` puts in this place; None where there is none."""
+    with contextlib.suppress(OSError):
+        facts = folder.stat()
+        return facts.st_ino, facts.st_ctime_ns
+    return None
+
+
+def _is_being_replaced(folder: Path) -> bool:
+    """Tell whether `write` has moved the folder away, and not yet put the new one in its place."""
+    return any(folder.parent.glob(f".{glob.escape(folder.name)}.old-*"))
+
+
+_ATTEMPTS = 20
+"""How often a folder is read that another save replaces meanwhile."""
 
 
 def as_read(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
         return [((0, ()), module)]
     if isinstance(module, GraphSet):
         return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
-    if GRAPHS not in vars(module):
+    if not isinstance(module, torch.nn.Module) or GRAPHS not in vars(module):
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
         )

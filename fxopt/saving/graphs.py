@@ -36,9 +36,15 @@ def write_graph(graph: Graph, names: Names) -> dict[str, list[Any]]:
             number = origins.setdefault(json.dumps(origin), len(origins))
             nodes.append(_written(node, values) | {"origin": number})
         except (NameRefused, NotData) as error:
+            named = node.op in ("get_attr", "call_module")
+            advice = (
+                "Rename the module or tensor: its name goes into code, so that it takes letters, digits and no two "
+                "underscores in front"
+                if named
+                else "Give a class or function of yours in `trusted`, for save and for load"
+            )
             raise SaveError(
-                f"{place(node)} calls or holds {error}, which a saved graph cannot have. Give a class or function of yours in "
-                "`trusted`, for save and for load."
+                f"{place(node)} calls or holds {error}, which a saved graph cannot have. {advice}."
             ) from None
     return {"origins": [json.loads(origin) for origin in origins], "nodes": nodes}
 

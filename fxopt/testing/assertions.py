@@ -59,7 +59,7 @@ def assert_equivalent(
     Raises:
         AssertionError: an output differs in the type of a container, shape, dtype or value, or holds no tensor; a
             later call changes an earlier result; inputs or buffers differ after the call; or the reference does
-            not repeat itself. Where the reference is a graph, or the candidate one whose passes can be undone, the
+            not repeat itself, or gives nothing but NaN and infinities. Where the reference is a graph, or the candidate one whose passes can be undone, the
             message names the first node that parts, as `first_divergence` finds it.
 
     Example:
@@ -90,6 +90,11 @@ def assert_equivalent(
     if not verdict.grade.passes:
         where = place_of_error(oracle, reference, candidate, float64) if verdict.grade is Grade.WRONG else ""
         raise AssertionError("; ".join(filter(None, [verdict.reason, where])))
+    if oracle.blank:
+        raise AssertionError(
+            "the outputs of the reference are NaN or infinite everywhere, so nothing was compared: give other inputs, or "
+            "weights, for example by fxopt.testing.randomise"
+        )
     return verdict
 
 

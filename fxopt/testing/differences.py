@@ -195,8 +195,11 @@ def _both_nan(left: object, right: object) -> bool:
 
 
 def other_strides(expected: object, actual: object) -> str:
-    """Where two like outputs are laid out differently in memory; empty where they are not."""
-    pairs = _pairs(expected, actual, "output")
+    """Where two outputs differ in structure, or are laid out differently in memory; empty where they are not."""
+    try:
+        pairs = _pairs(expected, actual, "output")
+    except AssertionError as error:
+        return str(error)
     found = (_other_strides(*each) for each in pairs if all(isinstance(value, Tensor) for value in each[1:]))
     return next(filter(None, found), "")
 

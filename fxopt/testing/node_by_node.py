@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from fxopt import graph
 from fxopt.capture.runs.first_difference import parting_place
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
@@ -235,13 +236,12 @@ def _new_steps(known: Sequence[Step], changed: GraphModule) -> list[Step]:
 
 def _parted(changed: GraphModule, agreeing: set[str]) -> list[Node]:
     """The nodes that do not agree and through which alone a wrong output came about, in graph order."""
-    (output,) = changed.graph.find_nodes(op="output")
-    found, pending = dict[Node, None](), [output]
-    while pending:
-        node = pending.pop()
-        if node.name not in agreeing and node not in found:
-            found[node] = None
-            pending += node.all_input_nodes
+
+    def parted(nodes: Iterable[Node]) -> list[Node]:
+        return [node for node in nodes if node.name not in agreeing]
+
+    outputs = parted(changed.graph.find_nodes(op="output"))
+    found = set(graph.reached(outputs, lambda node: parted(node.all_input_nodes)))
     return [node for node in changed.graph.nodes if node in found]
 
 

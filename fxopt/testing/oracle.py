@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.fx import GraphModule
 
 from fxopt.testing.differences import Difference, compare, other_strides, ulps
 from fxopt.testing.divergence import Divergence
+from fxopt.testing.gradients import gradients_of
 from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
 from fxopt.testing.probes import (
@@ -21,6 +23,7 @@ from fxopt.testing.probes import (
     Call,
     Observation,
     first_taken,
+    has_finite,
     large_values,
     not_finite,
     not_repeated,
@@ -52,11 +55,14 @@ class Oracle:
         factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
         floor: and this many units in the last place farther: the reference may be exact by chance.
         strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice.
+        gradients: whether the gradients of floating inputs are compared, in float64, and whether outputs have any to
+            give; by default, where the reference is in training mode. One without a backward is not asked.
 
     Attributes:
         probes: the inputs on which candidates are judged.
         expected: what the reference does on those in its own dtype.
         unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
+        blank: whether all outputs of the reference are NaN or infinite on all inputs, which nothing can be told from.
 
     Example:
         >>> import torch
@@ -83,14 +89,15 @@ class Oracle:
         factor: float = 2.0,
         floor: float = 4.0,
         strides: bool = False,
+        gradients: bool | None = None,
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
-        self._wide = wide
+        self._wide, self._name = wide, str(wide).removeprefix("torch.")
         self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
-        again = observe(reference, [given]), observe(exact, [given.cast(wide)])
+        again = observe(reference, [given]), [] if exact is reference else observe(exact, [given.cast(wide)])
         refuses = functools.partial(refused, {None: captured, wide: captured_wide})
         large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
         others = itertools.chain(other_sizes(given, captured), other_values(given))
@@ -98,12 +105,14 @@ class Oracle:
         self._calls = [call for call in (given, other) if call is not None]
         self._wide_calls = [call.cast(wide) for call in (given, large, other) if call is not None]
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
-        self.expected = observe(reference, self._calls)
-        self._truth = observe(exact, self._wide_calls)
+        self.expected, self._truth = self._observed(reference, exact)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
-        self._strides = strides and _same_strides(again[0], self.expected)
+        self.blank = not any(has_finite(seen.output) for seen in self._truth)
+        self._strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
-        self._unstable = self._unstable or not_repeated(again[1], self._truth, rtol)
+        self._unstable = self._unstable or not_repeated(again[1] or again[0], self._truth, rtol)
+        wanted = reference.training if gradients is None else gradients
+        self._gradients = gradients_of(exact, self._wide_calls[0]) if wanted else None
 
     def judge(
         self, candidate: nn.Module, float64: nn.Module | None = None, *, tolerance: float = 0.0
@@ -118,21 +127,28 @@ class Oracle:
         Returns:
             The verdict. What the candidate raises is not caught.
         """
+        failed = functools.partial(Verdict, error=float("inf"), limit=self._rtol, probes=self.probes)
         if self._unstable:
-            return Verdict(
-                Grade.UNSTABLE, float("inf"), self._rtol, reason=self._unstable, probes=self.probes
-            )
-        wide = observe(in_float64(candidate) if float64 is None else float64, self._wide_calls)
-        seen = observe(candidate, self._calls)
+            return failed(Grade.UNSTABLE, reason=self._unstable)
+        exact = in_float64(candidate) if float64 is None else float64
+        seen, wide = self._observed(candidate, exact)
         computed = float64 is None and has_new_weights(self._tensors, candidate)
         try:
-            return self._verdict(wide, seen, computed, tolerance)
+            verdict = self._verdict(wide, seen, computed, tolerance)
+            if verdict.grade.passes and self._gradients is not None:
+                self._gradients.expect_of(
+                    exact, max(self._rtol, verdict.float64.max_rel), f"in {self._name}, "
+                )
+            return verdict
         except AssertionError as error:
-            return Verdict(Grade.WRONG, float("inf"), self._rtol, reason=str(error), probes=self.probes)
+            return failed(Grade.WRONG, reason=str(error))
 
-    @property
-    def _name(self) -> str:
-        return str(self._wide).removeprefix("torch.")
+    def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
+        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; they may be one."""
+        wide = observe(exact, self._wide_calls)
+        if exact is module:
+            return [wide[0], wide[-1]][: len(self._calls)], wide
+        return observe(module, self._calls), wide
 
     def first_divergence(
         self,
@@ -300,17 +316,8 @@ def _apart(worst: Difference) -> str:
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 
-def _same_strides(again: Sequence[Observation], first: Sequence[Observation]) -> bool:
-    """True where two runs on the given inputs lay their outputs out alike."""
-    try:
-        return not other_strides(again[0].result, first[0].result)
-    except AssertionError:  # not even the structure is the same
-        return False
-
-
 def _with(call: Call) -> str:
     return f", with {call.name}" if call.name != GIVEN else ""
 
 
-def _max_rel(difference: Difference) -> float:
-    return difference.max_rel
+_max_rel = operator.attrgetter("max_rel")

@@ -6,6 +6,7 @@ result, a clamp that no value reached. So the inputs are varied as far as the mo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -72,10 +73,8 @@ class Observation:
 
 def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     """Call one instance several times, under the same seed; its buffers are put back afterwards."""
-    tables = [(part, dict(part._buffers)) for part in module.modules()]
-    before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
     seen: list[Observation] = []
-    try:
+    with restored(module) as before:
         for call in calls:
             given = call.fresh()
             result = _run(module, given, call.name)
@@ -89,6 +88,16 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
             seen.append(Observation(mapped(result, _copied), result, inputs, writes, after))
         for each in seen:
             each.kept = unchanged(each.output, each.result)
+    return seen
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Puts the buffers of a module back at the end of the block, which gets each with a copy of it."""
+    tables = [(part, dict(part._buffers)) for part in module.modules()]
+    before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+    try:
+        yield before
     finally:
         for part, buffers in tables:
             part._buffers.clear()
@@ -97,7 +106,6 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
             if not unchanged(values, buffer):
                 with torch.no_grad():
                     buffer.copy_(values)
-    return seen
 
 
 def first_taken(
@@ -242,6 +250,11 @@ def not_finite(output: object) -> str:
         if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             return path
     return ""
+
+
+def has_finite(output: object) -> bool:
+    """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
+    return any(isinstance(value, Tensor) and bool(value.isfinite().any()) for _, value in leaves(output))
 
 
 def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:

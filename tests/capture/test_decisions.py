@@ -276,3 +276,16 @@ def test_a_caught_error_is_no_error_of_the_model():
 
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(module(forward), (X,))
+
+
+def test_an_error_whose_text_has_sizes_is_the_same_at_size_one():
+    def forward(self, x):
+        return torch.distributions.Categorical(logits=x).log_prob(x.argmax(-1))
+
+    model = module(forward)
+    traced = fxopt.trace(model, (torch.randn(2, 6, 8),), dynamic_shapes=({0: Dim.AUTO},))
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 6, 8)
+        torch.testing.assert_close(traced(x), model(x))
+    with pytest.raises(fxopt.GuardError, match="the model raises ValueError"):
+        traced(torch.full((1, 6, 8), torch.nan))

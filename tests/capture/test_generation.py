@@ -23,7 +23,7 @@ from transformers import (
 import fxopt
 from fxopt.testing import randomise
 
-STEPS = 32
+STEPS = 12
 DECODER = {
     "vocab_size": 90,
     "hidden_size": 32,
@@ -95,6 +95,7 @@ def assert_same_cache(actual, expected):
             assert torch.equal(mine, value) if torch.is_tensor(value) else mine == value, name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2, mistral])
 def test_greedy_decoding(make):
     model = make()

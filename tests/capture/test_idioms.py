@@ -54,6 +54,8 @@ FREE_BATCH = {
     "asnumpy": Does(lambda self, x: einops.rearrange([x, x], "n b d -> b n d")),
     "Rearrange": nn.Sequential(Rearrange("b (h p) -> b h p", p=2), Reduce("b h p -> b h", "mean")),
     "EinMix": nn.Sequential(EinMix("b i -> b o", weight_shape="i o", bias_shape="o", i=4, o=3)),
+    "unsqueeze_": Does(lambda self, x: (x.sin().unsqueeze_(1) + 1).repeat(1, x.shape[0], 1)),
+    "transpose_": Does(lambda self, x: x.sin().transpose_(0, 1) @ x),
     "lru_cache": Positions(),
     "lru_cache of a static method": Attend(),
 }
@@ -162,6 +164,11 @@ IDIOMS = {
         lambda self, x, i: x[:, i.tolist()[0] : i.tolist()[1]],
         X,
         torch.tensor([1, 3]),
+    ),
+    "slices of two dimensions at a number": (
+        lambda self, x, i: x[..., i.item() : i.item() + 2, i.item() : i.item() + 1].clone(),
+        X,
+        torch.tensor(1),
     ),
     "record_function": (profiled, X),
     "requires_grad = False": (without_gradients, X),

@@ -5,6 +5,7 @@ import copy
 import functools
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -58,6 +59,12 @@ def grown(self, x):
     return self.dense(x) + self.table[: x.shape[1]]
 
 
+def like_the_input(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        self.table = (x.new_ones(x.shape[1], 4, dtype=torch.float32) * 3).tril().type_as(x)
+    return self.dense(x) + self.table[: x.shape[1]]
+
+
 def filled(self, x):
     if self.table is None or self.table.shape[0] < x.shape[1]:
         table = torch.zeros(x.shape[1], 4, dtype=x.dtype)
@@ -65,6 +72,20 @@ def filled(self, x):
         table[:, 1::2] = 3
         self.table = table
     return self.dense(x) + self.table[: x.shape[1]]
+
+
+def beside_a_write(self, x):
+    padded = torch.zeros(x.shape[0], x.shape[1] + 2, 4, dtype=x.dtype)
+    padded[:, 1:-1] = self.dense(x)
+    if self.table is None or self.table.shape[0] != x.shape[1]:
+        self.table = rows(x.shape[1], x)
+    return padded[:, 2:] + self.table
+
+
+def in_a_buffer(self, x):
+    if self.bias is None or self.bias.shape[0] < x.shape[1]:
+        self.register_buffer("bias", rows(x.shape[1], x), persistent=False)
+    return self.dense(x) + self.bias[: x.shape[1]]
 
 
 class Rotary(nn.Module):
@@ -108,12 +129,27 @@ def model_of(forward):
         "same": rotary,
         "other": Rotary(),
     }
-    return module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model = module(forward, table=None, length=0, held={}, levels=[], **parts).double()
+    model.register_buffer("bias", None, persistent=False)
+    return model
 
 
 @pytest.mark.parametrize(
     "forward",
-    [longer, counted, of_this_size, doubled, grown, filled, shared, written_first, cast_by_name],
+    [
+        longer,
+        counted,
+        of_this_size,
+        doubled,
+        grown,
+        like_the_input,
+        filled,
+        beside_a_write,
+        in_a_buffer,
+        shared,
+        written_first,
+        cast_by_name,
+    ],
 )
 def test_a_table_of_sizes_is_made_anew(forward):
     model = model_of(forward)
@@ -335,6 +371,36 @@ def test_a_table_in_slots_is_made_anew():
 LOCAL, CONTEXT, NAMESPACE = threading.local(), contextvars.ContextVar("CONTEXT"), types.SimpleNamespace()
 
 
+class Pickled(types.SimpleNamespace):
+    def __getstate__(self):
+        return {}
+
+
+REFERRED = Pickled()
+
+
+def first_of_a_weight(self, x):
+    self.dense.weight.length = getattr(self.dense.weight, "length", x.shape[1])
+    return self.dense(x) * self.dense.weight.length
+
+
+def first_table_of_a_buffer(self, x):
+    if not hasattr(self.table, "rows"):
+        self.table.rows = rows(x.shape[1], x).sum()
+    return self.dense(x) + self.table.rows
+
+
+def first_of_an_object_with_a_state(self, x):
+    self.pickled.length = getattr(self.pickled, "length", x.shape[1])
+    return self.dense(x) * self.pickled.length
+
+
+def first_of_a_reference(self, x):
+    referred = self.reference()
+    referred.length = getattr(referred, "length", x.shape[1])
+    return self.dense(x) * referred.length
+
+
 def first_of_a_namespace(self, x):
     self.kept.length = getattr(self.kept, "length", x.shape[1])
     return self.dense(x) * self.kept.length
@@ -374,13 +440,37 @@ def first_of_a_global(self, x):
         first_of_an_error,
         first_of_a_thread,
         first_of_a_context,
+        first_of_a_weight,
+        first_table_of_a_buffer,
+        first_of_an_object_with_a_state,
+        first_of_a_reference,
         first_of_a_global,
     ],
 )
 def test_a_size_of_the_first_call_is_refused_wherever_it_is_kept(forward):
-    model = module(forward, dense=nn.Linear(4, 4), kept=types.SimpleNamespace(), held=ValueError())
+    model = module(
+        forward,
+        dense=nn.Linear(4, 4),
+        kept=types.SimpleNamespace(),
+        held=ValueError(),
+        table=nn.Buffer(torch.ones(4)),
+        pickled=Pickled(),
+        reference=weakref.ref(REFERRED),
+    )
     with pytest.raises(fxopt.TraceError, match=r"the forward (assigns to|changes)"):
         fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
     assert not vars(LOCAL)
     assert not vars(NAMESPACE)
+    assert not vars(REFERRED)
     assert CONTEXT.get(None) is None
+
+
+def test_attributes_of_a_parameter_are_there_and_may_be_set():
+    def forward(self, x):
+        self.dense.weight.last = x
+        return self.dense(x) * self.dense.weight.scale
+
+    model = module(forward, dense=nn.Linear(4, 4))
+    model.dense.weight.scale = 3.0
+    traced, x = fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE), torch.randn(3, 7, 4)
+    torch.testing.assert_close(traced(x), model.dense(x) * 3)

@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
+from tests.capture.test_odd_models import Does
 
 X = torch.randn(2, 3)
 
@@ -55,6 +56,9 @@ class Slots:
 
     def __init__(self):
         self.value = X
+
+    def __reduce__(self):
+        return Slots, ()
 
 
 def assert_same(mine, other):
@@ -167,3 +171,24 @@ def test_a_number_that_changes_at_size_one_alone_makes_another_graph():
     assert torch.equal(gm(torch.ones(5, 3), Memory()), torch.full((5, 3), 2.0))
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 1"):
         gm(torch.ones(1, 3), Memory())
+
+
+class Slotted:
+    __slots__ = ("calls", "state")
+
+    def __init__(self, state):
+        self.state, self.calls = state, 0
+
+
+def test_an_object_with_slots_is_changed():
+    def forward(self, x, held):
+        held.state = [x * 2, held.state]
+        return held.state[1] + 1
+
+    held, model = [Slotted(torch.randn(3, 4)) for _ in range(3)], Does(forward)
+    traced = fxopt.trace(model, (torch.randn(3, 4), held[0]))
+    assert isinstance(held[0].state, torch.Tensor)
+    x = torch.randn(3, 4)
+    held[2].state = held[1].state
+    torch.testing.assert_close(traced(x, held[1]), model(x, held[2]))
+    torch.testing.assert_close(held[1].state, held[2].state)

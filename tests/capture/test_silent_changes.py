@@ -71,11 +71,13 @@ def test_inputs_are_not_touched_by_a_capture():
         items.append(x)
         return x
 
-    items = [1]
-    for given in ([X], items):
-        with pytest.raises(fxopt.TraceError, match="changes its input items"):
-            fxopt.trace(module(append), (X, given))
-    assert items == [1]
+    for items in ([X], [1], []):
+        given, expected = list(items), list(items)
+        traced = fxopt.trace(module(append), (X, given))
+        assert len(given) == len(items)
+        assert traced(X, given) is X
+        append(None, X, expected)
+        assert list(map(id, given)) == list(map(id, expected))
     with pytest.raises(fxopt.TraceError, match="input batch is a deque, which holds tensors"):
         fxopt.trace(module(lambda self, batch: batch[0] * 2), (collections.deque([X]),))
 
@@ -335,13 +337,24 @@ def test_a_complex_view_of_an_input_with_free_sizes():
         assert torch.equal(gm(x), model(x))
 
 
-def test_a_dict_among_the_inputs_whose_keys_are_changed_is_refused():
+def test_a_dict_among_the_inputs_is_changed_and_returned():
     def forward(self, given):
-        given["b"] = given.pop("a")
-        return given["b"] + 1
+        given["b"] = given.pop("a") + 1
+        given["rows"] = len(given["b"])
+        given["inside"]["c"] = given["b"] * 2
+        return given
 
-    with pytest.raises(fxopt.TraceError, match="changes its input given"):
-        fxopt.trace(module(forward), ({"a": X},))
+    model = module(forward)
+    traced = fxopt.trace(
+        model, ({"a": X, "inside": {}},), dynamic_shapes=({"a": {0: Dim.AUTO}, "inside": {}},)
+    )
+    for rows in (3, 5, 1):
+        x = torch.randn(rows, 4)
+        given, expected = {"a": x, "inside": {}}, {"a": x, "inside": {}}
+        assert traced(given) is given
+        model(expected)
+        assert list(given) == list(expected)
+        torch.testing.assert_close(given, expected)
 
 
 def test_backward_hooks_of_containers_are_refused():
@@ -353,16 +366,21 @@ def test_backward_hooks_of_containers_are_refused():
     assert torch.equal(gm(X), model(X))
 
 
-def test_shapes_changed_in_place_while_sizes_are_free_are_refused():
+def test_sizes_are_those_from_before_a_shape_was_changed_in_place():
     def forward(self, x):
         rows = x.shape[0]
         x.t_()
         return x * rows
 
+    for shapes in (None, ({0: Dim.AUTO},)):
+        gm = fxopt.trace(module(forward), (X.clone(),), dynamic_shapes=shapes)
+        assert gm(x := X.clone()).equal(X.T * 3)
+        assert x.equal(X.T)
+    assert gm(torch.ones(5, 4)).equal(torch.full((4, 5), 5.0))
     with pytest.raises(fxopt.TraceError, match="changes the shape of a tensor in place"):
-        fxopt.trace(module(forward), (X.clone(),), dynamic_shapes=({0: Dim.AUTO},))
-    gm = fxopt.trace(module(forward), (X.clone(),))
-    assert torch.equal(gm(X.clone()), X.T * 3)
+        fxopt.trace(
+            module(lambda self, x: x.clone().resize_(len(x), 2)), (X,), dynamic_shapes=({0: Dim.AUTO},)
+        )
 
 
 def test_a_free_size_is_an_int_to_the_model():

@@ -55,16 +55,19 @@ def script(program: Program, plan: plans.Plan, fault: str) -> str:
         "",
         _RUN,
         f"# {plan}",
-        f"GRADIENTS, KEEPS = {plan.gradients}, { ({*plan.passes} <= {*plans.KEEPING}) }",
+        f"KEEPS = { ({*plan.passes} <= {*plans.KEEPING}) }",
         "torch.manual_seed(0)",
         "model = randomise(Model())",
         "torch.manual_seed(1)",
         f"inputs = [x.to(torch.{program.dtype}) if x.is_floating_point() else x for x in ("
         f"{', '.join(program.inputs)},)]",
         f"traced = {trace}",
+        f"reference = {'model' if plan.own_trace else 'copy.deepcopy(traced)'}",
+        f"oracle = Oracle(reference, inputs, float64=reference, gradients={plan.gradients}, "
+        f"wide=torch.{program.dtype}, rtol={oracles.RTOL[program.dtype]})",
+        "same_outputs(traced)" if plan.own_trace else "",
         f"{variant}(traced)" if variant else "",
         "states, makers = [copy.deepcopy(traced)], []",
-        "expected = run(model)" if plan.own_trace and not variant else "expected = run(states[0])",
         'warnings.filterwarnings("error", ".* left .* alone: ")' if plan.verify else "",
         "for pass_, parts in [",
         *(f"    ({_text(pipeline)}, [{_parts(pipeline)}])," for pipeline in applied),
@@ -104,30 +107,20 @@ def script(program: Program, plan: plans.Plan, fault: str) -> str:
 
 
 _IMPORTS = """\
-from torch.utils._pytree import tree_leaves
-
 from fxopt.passes import available
 from fxopt.rewriting.record import MARKS
 from fxopt.submodules import sharing_copy
-from fxopt.testing import assert_round_trip, randomise
+from fxopt.testing import Oracle, assert_round_trip, randomise
 """
 
 _RUN = """\
-def run(module):
-    leaves = [x.clone().requires_grad_(GRADIENTS and x.is_floating_point()) for x in inputs]
-    with torch.set_grad_enabled(GRADIENTS):
-        outputs = copy.deepcopy(module)(*(x * 1 for x in leaves))
-    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-    if GRADIENTS:
-        sum((t / t.detach().abs().max().clamp(min=1)).sin().sum() for t in tensors if t.requires_grad).backward()
-    return [t.detach() for t in tensors], [x.grad for x in leaves]
-
-
 def same_outputs(module):
     if KEEPS:
-        tolerance = 1e-4 if torch.float32 in {x.dtype for x in inputs} else 1e-9
-        for found, wanted in zip(run(module), expected):
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        verdict = oracle.judge(module, module)
+        assert verdict.grade.passes, str(verdict)
+    else:
+        fault = oracle.fault(oracle.observe(module))
+        assert not fault, fault
 
 
 def same_graphs(one, other):

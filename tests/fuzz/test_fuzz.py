@@ -104,6 +104,7 @@ SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merging._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("target", "name", "planted", "kind"),
     [

@@ -15,7 +15,7 @@ _EFFECTS = "effects.py"
 CLEANING = (
     # --- identities
     Fault("identity: active dropout goes", _IDENTITY, "            if Fact.RANDOM in facts and not index.memory.is_pure(node):\n                yield Refusal(node, \"it is active: the model is in training mode, or it works in place\")\n            elif _gives_back(index, node, module, facts) and index.memory.is_pure(node):", "            if _gives_back(index, node, module, facts):"),
-    Fault("identity: any operator keeps what it takes", _IDENTITY, "return same and (name in _SHAPES or (", "return same and (name or ("),
+    Fault("identity: any operator keeps what it takes", _IDENTITY, "return same and (reshapes or (", "return same and (name or ("),
     Fault("identity: any key takes all", _IDENTITY, "(name == \"getitem\" and _takes_all(node.args[1]))", "name == \"getitem\""),
     Fault("identity: strides are those of the trace", _IDENTITY, "return _is_always_contiguous(source) and len", "return len"),
     Fault("identity: a move to another device goes", _IDENTITY, " and all(isinstance(option, torch.dtype) for option in options)", ""),
@@ -43,7 +43,7 @@ CLEANING = (
     Fault("constants: what the state_dict holds is constant", _CONSTANTS, "all(name in owner._non_persistent_buffers_set for", "all(name in owner._buffers for"),
     Fault("constants: ties are ignored", _CONSTANTS, "[str(node.target), *(other for _, other in index.sharing(node))]", "[str(node.target)]"),
     Fault("constants: autocast is ignored", _CONSTANTS, "    if any(\"autocast\" in graph.function_name(node) for node in index.nodes):", "    if False:"),
-    Fault("constants: they follow the dtype of the model", _CONSTANTS, "        if self.value.dtype != before.dtype:", "        if False:"),
+    Fault("constants: they follow the dtype of the model", _CONSTANTS, "        if self.value.dtype != before.dtype and not self.follows:", "        if False:"),
     Fault("constants: buffers that are written are constant", _CONSTANTS, "return own and index.memory.written(node) is None", "return own"),
     Fault("constants: free sizes are constant", _CONSTANTS, "and all(isinstance(size, int) for size in value.shape)", ""),
     Fault("constants: sizes that nobody checks are constant", _CONSTANTS, "index.guard is not None and ", ""),

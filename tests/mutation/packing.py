@@ -7,6 +7,7 @@ from tests.mutation.fault import Fault
 _KERNELS = "kernels.py"
 _OPERATORS = "packed_operators.py"
 _LOWERING = "optimizing/lowering.py"
+_READY = "optimizing/attention_masks.py"
 _LAYOUTS = "obstacles/layouts.py"
 _PACKING = "packing.py"
 _CONVS = "passes/pack_convs.py"
@@ -41,6 +42,21 @@ PACKING = (
         _LOWERING,
         "    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())\n",
         "",
+    ),
+    Fault("lowering: masks are left out", _READY, "    if mask.all():", "    if mask.any():"),
+    Fault("lowering: masks are never left out", _READY, "    if mask.all():", "    if False:"),
+    Fault("lowering: masks are turned around", _READY, "masked_fill_(~mask", "masked_fill_(mask"),
+    Fault(
+        "lowering: masks are read once, whatever happens to them",
+        _READY,
+        "if first is not node and self._index.memory.write_between(first, node, mask):",
+        "if False:",
+    ),
+    Fault(
+        "lowering: masks go where they choose the kernel",
+        _READY,
+        "return mask if fused and ",
+        "return mask if ",
     ),
     Fault("lowering: modes are not switched back", _LOWERING, " or None in effects", ""),
     Fault("lowering: hooks are left out", _LOWERING, "    if hooks_of(module):", "    if False:"),

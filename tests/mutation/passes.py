@@ -106,7 +106,7 @@ PASSES = (
     Fault("fold: a shared layer is folded into", _FOLDABLE, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),
     Fault("fold: a write between is not seen", _FOLDABLE, "    reason = reason or index.memory.write_between(path[0], path[-1], value)\n", "", SITE),
     Fault("fold: another last dimension is taken for the same", _FOLDABLE, "known and now.shape[-1] == then.shape[-1] and", "known and", SITE),
-    Fault("fold: transposing keeps the order", _FOLDABLE, '_KEEP_ORDER = ("flatten",', '_KEEP_ORDER = ("transpose", "mT", "flatten",'),
+    Fault("operators: transposing keeps the order", "operators.py", 'unsqueeze": _VIEW | Fact.RESHAPES,\n    "transpose t ', 'unsqueeze transpose": _VIEW | Fact.RESHAPES,\n    "t '),
     Fault("fold: dtypes are not compared", _FOLDABLE, "    if reason is None and None not in (first, last) and first != last:", "    if False:"),
     Fault("fold: the record follows the model of the user", _FOLD, "_unfolded, copied(before), biases", "_unfolded, before, biases"),
     Fault("fold: undo does not look whether the weights changed", _FOLD, '        if not _same(made.get_parameter("weight"), now[path].weight) or', "        if False and"),

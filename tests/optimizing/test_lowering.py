@@ -139,3 +139,73 @@ def test_global_hooks_see_the_layers_of_the_model() -> None:
     finally:
         handle.remove()
     assert {model[0], model[1]} <= {*seen}
+
+
+class Layers(nn.Module):
+    """Two layers of attention with one mask, which is written into between them if `writes`."""
+
+    writes, heads = False, 3
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask & mask.new_ones(())
+        for layer in range(2):
+            y = x.view(2, 6, self.heads, 4).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+            x = x + y.transpose(1, 2).reshape(2, 6, -1)
+            if self.writes and layer == 0:
+                mask[..., 1:] = False
+        return x
+
+
+def masks_given(model: nn.Module, x: Tensor, mask: Tensor) -> list[Tensor | None]:
+    """The masks that the kernel gets from the function of a graph, which has to compute what the graph does."""
+    traced = fxopt.trace(model, (x, mask))
+    function, given = lowered(traced), list[Tensor | None]()
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "flash_attention_for_cpu" in str(func):
+                given.append((kwargs or {}).get("attn_mask"))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        assert torch.equal(function(x, mask), traced(x, mask))
+        with Calls():
+            function(x, mask)
+    return given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("masked", ["nothing", "some", "a row", "all"])
+def test_a_mask_is_made_ready_once_for_all_layers(masked: str, dtype: torch.dtype) -> None:
+    x, mask = torch.randn(2, 6, 12, dtype=dtype), torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    if masked == "some":
+        mask[1, :, :, 4:] = False
+    if masked in ("a row", "all"):
+        mask[:, :, 2 if masked == "a row" else slice(None)] = False
+    first, second = masks_given(Layers(), x, mask)
+    if masked == "nothing":
+        assert first is second is None
+    else:
+        assert first is not None
+        assert second is not None
+        assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_mask_that_changes_between_layers_is_read_again() -> None:
+    model = Layers()
+    model.writes = True
+    first, second = masks_given(model, torch.randn(2, 6, 12), torch.ones(2, 1, 6, 6, dtype=torch.bool))
+    assert first is None
+    assert second is not None
+
+
+def test_masks_stay_where_torch_has_another_kernel_for_them() -> None:
+    class Heads(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x, mask = torch.randn(1, 3, 6, 4), torch.ones(3, 6, 6, dtype=torch.bool)
+    traced = fxopt.trace(Heads(), (x, mask))
+    with torch.no_grad():
+        assert lowered(traced)(x, mask).stride() == traced(x, mask).stride()

@@ -128,6 +128,28 @@ def test_constants_keep_their_dtype_and_are_undone(dtype):
     assert_round_trip(before, undo(changed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda m: m.table * 2 + 0.5,
+        lambda m: m.table.float() * 2,
+        lambda m: m.table + torch.arange(4.0),
+        lambda m: (m.table * 2 > 3).float(),
+    ],
+)
+def test_constants_made_of_buffers_get_the_dtype_that_these_would_give_them(constant, dtype):
+    traced = fxopt.trace(Uses(lambda m, x: x * constant(m)), (X,))
+    before = copy.deepcopy(traced).to(dtype)
+    changed = FoldConstants()(copy.deepcopy(traced))
+    assert len(fxopt.history(changed)) == 1
+    x = X.to(dtype)
+    for module in (changed, FoldConstants()(copy.deepcopy(changed)), copy.deepcopy(changed)):
+        assert module.to(dtype)(x).dtype == before(x).dtype
+        torch.testing.assert_close(module(x), before(x))
+    assert_round_trip(before, undo(changed))
+
+
 def test_undo_needs_no_folded_values():
     traced = fxopt.trace(Uses(lambda m, x: x + torch.arange(4) * 2), (X,))
     before = copy.deepcopy(traced).to("meta")

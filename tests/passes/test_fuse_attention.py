@@ -505,6 +505,16 @@ def test_views_of_sizes_that_nobody_checks_are_refused():
     assert "changes the shape" in FuseAttention().explain(traced).refusals[0][2]
 
 
+def test_a_step_that_drops_a_free_size_of_1_is_refused():
+    class Squeezes(nn.Module):
+        def forward(self, q, k, v):
+            return scores(q, k).squeeze().softmax(-1) @ v
+
+    free = ({2: torch.export.Dim("rows")}, None, None)
+    traced = fxopt.trace(Squeezes(), [torch.randn(2, 2, 5, 4) for _ in range(3)], dynamic_shapes=free)
+    assert "squeeze changes the shape" in FuseAttention().explain(traced).refusals[0][2]
+
+
 def test_free_sizes_stay_free():
     class Free(nn.Module):
         def forward(self, x, mask):

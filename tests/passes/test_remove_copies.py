@@ -121,6 +121,16 @@ def test_free_sizes_gain_no_guards():
         torch.testing.assert_close(removed(x), model(x), rtol=1e-12, atol=1e-12)
 
 
+def test_what_drops_a_free_size_of_1_stays():
+    class Squeezes(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2).contiguous().squeeze().flatten(1) * 2
+
+    traced = fxopt.trace(Squeezes(), (torch.randn(6, 5, 2, 4),), dynamic_shapes=({0: Dim("n")},))
+    expected = traced(torch.ones(1, 5, 2, 4))
+    torch.testing.assert_close(RemoveCopies()(traced)(torch.ones(1, 5, 2, 4)), expected)
+
+
 def test_without_a_guard_nothing_is_known_to_be_alike():
     traced = torch.fx.symbolic_trace(Uses(lambda x: joined(heads(x).contiguous())))
     assert not RemoveCopies().explain(traced).sites

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 
 class Good(nn.Module):
@@ -132,7 +129,3 @@ def example_inputs(model: nn.Module, batch: int = 2, sequence: int = 16) -> dict
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(batch, sequence, 4, generator=generator, dtype=torch.float64)
     return {"x": values.to(next(model.parameters()).dtype)}
-
-
-def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
-    return {"x": {0: Dim.AUTO, 1: Dim.AUTO}}

@@ -7,6 +7,8 @@ import torch
 
 from fxopt.testing import compare
 from validation import architectures
+from validation.build import free_sizes
+from validation.sweep import Architecture
 
 DIVERSE = [
     "bert",
@@ -72,7 +74,7 @@ def test_small_models_run_at_two_sizes_and_stay_finite(model_type: str) -> None:
     model = architectures.build(model_type)
 
     assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
-    for sizes in ({}, {"batch": architectures.OTHER_BATCH, "sequence": architectures.OTHER_SEQUENCE}):
+    for sizes in ({}, {"batch": 3, "sequence": 11}):
         with torch.no_grad():
             output = model(**architectures.example_inputs(model, **sizes))
         assert all(
@@ -93,22 +95,26 @@ def test_the_same_model_and_inputs_each_time() -> None:
         assert compare(first(**inputs), second(**inputs)).max_abs == 0
 
 
+def entry(model_type: str) -> Architecture:
+    return Architecture(name=model_type, model=model_type, source=architectures.__name__)
+
+
 def test_free_dimensions_are_those_that_change_with_the_sizes() -> None:
     model = architectures.build("bert")
     inputs = architectures.example_inputs(model)
-    free = architectures.free_dimensions(model)
+    free = free_sizes(entry("bert"), model)
 
     assert inputs["input_ids"].shape == (architectures.BATCH, architectures.SEQUENCE)
-    assert {name: [*dimensions] for name, dimensions in free.items()} == {
+    assert {name: [*dimensions] for name, dimensions in (free or {}).items()} == {
         "input_ids": [0, 1],
         "attention_mask": [0, 1],
     }
 
 
 def test_pixels_have_a_free_batch_alone() -> None:
-    free = architectures.free_dimensions(architectures.build("vit"))
+    free = free_sizes(entry("vit"), architectures.build("vit"))
 
-    assert {name: [*dimensions] for name, dimensions in free.items()} == {"pixel_values": [0]}
+    assert {name: [*dimensions] for name, dimensions in (free or {}).items()} == {"pixel_values": [0]}
 
 
 def test_floating_inputs_follow_the_model() -> None:

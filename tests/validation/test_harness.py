@@ -97,12 +97,11 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
 ONE_PASS = ["--fx-pass", "FuseBiasInLinear"]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness, workers: str) -> None:
+def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness) -> None:
     harness.zoo("Segfault", "Exit", "SystemExits", "Hang", "HangInC", "Memory", "Error", "Good")
-    assert harness.run("-n", workers, *ONE_PASS, "-k", "equivalence or good") == pytest.ExitCode.TESTS_FAILED
+    assert harness.run("-n", "2", *ONE_PASS, "-k", "equivalence") == pytest.ExitCode.TESTS_FAILED
     rows = harness.records()
-    compared = rows[rows.check == "equivalence"].set_index("model")
+    compared = rows.set_index("model")
     assert dict(zip(compared.index, zip(compared.outcome, compared.stage, strict=True), strict=True)) == {
         "segfault": ("crash", "capture"),
         "exit": ("crash", "capture"),
@@ -119,12 +118,11 @@ def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness,
         text = "took more than 2 s, so its process was ended, in before (faulty_models.py"
         assert text in compared.reason[model]
     assert "a model of its own mind" in compared.reason["error"]
-    assert set(rows[rows.model == "good"].outcome) == {"pass"}
 
 
 def test_timed_cases_run_after_all_others_and_alone(harness: Harness) -> None:
-    harness.zoo("Good", "Error", recorded={})
-    harness.run("-n", "2", "-k", "good or Merge and equivalence")
+    harness.zoo("Good", "Error", recorded=SITES | {"MergeLinears": 1})
+    harness.run("-n", "2", "-k", "latency or effect")
     stamps = harness.stamps()
     timed = stamps[stamps.id.str.contains("latency")].sort_values("start")
     others = stamps[~stamps.id.str.contains("latency")]
@@ -180,15 +178,14 @@ def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: H
     assert rows.loc["good-FuseBiasInLinear-cpu-equivalence", "tensors_compared"] == 1
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
 def test_stopping_at_the_first_failure_keeps_what_ran_and_the_rest_of_the_last_report(
-    harness: Harness, workers: str
+    harness: Harness,
 ) -> None:
     harness.zoo("Good", recorded={})
     assert harness.run() == pytest.ExitCode.OK
     before = harness.records()
     harness.zoo("Error", "Good", recorded={})
-    assert harness.run("-n", workers, "-x") == pytest.ExitCode.TESTS_FAILED
+    assert harness.run("-n", "2", "-x") == pytest.ExitCode.TESTS_FAILED
     rows, ran = harness.records(), {id_.partition("[")[2].removesuffix("]") for id_ in harness.stamps().id}
     assert set(rows[rows.outcome == "error"].id) <= ran < set(rows.id)
     assert set(rows.id) == ran | set(before.id)
@@ -275,7 +272,6 @@ def test_a_fault_in_a_report_costs_the_run_nothing(
     def fail(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    harness.zoo("Good", recorded={})
     target = {"html": html, "markdown": markdown, "store": store}[broken.partition(".")[0]]
     monkeypatch.setattr(target, broken.rpartition(".")[2], fail)
     assert harness.run() == pytest.ExitCode.TESTS_FAILED

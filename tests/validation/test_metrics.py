@@ -36,6 +36,7 @@ def test_the_examples_of_what_metrics_are_run() -> None:
         ("relative_error", 0.0, 1e-13, 0),
         ("agreement", 1.0, 0.9, 1),
         ("nodes_after", 10, 20, -1),
+        ("memory_peak_mb", 10, 20, 1),
         ("relative_error_original", 1e-8, 1.0, 0),
     ],
 )

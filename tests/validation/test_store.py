@@ -180,6 +180,14 @@ def test_merging_joins_parts_and_reruns_and_merging_again_changes_nothing(record
     assert repr(store.merge([merged, *parts, again, merged]).to_pylist()) == repr(merged.to_pylist())
 
 
+def test_a_part_that_did_not_run_a_case_takes_it_out_of_no_baseline(records, run, tmp_path):
+    planned = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    written(records, planned, tmp_path / "baseline")
+    written(records[1:], planned, tmp_path / "part")
+    with pytest.raises(store.ReportError, match="is a part of a run, and may just not have run it"):
+        store.accept(records[0].case.id, "it is gone", tmp_path / "part", tmp_path / "baseline")
+
+
 # --- journals --------------------------------------------------------------------------------------------
 
 

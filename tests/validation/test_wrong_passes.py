@@ -15,6 +15,7 @@ from tests.validation.wrong_passes import (
     EXPORTED,
     ROUND_TRIP,
     USABLE,
+    WAYS,
     Wrong,
     WrongAndInexact,
     WrongReverse,
@@ -44,7 +45,13 @@ def found(check: Check, pass_: Transformation, **fields: object) -> Record:
 def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> None:
     record = found(check, pass_)
     assert record.outcome is Outcome.FAIL
+    # A pass may be wrong in several ways: what it is planted for must be among them.
+    said = {
+        Check.USABLE: WAYS.get(pass_.name, ""),
+        Check.EFFECT: "that the graph shares with the user's model",
+    }
     assert record.reason
+    assert said.get(check, "") in record.reason
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,7 @@ def test_what_a_pipeline_makes_must_be_compiled_and_exported(name: str) -> None:
         runner = Runner([entry], {"Planted": wrong, "Right": WrongReverse("")})
         record = runner.run(Case(entry.name, ("all",), "cpu", Check.USABLE))
         assert record.outcome is outcome, record.reason
+        assert ("export: " in record.reason) == (outcome is Outcome.FAIL)
         assert (outcome is Outcome.PASS) == (record.measurements["ways_used"] == 7)
 
 

@@ -320,6 +320,20 @@ def _transposed(gm: GraphModule) -> None:
     gm.first.weight = nn.Parameter(weight.detach().t().contiguous().t(), weight.requires_grad)
 
 
+WAYS = {
+    "it cannot be pickled": "pickle: ",
+    "a buffer is lost in a copy": "deepcopy: ",
+    "a buffer is lost in a pickle": "pickle: ",
+    "a copy shares a buffer": "what is done with a copy changes the graph itself",
+    "its weights cannot be loaded": "state_dict: ",
+    "a buffer does not move": "to: ",
+    "a buffer keeps its dtype": "to: after .to(torch.float64)",
+    "a buffer keeps its device": "to: after .to('meta')",
+    "it cannot be saved": "save: ",
+}
+"""The ways in which these must be seen to fail: none of them can be saved, either."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForgetsBias(FuseBiasInLinear):
     """The fusion of biases, which forgets those of some layers."""

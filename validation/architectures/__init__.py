@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.export import Dim
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING, MODEL_MAPPING_NAMES
@@ -21,7 +20,6 @@ from .configs import small_config
 from .inputs import make_inputs
 
 BATCH, SEQUENCE = 2, 16
-OTHER_BATCH, OTHER_SEQUENCE = 3, 11
 
 
 def model_types() -> list[str]:
@@ -70,23 +68,6 @@ def example_inputs(
     """
     model_type = getattr(model.config, "model_type", "")
     return make_inputs(model, batch, sequence, seed, _overrides().get(model_type, {}).get("inputs", {}))
-
-
-def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
-    """The free dimensions of `example_inputs`, as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
-
-    Those are the ones that change with the batch or the sequence.
-    """
-    inputs = example_inputs(model)
-    others = [example_inputs(model, batch=OTHER_BATCH), example_inputs(model, sequence=OTHER_SEQUENCE)]
-    return {
-        name: {
-            i: Dim.AUTO
-            for i, size in enumerate(tensor.shape)
-            if any(other[name].shape[i] != size for other in others)
-        }
-        for name, tensor in inputs.items()
-    }
 
 
 def _model_class(model_type: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import platform
 from pathlib import Path
@@ -91,7 +90,7 @@ def replaced(table: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
 def _frame(rows: list[Row], threads: int, memory: bool) -> pd.DataFrame:
     """The rows with what the whole run shares: the machine, the versions, and how first calls were measured."""
     run = store.Run.now(threads=threads)
-    versions = [f"{name} {version}" for name in _PEERS if (version := _version(name))]
+    versions = [f"{name} {found}" for name in _PEERS if (found := store.version(name))]
     return pd.DataFrame([dataclasses.asdict(row) for row in rows]).assign(
         alone=memory,
         run=run.id,
@@ -130,10 +129,3 @@ def _of(known: dict[str, Prepare], text: str) -> dict[str, Prepare]:
     if not wanted:
         return known
     return {name: prepare for name, prepare in known.items() if name.startswith(("eager", *wanted))}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

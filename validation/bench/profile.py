@@ -78,7 +78,10 @@ def _section(name: str, workload: Workload, precision: str, seconds: float, rows
 
 
 def _timed(traced: TracedModule, inputs: Mapping[str, Any], seconds: float) -> pd.DataFrame:
-    """A row for each node that computes: its operator, layer, shape of the input, operations, and median seconds."""
+    """A row for each node that computes: its operator, layer, shape of the input, operations, and median seconds.
+
+    The function of a graph has nodes of its own as well, which make masks ready.
+    """
     run = _Timed(traced)
     begun = time.perf_counter()
     while len(run.rounds) < 2 * _ROUNDS or time.perf_counter() - begun < seconds:
@@ -93,8 +96,8 @@ def _timed(traced: TracedModule, inputs: Mapping[str, Any], seconds: float) -> p
     return pd.DataFrame(
         [
             {
-                "operator": _operator(traced, nodes[str(name)]),
-                "layer": _layer(traced, nodes[str(name)]),
+                "operator": _operator(traced, nodes[str(name)]) if name in nodes else name,
+                "layer": _layer(traced, nodes[str(name)]) if name in nodes else "",
                 "input": run.shapes.get(str(name), ""),
                 "flops": run.flops.get(str(name), 0),
                 "seconds": took,
@@ -121,8 +124,13 @@ class _Timed(Interpreter):
         start = time.perf_counter()
         value = getattr(self, n.op)(n.target, args, kwargs)
         self.rounds[-1][n.name] = time.perf_counter() - start
-        node = self._nodes[n.name]
-        if node.op == "call_module" and isinstance(value, Tensor) and isinstance(args[0], Tensor):
+        node = self._nodes.get(n.name)
+        if (
+            node is not None
+            and node.op == "call_module"
+            and isinstance(value, Tensor)
+            and isinstance(args[0], Tensor)
+        ):
             layer = self.fetch_attr(str(node.target))
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 self.shapes[n.name] = " x ".join(map(str, args[0].shape))

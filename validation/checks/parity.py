@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from fxopt.errors import GuardError
-from fxopt.testing import compare
 from fxopt.testing.probes import SIZES
 
 from ..build import free_sizes
-from ..comparison import judge_graph
+from ..comparison import difference, judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
 from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE
@@ -79,11 +78,6 @@ def _at(subject: Subject, sizes: dict[str, int]) -> str:
             return f"{GUARDED}{' '.join(str(error).split())}"
     where = f"with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
     with subject.entering("compare"):
-        try:
-            difference = compare(expected, actual)
-        except AssertionError as error:
-            raise AssertionError(f"{where}, {error}") from error
-        if not difference.max_rel <= subject.rtol:
-            text = f"{where}, {difference.where} is {difference.max_rel:.3g} of its largest value off"
-            raise AssertionError(text)
+        if wrong := difference(expected, actual, subject.rtol):
+            raise AssertionError(f"{where}, {wrong}")
     return FREE

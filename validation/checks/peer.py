@@ -7,9 +7,8 @@ import time
 import torch
 from torch import nn
 
-from fxopt.testing import compare
-
 from ..build import free_sizes
+from ..comparison import difference
 from ..records import Finding
 from ..subject import Subject
 from ..sweep import FIXED, FREE
@@ -31,7 +30,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         except Exception as error:  # whatever it raises, it has not captured the model
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
             continue
-        found, sizes = _difference(expected, actual, subject.rtol), FIXED
+        found, sizes = difference(expected, actual, subject.rtol), FIXED
         if shapes and not found:
             found, sizes, why = _at_another_batch(subject, model, exported)
             reason = reason or why
@@ -57,17 +56,4 @@ def _at_another_batch(subject: Subject, model: nn.Module, exported: nn.Module) -
         actual = subject.run(exported, dtype, subject.inputs(dtype, **sizes))
     except Exception as error:  # its guards, or what it calls
         return "", FIXED, " ".join(f"{type(error).__name__}: {error}".split())
-    return _difference(expected, actual, subject.rtol), FREE, ""
-
-
-def _difference(expected: object, actual: object, rtol: float) -> str:
-    """How two outputs differ by more than a tolerance; empty where they do not."""
-    try:
-        difference = compare(expected, actual)
-    except AssertionError as error:
-        return " ".join(str(error).split())
-    return (
-        ""
-        if difference.max_rel <= rtol
-        else f"{difference.where} is {difference.max_rel:.3g} of its largest value off"
-    )
+    return difference(expected, actual, subject.rtol), FREE, ""

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.export import Dim
 
 from fxopt.testing import randomise
 
 from . import parts
-
-BATCH, OTHER_BATCH = 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +58,7 @@ def build(model_type: str, seed: int = 0) -> nn.Module:
     return randomise(made.float(), seed).eval()
 
 
-def example_inputs(
-    model: nn.Module, batch: int = BATCH, sequence: int = 0, seed: int = 0
-) -> dict[str, Tensor]:
+def example_inputs(model: nn.Module, batch: int = 2, sequence: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """Inputs of a model of `build` by the names of the forward's parameters, floating ones in the model's dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,15 +68,6 @@ def example_inputs(
     tensors = (*model.parameters(), *model.buffers())
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
-
-
-def free_dimensions(model: nn.Module) -> dict[str, dict[int, Any]]:
-    """The dimensions that change with the batch, as `dynamic_shapes` of `fxopt.trace` and `torch.export`."""
-    few, more = example_inputs(model), example_inputs(model, OTHER_BATCH)
-    return {
-        name: {dim: Dim.AUTO for dim, size in enumerate(value.shape) if more[name].shape[dim] != size}
-        for name, value in few.items()
-    }
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .files import SCHEMA, ReportError, file_of, replace
 from .journal import Journal
 from .past import accept, append_history, history, seconds_by_group, write_table
-from .provenance import Run
+from .provenance import Run, version
 from .reading import read_run, read_table
 from .table import COLUMNS, measurements_of, merge, missing, plan_of, table_of
 
@@ -28,5 +28,6 @@ __all__ = [
     "replace",
     "seconds_by_group",
     "table_of",
+    "version",
     "write_table",
 ]

@@ -47,16 +47,17 @@ class Run:
             started=datetime.datetime.now(datetime.UTC),
             commit=_commit(root),
             python=platform.python_version(),
-            torch=_version("torch"),
-            transformers=_version("transformers"),
+            torch=version("torch"),
+            transformers=version("transformers"),
             devices={device: _device_name(device) for device in devices},
             threads=threads,
             plan=plan,
-            fxopt=_version("fxopt"),
+            fxopt=version("fxopt"),
         )
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
+    """The installed version of a distribution; empty where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

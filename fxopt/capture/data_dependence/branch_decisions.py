@@ -69,32 +69,29 @@ class BranchAtLine:
     state: FrameSnapshot
 
 
+@dataclasses.dataclass(eq=False)
 class BranchDecisions:
     """The decisions on values of one capture, in the order in which the forward asks.
 
     `answers` is the script of outcomes; `example`, where there is one, decides what comes after it.
     """
 
-    def __init__(
-        self,
-        writer: GraphWriter,
-        sizes: SizeNodes,
-        fake_mode: CaptureFakeMode,
-        answers: Outcomes,
-        example: ExampleRun | None = None,
-        raising: dict[tuple[Any, str], bool] | None = None,
-        knows_keys: bool = False,
-    ) -> None:
-        self._writer, self._sizes, self._fake_mode = writer, sizes, fake_mode
-        self._shape_env: Any = fake_mode.shape_env
-        self._answers, self._example = answers, example
-        # Whether a size is known where it is the key of a dict; there is none otherwise.
-        self.knows_keys = knows_keys
+    writer: GraphWriter
+    sizes: SizeNodes
+    fake_mode: CaptureFakeMode
+    answers: Outcomes
+    example: ExampleRun | None
+    raising: dict[tuple[Any, str], bool]
+    # Whether a size is known where it is the key of a dict; there is none otherwise.
+    knows_keys: bool
+
+    def __post_init__(self) -> None:
+        self._shape_env: Any = self.fake_mode.shape_env
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
         self._supposed: dict[Any, bool] = {}
-        self.calls = OperatorChecks(fake_mode, {} if raising is None else raising, self._settle)
+        self.calls = OperatorChecks(self.fake_mode, self.raising, self._settle)
         # The branches at each of those lines.
         self.asked_at: dict[str, list[BranchAtLine]] = collections.defaultdict(list)
         self._asked_by_line = 0
@@ -110,16 +107,16 @@ class BranchDecisions:
     @property
     def specialised(self) -> bool:
         """Tell whether the example inputs decide."""
-        return self._example is not None
+        return self.example is not None
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the value that `function`, one of `READS`, reads of tensors."""
         kind = READS[name]
         if len(args) == 1 and not kwargs and name != "__contains__":
-            node = self._writer.argument(args[0])
+            node = self.writer.argument(args[0])
         else:
             op, target, args, kwargs = canonical(function, args, kwargs)
-            node = self._writer.create(op, target, *self._writer.arguments(name, args, kwargs), None)
+            node = self.writer.create(op, target, *self.writer.arguments(name, args, kwargs), None)
         tensors = list(tensors_in((args, kwargs)))
         if any(t.is_inference() for t in tensors):
             return self._decide(node, kind)  # they count no writes
@@ -130,8 +127,8 @@ class BranchDecisions:
 
     def runs(self, place: torch.Tensor, position: int) -> bool:
         """Tell whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
-        node, line = self._writer.argument(place), self._writer.location()
-        end, error = self._answers.ends.get(line, (None, ""))
+        node, line = self.writer.argument(place), self.writer.location()
+        end, error = self.answers.ends.get(line, (None, ""))
         if end is not None and position >= end:
             self._check(node, False, error)
             return False
@@ -154,21 +151,21 @@ class BranchDecisions:
     def note_text(self, value: Any) -> None:
         """Take note of a text that is made of a value which is not known."""
         if not is_diagnostic(model_frame(sys._getframe(1))):
-            self.text_question = self._question(self._writer.argument(value), str, DataDependentText)
+            self.text_question = self._question(self.writer.argument(value), str, DataDependentText)
 
     def array(self, tensor: torch.Tensor) -> Any:
         """A tensor as a numpy array, all of whose values the graph then takes for granted."""
-        node = self._writer.argument(tensor)
-        if self._example is None:
+        node = self.writer.argument(tensor)
+        if self.example is None:
             raise self._opened(node, torch.Tensor)
-        value = self._example.read(node, lambda tensor: tensor.detach().clone())
-        constant = self._writer.create("get_attr", self._writer.constant(value), (), {}, None)
+        value = self.example.read(node, lambda tensor: tensor.detach().clone())
+        constant = self.writer.create("get_attr", self.writer.constant(value), (), {}, None)
         self._check(node, constant, "")
-        return self._example.read(node, lambda tensor: tensor.detach().clone().numpy())
+        return self.example.read(node, lambda tensor: tensor.detach().clone().numpy())
 
     def size(self, expression: Any) -> Any:
         """The value of a sympy expression of unbacked sizes; None if it cannot be told."""
-        if not all(map(self._sizes.has_source, expression.free_symbols)):
+        if not all(map(self.sizes.has_source, expression.free_symbols)):
             return None
         if expression in self._supposed:
             return sympy.sympify(self._supposed[expression])
@@ -177,7 +174,7 @@ class BranchDecisions:
             self.calls.ask(expression)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
-        node = self._sizes.node(self._shape_env.symbolic(expression, kind))
+        node = self.sizes.node(self._shape_env.symbolic(expression, kind))
         if not isinstance(node, torch.fx.Node):
             return sympy.sympify(node)
         by_line = self._by_line(node, kind)
@@ -190,7 +187,7 @@ class BranchDecisions:
 
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
         """Settle a condition on sizes, with a check: a call raises the error `otherwise` for the other outcome."""
-        self._check(self._sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
+        self._check(self.sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
         self._supposed |= {question: answer, sympy.Not(question): not answer}
         self._learn(question, answer)
 
@@ -209,27 +206,27 @@ class BranchDecisions:
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
         size = _size_compared_with_one(expression)
         if size is not None:
-            not_empty = self._sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
+            not_empty = self.sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
             if isinstance(not_empty, torch.fx.Node):
-                message = f"the graph assumes that a size is not 0. {self._writer.where()}"
-                self._writer.create("call_function", check_value, (not_empty, message), {}, None)
+                message = f"the graph assumes that a size is not 0. {self.writer.where()}"
+                self.writer.create("call_function", check_value, (not_empty, message), {}, None)
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
                     self._shape_env.assume(fact, LEARNED)
 
     def _by_line(self, node: torch.fx.Node, kind: type, counted: bool = True) -> bool | None:
         """The outcome that the script has for this line, if any, with a check that all branches of the line have one outcome."""
-        line = self._writer.location()
-        answers = self._answers.at_lines.get(line)
+        line = self.writer.location()
+        answers = self.answers.at_lines.get(line)
         if answers is None or kind is not bool:
             return None
         self._asked_by_line += counted
         if self._asked_by_line > _MOST_QUESTIONS_BY_LINE:
             raise self._opened(node, kind)
-        where, earlier = self._writer.where(), self.asked_at[line]
+        where, earlier = self.writer.where(), self.asked_at[line]
         answer = answers[len(earlier) % 2]
-        check = self._writer.create("call_function", check_same_outcome, (node, None, where), {}, None)
+        check = self.writer.create("call_function", check_same_outcome, (node, None, where), {}, None)
         earlier.append(
-            BranchAtLine(check, where, answer, self._fake_mode.drawn, python_state(sys._getframe(1)))
+            BranchAtLine(check, where, answer, self.fake_mode.drawn, python_state(sys._getframe(1)))
         )
         return answer
 
@@ -237,22 +234,22 @@ class BranchDecisions:
         by_line = self._by_line(node, kind)
         if by_line is not None:
             return by_line
-        if self._answered < len(self._answers.settled) and kind is bool:
-            settled = self._answers.settled[self._answered]
+        if self._answered < len(self.answers.settled) and kind is bool:
+            settled = self.answers.settled[self._answered]
             self._answered += 1
             settled.asked = True
             self._check(node, settled.answer, settled.otherwise)
             return settled.answer
-        if self._example is None:
+        if self.example is None:
             raise self._opened(node, kind)
-        answer = self._example.read(node, kind)
+        answer = self.example.read(node, kind)
         self._check(node, answer, "")
         return answer
 
     def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
-        where = self._writer.where()
+        where = self.writer.where()
         self.checks.append(f"the forward decides {decided} on a value: {where}")
-        self._writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
+        self.writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
 
     def _opened(
         self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
@@ -263,13 +260,13 @@ class BranchDecisions:
 
     def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
         return question(
-            f"the forward decides on the value of a tensor, which a graph cannot. {self._writer.where()} The value is "
+            f"the forward decides on the value of a tensor, which a graph cannot. {self.writer.where()} The value is "
             f"{describe_origin(node)}. Capture with specialize=True, which takes the decision that the example "
             "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
             "or make the module a leaf (leaf_modules=...).",
             kind,
-            self._writer.where(),
-            self._writer.location(),
+            self.writer.where(),
+            self.writer.location(),
         )
 
 

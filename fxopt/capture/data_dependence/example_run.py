@@ -49,8 +49,9 @@ class ExampleRun:
     ) -> None:
         self._model, self._layers, self._graph = model, layers, graph
         self._constants, self._examples = constants, examples
-        self._values: dict[torch.fx.Node, Any] = {}
-        self._copy = torch.nn.Module()
+        # Of the nodes written so far, in a copy of the model.
+        self._interpreter = torch.fx.Interpreter(torch.nn.Module(), False, graph)
+        self._values = self._interpreter.env
         self._inputs: dict[int, Any] = {}
         self._shared: set[int] = set()
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -82,7 +83,9 @@ class ExampleRun:
         drawn = (
             random.getstate()
         )  # some models draw a name when they are copied, which is not the forward's doing
-        self._copy = copy.deepcopy(self._model, {id(t): t for t in (*shared, *sys.modules.values())})
+        self._interpreter.module = copy.deepcopy(
+            self._model, {id(t): t for t in (*shared, *sys.modules.values())}
+        )
         random.setstate(drawn)
         self._inputs = {
             key: value.detach().clone().requires_grad_(value.requires_grad)
@@ -115,22 +118,13 @@ class ExampleRun:
         if node.op == "placeholder":
             # The fake input with a real tensor in the place of each fake one.
             return copy.deepcopy(node.meta["val"], dict(self._inputs))
-        if node.op == "get_attr":
-            name = str(node.target)
-            if name in self._constants:
-                return self._constants[name].clone()
-            owner, _, attribute = name.rpartition(".")
-            return getattr(self._copy.get_submodule(owner), attribute)
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        if node.target in _SKIPPED or (node.target is modes.leave and args == (None,)):
+        if node.op == "get_attr" and str(node.target) in self._constants:
+            return self._constants[str(node.target)].clone()
+        leaves_nothing = node.target is modes.leave and self._values[node.args[0]] is None  # type: ignore[index]
+        if node.target in _SKIPPED or leaves_nothing:
             return None
-        if node.op == "call_module":
-            return self._copy.get_submodule(str(node.target))(*args, **kwargs)
         self._refuse_write(node)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+        return self._interpreter.run_node(node)
 
     def _refuse_write(self, node: torch.fx.Node) -> None:
         """Raise TraceError for a node that would write into a tensor of the user's model."""

@@ -74,3 +74,21 @@ def _dims(part: Any) -> int:
     if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
         return part.dim()
     return 1
+
+
+def slices_in_turn(index: Any, dims: int) -> list[tuple[slice, ...]]:
+    """Indices that each slice one dimension, for one with several slices at unbacked numbers; none for any other index."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else []
+    if sum(map(_is_unbacked_slice, parts)) < 2:
+        return []
+    for place in [place for place, part in enumerate(parts) if part is Ellipsis]:
+        parts[place : place + 1] = [slice(None)] * (dims - len(parts) + 1)
+    if not all(isinstance(part, slice) for part in parts):
+        return []
+    bounded = [dim for dim, part in enumerate(parts) if part.start is not None or part.stop is not None]
+    return [(*(slice(None),) * dim, parts[dim]) for dim in bounded]
+
+
+def _is_unbacked_slice(part: Any) -> bool:
+    bounds = (part.start, part.stop) if isinstance(part, slice) else ()
+    return any(isinstance(bound, torch.SymInt) and free_unbacked_symbols(bound) for bound in bounds)

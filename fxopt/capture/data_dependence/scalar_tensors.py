@@ -14,12 +14,17 @@ import operator
 from collections.abc import Callable, Set
 from typing import Any
 
+import sympy
 import torch
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanAtom
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
 
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime.checks import check_value
+from fxopt.objects import mapped
 
 # What takes sizes as arguments, by name.
 _TAKES_SIZES = {
@@ -28,21 +33,19 @@ _TAKES_SIZES = {
 }
 # What reads sizes that are tensors without a word, so that no node would make their numbers.
 _READS_SIZES = {"pad", "interpolate", "repeat"}
-_INTEGERS = (int, torch.SymInt)
 # The calls that may be `given_as_numbers`.
 TAKES_SIZES = {"arange", *_TAKES_SIZES, *_READS_SIZES}
 
 
 @dataclasses.dataclass
 class Number:
-    """The known value of a tensor: a fraction of sizes and integers, or the answer to a comparison.
+    """The known value of a tensor as a sympy expression: a fraction of sizes and integers, or a comparison of such.
 
     It is `exact` if it cannot be another number in a run, as one that is computed from sizes alone, in int64.
     """
 
     value: Any
-    divisor: Any = 1
-    exact: bool = False
+    exact: bool = True
     version: float = 0
 
 
@@ -55,10 +58,12 @@ class KnownScalars:
     def __init__(
         self,
         writer: GraphWriter,
+        shape_env: CaptureShapeEnv,
         model_tensor: Callable[[torch.Tensor], tuple[str, torch.Tensor | None]],
         written: Set[str] = frozenset(),
     ) -> None:
-        self._writer, self._model_tensor, self._written = writer, model_tensor, written
+        self._writer, self._shape_env = writer, shape_env
+        self._model_tensor, self._written = model_tensor, written
         self._taken: list[tuple[str, torch.Tensor]] = []
         self._numbers: dict[int, Number] = {}
         self._checked: set[int] = set()
@@ -68,21 +73,36 @@ class KnownScalars:
         """Keep what a call gives, if that is a number of this kind."""
         if not isinstance(result, torch.Tensor) or result.dim():
             return
-        compute = _ARITHMETIC.get(name)
-        if compute is None:
-            return
-        if compute is _same:
+        if name in _COPIES:  # the other arguments say how the copy is held
             args, kwargs = args[:1], {}
-        operands = [self._number(arg) for arg in args]
-        known = [operand for operand in operands if operand is not None]
-        number = compute(known, kwargs, result) if len(known) == len(operands) else None
-        if number is not None:
-            number.version = _version(result)
-            number.exact = (
-                number.exact and all(operand.exact for operand in known) and result.dtype == torch.int64
-            )
-            self._numbers[id(result)] = number
+        operands = [operand for arg in args if (operand := self._number(arg)) is not None]
+        if len(operands) < len(args):
+            return
+        value = self._computed(name, [operand.value for operand in operands], kwargs, result.dtype)
+        if value is not None:
+            exact = all(operand.exact for operand in operands) and result.dtype == torch.int64
+            self._numbers[id(result)] = Number(value, exact, _version(result))
             self._alive.append(result)
+
+    def _computed(self, name: str, values: list[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+        """The number that a call makes of others; None if it is not known."""
+        if any(isinstance(value, _COMPARISON) for value in values):
+            return None
+        if name in _COPIES and values:
+            rounds = not (values[0].is_integer or dtype.is_floating_point)
+            return None if rounds or dtype == torch.bool else values[0]
+        if name in ("div", "floor_divide", "__floordiv__") and len(values) == 2:
+            rounding = "floor" if name != "div" else kwargs.get("rounding_mode")
+            if set(kwargs) - {"rounding_mode"} or (rounding == "trunc" and self._may_be_negative(values[0])):
+                return None  # both ways of rounding are the same for what is not negative
+            quotient = _quotient(*values)
+            return quotient if rounding is None or quotient is None else _floor(quotient)
+        operands, compute = _ARITHMETIC.get(name, (0, None))
+        return compute(*values) if compute and len(values) == operands and not kwargs else None
+
+    def _may_be_negative(self, value: Any) -> bool:
+        numerator, _ = sympy.fraction(sympy.together(value))
+        return bool(self._shape_env.bound_sympy(numerator).lower < 0)
 
     def given_as_numbers(
         self,
@@ -105,7 +125,7 @@ class KnownScalars:
         if name == "__getitem__" and isinstance(args[1], torch.Tensor):
             number = self._numbers.get(id(args[1]))
             known = number is not None and number.exact and number.version == _version(args[1])
-            return (args[0], number.value) if known and number else args, kwargs
+            return (args[0], self._plain(number.value)) if known and number else args, kwargs
         if name in _TAKES_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, lambda unknown: unknown))
         return args, kwargs
@@ -115,9 +135,9 @@ class KnownScalars:
         if name != "__bool__" or id(args[0]) not in self._numbers:
             return None
         number = self._number(args[0])
-        if number is None or number.divisor != 1:
+        if number is None or not isinstance(number.value, _COMPARISON):
             return None
-        number.value = bool(number.value)  # puts a guard
+        number.value = sympy.sympify(bool(self._plain(number.value)))  # puts a guard
         return bool(self._read(args[0], lambda unknown: None))
 
     def written(self) -> set[str]:
@@ -125,8 +145,10 @@ class KnownScalars:
         return {name for name, tensor in self._taken if _version(tensor)}
 
     def _number(self, value: Any) -> Number | None:
-        if isinstance(value, _INTEGERS) and not isinstance(value, bool):
-            return Number(value, exact=True)
+        if isinstance(value, torch.SymInt):
+            return Number(value.node.expr)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return Number(sympy.Integer(value))
         if not isinstance(value, torch.Tensor) or value.dim():
             return None
         number = self._numbers.get(id(value))
@@ -146,102 +168,54 @@ class KnownScalars:
             return None
         self._taken.append((name, tensor))
         with unset_fake_temporarily():
-            return Number(int(real))
+            return Number(sympy.Integer(int(real)), exact=False)
 
     def _read(self, tensor: torch.Tensor, unknown: Callable[[torch.Tensor], Any]) -> Any:
         """The number that a tensor holds, checked in the graph; `unknown(tensor)` if nobody knows it."""
         number = self._number(tensor)
-        if number is None or number.divisor != 1:
+        if number is None or not (isinstance(number.value, BooleanAtom) or number.value.is_integer):
             return unknown(tensor)
+        plain = self._plain(number.value)
         if not number.exact and id(tensor) not in self._checked:
             self._checked.add(id(tensor))
             item = self._writer.create("call_method", "item", (self._writer.argument(tensor),), {}, None)
-            expected = self._writer.argument(number.value)
+            expected = self._writer.argument(plain)
             same = self._writer.create("call_function", operator.eq, (item, expected), {}, None)
             message = (
                 f"the graph assumes what number a tensor holds that is used as a size. {self._writer.where()}"
             )
             self._writer.create("call_function", check_value, (same, message), {}, None)
-        return number.value
+        return plain
+
+    def _plain(self, value: Any) -> Any:
+        """A known value as Python sees it."""
+        if isinstance(value, _COMPARISON):
+            return bool(value) if isinstance(value, BooleanAtom) else self._shape_env.symbolic(value, bool)
+        return int(value) if value.is_number else self._shape_env.symbolic(value, int)
 
 
-def _sum(sign: int, reverse: bool = False) -> Callable[..., Number | None]:
-    def computed(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-        if len(known) != 2 or kwargs:
-            return None
-        a, b = reversed(known) if reverse else known
-        if a.divisor == b.divisor:
-            return Number(a.value + sign * b.value, a.divisor, exact=True)
-        return Number(a.value * b.divisor + sign * b.value * a.divisor, a.divisor * b.divisor, exact=True)
-
-    return computed
+def _quotient(a: Any, b: Any) -> Any:
+    """A fraction; None where the divisor is a size, which may be 0 in a tensor."""
+    return a / b if b.is_number and b > 0 else None
 
 
-def _product(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-    if len(known) != 2 or kwargs:
-        return None
-    a, b = known
-    return Number(a.value * b.value, a.divisor * b.divisor, exact=True)
+def _floor(value: Any) -> Any:
+    return FloorDiv(*sympy.fraction(sympy.together(value)))
 
 
-def _quotient(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-    """A true quotient, or `torch.div(..., rounding_mode=...)`."""
-    if len(known) != 2 or set(kwargs) - {"rounding_mode"}:
-        return None
-    a, b = known
-    if type(b.value) is not int or b.value <= 0:
-        return None
-    fraction = Number(a.value * b.divisor, a.divisor * b.value, exact=True)
-    rounding = kwargs.get("rounding_mode")
-    if rounding is None:
-        return fraction
-    # Both ways of rounding are the same for what is not negative.
-    if rounding == "floor" or statically_known_true(a.value >= 0):
-        return Number(fraction.value // fraction.divisor, exact=True)
-    return None
-
-
-def _floor(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-    if len(known) == 2:
-        return _quotient(known, {**kwargs, "rounding_mode": "floor"}, result)
-    return Number(known[0].value // known[0].divisor, exact=True)
-
-
-def _ceiling(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-    return Number(-(-known[0].value // known[0].divisor), exact=True)
-
-
-def _same(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-    """A copy, or a conversion that rounds nothing."""
-    if not known or (known[0].divisor != 1 and not result.dtype.is_floating_point):
-        return None
-    return dataclasses.replace(known[0], exact=True) if result.dtype != torch.bool else None
-
-
-def _compared(compare: Callable[[Any, Any], Any]) -> Callable[..., Number | None]:
-    def computed(known: list[Number], kwargs: dict[str, Any], result: torch.Tensor) -> Number | None:
-        if len(known) != 2 or kwargs:
-            return None
-        a, b = known
-        return Number(compare(a.value * b.divisor, b.value * a.divisor))
-
-    return computed
-
-
-# What a call makes of numbers, by its name; divisors are above zero.
-_ARITHMETIC: dict[str, Callable[[list[Number], dict[str, Any], torch.Tensor], Number | None]] = {
-    **dict.fromkeys(("add", "__add__", "__radd__"), _sum(1)),
-    **dict.fromkeys(("sub", "__sub__"), _sum(-1)),
-    **dict.fromkeys(("__rsub__", "rsub"), _sum(-1, reverse=True)),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _product),
-    **dict.fromkeys(("div", "true_divide", "__truediv__"), _quotient),
-    **dict.fromkeys(("floor_divide", "__floordiv__", "floor"), _floor),
-    "ceil": _ceiling,
-    # The other arguments say how the copy is held.
-    **dict.fromkeys(
-        ("to", "long", "int", "float", "double", "clone", "detach", "tensor", "as_tensor"), _same
-    ),
-    **{name: _compared(getattr(operator, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+_COMPARISON = (Relational, BooleanAtom)
+# What gives its first argument.
+_COPIES = {"to", "long", "int", "float", "double", "clone", "detach", "tensor", "as_tensor"}
+# What a call makes of so many numbers, by its name.
+_ARITHMETIC: dict[str, tuple[int, Callable[..., Any]]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), (2, operator.add)),
+    **dict.fromkeys(("sub", "__sub__"), (2, operator.sub)),
+    **dict.fromkeys(("__rsub__", "rsub"), (2, lambda a, b: b - a)),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), (2, operator.mul)),
+    **dict.fromkeys(("true_divide", "__truediv__"), (2, _quotient)),
+    "floor": (1, _floor),
+    "ceil": (1, lambda a: -_floor(-a)),
+    **{name: (2, getattr(sympy, name.capitalize())) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
 
 
@@ -255,10 +229,14 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not other and tensor.dtype not in (torch.bool, torch.uint8)  # as an index, these are masks
 
 
+def _is_scalar_integer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and _is_integer(value)
+
+
 def holds_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an argument, after the first one, is or holds an integer tensor without dimensions."""
     found: list[Any] = []
-    _mapped((args[1:], kwargs), lambda tensor: found.append(tensor))
+    with_numbers(args, kwargs, found.append)
     return bool(found)
 
 
@@ -266,17 +244,7 @@ def with_numbers(
     args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with `number(t)` in the place of each such tensor."""
-    rest, keywords = _mapped((args[1:], kwargs), number)
+    rest, keywords = mapped(
+        (args[1:], kwargs), lambda part: number(part) if _is_scalar_integer(part) else part
+    )
     return args[:1] + rest, keywords
-
-
-def _mapped(value: Any, number: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return number(value) if value.dim() == 0 and _is_integer(value) else value
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(item, number) for item in value)
-    if type(value) is dict:
-        return {key: _mapped(item, number) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_mapped(part, number) for part in (value.start, value.stop, value.step)))
-    return value

@@ -91,34 +91,28 @@ class CallCache:
         self._results, self._earlier = {}, {}
 
 
+@dataclasses.dataclass(eq=False)
 class CachedCall:
     """One call, which may have been made before, with arguments of the same metadata."""
 
-    def __init__(
-        self,
-        fake_mode: CaptureFakeMode,
-        results: dict[Any, Any],
-        earlier: Earlier,
-        key: Any,
-        inputs: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
-        self._fake_mode = fake_mode
-        self._results = results
-        self._key = key
-        self._inputs = inputs
-        self._parameters = parameters
-        self._versions = [tensor._version for tensor in inputs]
-        self._drawn = fake_mode.drawn
-        shape_env: Any = fake_mode.shape_env
+    fake_mode: CaptureFakeMode
+    results: dict[Any, Any]
+    earlier: Earlier
+    key: Any
+    inputs: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self._versions = [tensor._version for tensor in self.inputs]
+        self._drawn = self.fake_mode.drawn
+        shape_env: Any = self.fake_mode.shape_env
         self._shape_env, self._state = shape_env, shape_env.state
-        self._earlier = earlier
-        self.known = key in results or self._was_made_before()
+        self.known = self.key in self.results or self._was_made_before()
 
     def recall(self) -> Any:
         """The result of a known call, in new tensors."""
         with self._shape_env.suppress_guards():
-            return self._made(self._results[self._key])
+            return self._made(self.results[self.key])
 
     def _made(self, known: Any) -> Any:
         if isinstance(known, _Sequence):
@@ -126,25 +120,25 @@ class CachedCall:
         if known is None:
             return None
         if known.view_of is not None:
-            return self._fake_mode.view(self._inputs[known.view_of], known)
+            return self.fake_mode.view(self.inputs[known.view_of], known)
         if known.requires_grad:
-            return _Made.apply(self._fake_mode, known, *self._sources())  # type: ignore[no-untyped-call]
-        return self._fake_mode.tensor(known)
+            return _Made.apply(self.fake_mode, known, *self._sources())  # type: ignore[no-untyped-call]
+        return self.fake_mode.tensor(known)
 
     @functools.cached_property
     def _symbols(self) -> set[Any]:
         """The symbols in the sizes of the arguments; where no size is free, there is none to look for."""
-        return _symbols(self._key) if self._shape_env.var_to_range else set()
+        return _symbols(self.key) if self._shape_env.var_to_range else set()
 
     def _was_made_before(self) -> bool:
         """Tell whether another capture made this call, with the same knowledge of the sizes."""
-        if self._key not in self._earlier:
+        if self.key not in self.earlier:
             return False
         facts, _ = self._shape_env.facts.about(self._symbols)
-        if facts not in self._earlier[self._key]:
+        if facts not in self.earlier[self.key]:
             return False
-        known = self._earlier[self._key][facts]
-        self._results[self._key] = _with_sizes(known, lambda size: self._shape_env.symbolic(size, int))
+        known = self.earlier[self.key][facts]
+        self.results[self.key] = _with_sizes(known, lambda size: self._shape_env.symbolic(size, int))
         return True
 
     def remember(self, result: Any) -> None:
@@ -153,11 +147,11 @@ class CachedCall:
         Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
         if what was known of its sizes answered all that it asked about them.
         """
-        unchanged = self._versions == [tensor._version for tensor in self._inputs]
-        unchanged = unchanged and self._drawn == self._fake_mode.drawn
+        unchanged = self._versions == [tensor._version for tensor in self.inputs]
+        unchanged = unchanged and self._drawn == self.fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(UncertainError):
-                known = self._results[self._key] = self._known(result, {})
+                known = self.results[self.key] = self._known(result, {})
                 if self._state == self._shape_env.state:
                     self._keep(known)
 
@@ -170,7 +164,7 @@ class CachedCall:
                 raise UncertainError
             return size.node.expr
 
-        self._earlier.setdefault(self._key, {})[facts] = _with_sizes(known, expression)
+        self.earlier.setdefault(self.key, {})[facts] = _with_sizes(known, expression)
 
     def _known(self, result: Any, memories: dict[int, Any]) -> Any:
         """The metadata of a result; `memories` holds what is new in it, of which no two may share any."""
@@ -181,14 +175,14 @@ class CachedCall:
             if not named and type(result) not in (tuple, list):
                 raise UncertainError
             return _Sequence(type(result), tuple(self._known(item, memories) for item in result))
-        if type(result) is not FakeTensor or any(result is tensor for tensor in self._inputs):
+        if type(result) is not FakeTensor or any(result is tensor for tensor in self.inputs):
             raise UncertainError
         metadata_key(result)
         if free_unbacked_symbols(result) - self._symbols:
             raise UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
-        owners = [i for i, tensor in enumerate(self._inputs) if storage_of(tensor) == storage._cdata]
-        sources = [self._inputs[owners[0]]] if len(owners) == 1 else self._sources()
+        owners = [i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage._cdata]
+        sources = [self.inputs[owners[0]]] if len(owners) == 1 else self._sources()
         if len(owners) > 1 or storage._cdata in memories:
             raise UncertainError
         if owners and result.dtype != sources[0].dtype:
@@ -210,7 +204,7 @@ class CachedCall:
 
     def _sources(self) -> list[torch.Tensor]:
         """The tensors on which a new one depends for autograd."""
-        return [tensor for tensor in (*self._inputs, *self._parameters) if tensor.requires_grad]
+        return [tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad]
 
 
 class _Made(torch.autograd.Function):

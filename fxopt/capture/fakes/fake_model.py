@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.fakes.tensor_attributes import set_on
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.errors import TraceError
 
@@ -27,6 +28,18 @@ MADE = object()
 _PLAIN = (bool, int, float, str)
 # Attributes that every module has: parameters, children and hooks among them.
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptState:
+    """All that earlier calls have left in a model: what they changed of its state, and the hooks of each module.
+
+    `known` are the values of tensors and sizes in it, by identity.
+    """
+
+    changes: Changes = dataclasses.field(default_factory=dict)
+    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +54,8 @@ class FakeModel:
     """A copy of `model` with fake tensors in the place of real ones.
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
-    tensors behind other fakes: plain attributes, and tensors from outside the model. `changes` is state to start from
-    that an earlier call left. `known` are the values of tensors and sizes in it, by identity; the other tensors are `stale`,
-    no value of this call, and whoever uses another size calls `refuse`.
+    tensors behind other fakes: plain attributes, and tensors from outside the model. `earlier` is state to start from:
+    tensors in it that are not known are `stale`, no value of this call, and whoever uses a size that is not calls `refuse`.
     """
 
     def __init__(
@@ -51,9 +63,8 @@ class FakeModel:
         model: torch.nn.Module,
         fake_mode: FakeTensorMode,
         layers: Collection[int],
-        changes: Changes | None = None,
-        known: Mapping[int, Any] | None = None,
-        refuse: Callable[[], None] = lambda: None,
+        earlier: KeptState,
+        refuse: Callable[[], None],
     ) -> None:
         self._fake_mode = fake_mode
         self.names: dict[int, str] = {}
@@ -69,11 +80,14 @@ class FakeModel:
             if id(tensor) not in memo:
                 memo[id(tensor)] = fake_mode.from_tensor(tensor, static_shapes=True)
                 self.names[id(memo[id(tensor)])] = name
+        self._tensors = {name: memo[id(tensor)] for name, tensor in tensors.items()}
         for module in model.modules():
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
         try:
+            for name, tensor in tensors.items():
+                vars(self._tensors[name]).update(deepcopy_with_closures(set_on(tensor), memo))
             self.model = deepcopy_with_closures(model, memo)
         except Exception as error:
             raise TraceError(
@@ -94,22 +108,24 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
-        self._apply_changes(changes or {}, known or {}, refuse)
+        self._leave(earlier, refuse)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
-    def _apply_changes(self, changes: Changes, known: Mapping[int, Any], refuse: Callable[[], None]) -> None:
+    def _leave(self, earlier: KeptState, refuse: Callable[[], None]) -> None:
         """Leave in the copy what an earlier call has left."""
-        for (name, key), value in changes.items():
+        for (name, key), value in earlier.changes.items():
             if isinstance(value, Snapshot):
                 if value.in_closure and (value.tensors or value.sizes):
                     raise TraceError(
                         f"a function that {key!r} holds keeps a tensor or a size for a later call."
                     )
-                stand_ins = self._stand_ins(value, known, refuse)
+                stand_ins = self._stand_ins(value, earlier.known, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
-            if type(value) is UnusableNumber:
-                vars(self.model.get_submodule(name))[key] = value  # `nn.Module` would ask what it is
+            holder = self._tensors.get(name)
+            if holder is not None or type(value) is UnusableNumber:
+                # `nn.Module` would ask what the number is
+                vars(self.model.get_submodule(name) if holder is None else holder)[key] = value
             else:
                 setattr(self.model.get_submodule(name), key, value)
 
@@ -163,6 +179,8 @@ class FakeModel:
                     state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
                 elif value is not None and key not in _OF_TORCH:
                     state[name, key] = contents(value)
+        for name, tensor in self._tensors.items():
+            state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
         for name, module in self.model.named_modules():
             if type(module).__module__.startswith("torch.nn."):
@@ -193,7 +211,11 @@ class FakeModel:
         """Give the modules the hooks that an earlier call has left."""
         for name, kinds in hooks.items():
             module = self.model.get_submodule(name)
-            module._forward_hooks, module._forward_pre_hooks = kinds
+            for own, left in zip((module._forward_hooks, module._forward_pre_hooks), kinds, strict=True):
+                # Its own hooks write into this copy, those of the earlier call into the copy of that.
+                hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
+                own.clear()
+                own.update(hooks_now)
 
     def written(self) -> Written:
         """The parameters, and the tensors from outside of the model, into which the forward has written."""

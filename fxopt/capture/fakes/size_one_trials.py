@@ -10,6 +10,8 @@ from typing import Any
 import sympy
 import torch
 
+from fxopt.objects import mapped
+
 
 class SizeOneTrials:
     """The trials of one ShapeEnv, each made once: layers repeat each other."""
@@ -46,23 +48,22 @@ class SizeOneTrials:
 
     def _substituted(self, value: Any, one: dict[Any, Any]) -> Any:
         """`value` with the symbol replaced by 1 in every tensor and size."""
-        if isinstance(value, torch.SymInt):
-            expression = self._shape_env.replace(value.node.expr).xreplace(one)
-            if expression.is_number:
-                return int(expression)
-            return self._shape_env.create_symintnode(expression, hint=None)
-        if isinstance(value, torch.Tensor):
-            if not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
-                return value
-            shape, stride = self._substituted(tuple(value.shape), one), self._substituted(value.stride(), one)
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
-            return (list if type(value) is list else tuple)(self._substituted(item, one) for item in value)
-        if type(value) is dict:
-            return {key: self._substituted(item, one) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*self._substituted((value.start, value.stop, value.step), one))
-        return value
+
+        def at_one(part: Any) -> Any:
+            if isinstance(part, torch.SymInt):
+                expression = self._shape_env.replace(part.node.expr).xreplace(one)
+                number = expression.is_number
+                return int(expression) if number else self._shape_env.create_symintnode(expression, hint=None)
+            if type(part) is torch.Size:
+                return tuple(map(at_one, part))
+            if not isinstance(part, torch.Tensor):
+                return part
+            if not any(isinstance(size, torch.SymInt) for size in (*part.shape, *part.stride())):
+                return part
+            shape, stride = (tuple(map(at_one, sizes)) for sizes in (part.shape, part.stride()))
+            return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+
+        return mapped(value, at_one)
 
     def _described(self, value: Any, one: dict[Any, Any]) -> Any:
         """All that can be seen of a result: shapes and strides at size 1, types, and other values as they are."""

@@ -20,6 +20,7 @@ from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
@@ -85,7 +86,7 @@ class SnapshotMaker:
         if isinstance(value, dict):
             return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
         if is_open(value):
-            return kind, self._parts(vars(value))
+            return kind, self._parts(attributes(value))
         if isinstance(value, functools.partial):
             return kind, self._parts((value.func, value.args, value.keywords))
         if isinstance(value, types.MethodType):
@@ -98,9 +99,8 @@ class SnapshotMaker:
             return kind, bytes(value)
         if isinstance(value, (types.SimpleNamespace, threading.local, BaseException)):
             return kind, self._parts((vars(value), *getattr(value, "args", ())))
-        if "__slots__" in vars(type(value)):
-            return kind, self._parts(attributes(value))
-        return kind  # nothing more is known about it
+        held = {} if isinstance(value, _CODE) else attributes(value)
+        return (kind, self._parts(held)) if held else kind  # nothing more is known about it
 
     def _parts_of_one(self, item: Any) -> Any:
         """The parts of one item of a set, whose others have no order and are as if they were not met."""

@@ -19,45 +19,25 @@ from fxopt.objects import find
 from fxopt.operators import is_write_name
 
 # Name of the Tensor method (or torch function) -> the operator that means the same for two operands.
+_NAMED_ALIKE = "add sub mul truediv floordiv mod pow matmul eq ne lt le gt ge getitem"
 _BINARY: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
+    **{name: getattr(operator, name) for name in _NAMED_ALIKE.split()},
     "subtract": operator.sub,
-    "mul": operator.mul,
     "multiply": operator.mul,
     "div": operator.truediv,
     "divide": operator.truediv,
     "true_divide": operator.truediv,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
     "remainder": operator.mod,
-    "mod": operator.mod,
-    "pow": operator.pow,
-    "matmul": operator.matmul,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,
-    "getitem": operator.getitem,
 }
-_REFLECTED: dict[str, Callable[..., Any]] = {
-    "__radd__": operator.add,
-    "__rsub__": operator.sub,
-    "__rmul__": operator.mul,
-    "__rdiv__": operator.truediv,
-    "__rtruediv__": operator.truediv,
-    "__rfloordiv__": operator.floordiv,
-    "__rmod__": operator.mod,
-    "__rpow__": operator.pow,
-    "__rmatmul__": operator.matmul,
-    "__rand__": operator.and_,
-    "__ror__": operator.or_,
-    "__rxor__": operator.xor,
+_REFLECTED = {
+    f"__r{name}__": _BINARY[name]
+    for name in (
+        *("add", "sub", "mul", "div", "truediv", "floordiv"),
+        *("mod", "pow", "matmul", "and", "or", "xor"),
+    )
 }
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,

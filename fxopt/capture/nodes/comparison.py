@@ -15,7 +15,9 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.input_specs import dtype_kind, same_value
+from fxopt.capture.runtime.checks import check_outcome
+from fxopt.capture.runtime.input_specs import dtype_kind, same_parts, same_value
+from fxopt.graph import function_name
 from fxopt.operators import is_write_name
 
 _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
@@ -78,7 +80,7 @@ def views_of_same_shape(
     views = {}
     detached = _without_gradients(graph)
     for node in calls_of(graph):
-        viewed = node.args[0] if _name(node) in _RESHAPING and node.args else None
+        viewed = node.args[0] if function_name(node) in _RESHAPING and node.args else None
         if isinstance(viewed, torch.fx.Node) and not (
             _is_written(node) or _is_written(viewed) or node in detached
         ):
@@ -111,11 +113,7 @@ def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _is_written(node: torch.fx.Node) -> bool:
-    return any(user.args[:1] == (node,) and is_write_name(_name(user)) for user in node.users)
-
-
-def _name(node: torch.fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return any(user.args[:1] == (node,) and is_write_name(function_name(user)) for user in node.users)
 
 
 def same_calls(
@@ -143,22 +141,13 @@ def same_calls(
             if _is_reference(mine) and mine.target == its.target:
                 return same((mine.op, mine.args), (its.op, its.args))
             return counterpart.get(mine) is its or _is_device(mine, its)
-        if isinstance(mine, dict):
-            return (
-                isinstance(its, dict)
-                and list(mine) == list(its)
-                and all(same(mine[key], its[key]) for key in mine)
-            )
-        if isinstance(mine, (tuple, list)):
-            return type(mine) is type(its) and len(mine) == len(its) and all(map(same, mine, its))
-        if isinstance(mine, slice):
-            return isinstance(its, slice) and same(_parts(mine), _parts(its))
-        return same_value(mine, its)
+        parts = same_parts(mine, its, same)
+        return same_value(mine, its) if parts is None else parts
 
     for mine, its in pairs:
         if mine.op != its.op or mine.target != its.target:
             return False
-        if not same((mine.args, mine.kwargs), (its.args, its.kwargs)):
+        if not same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs)):
             return False
         counterpart[mine] = its
     return True
@@ -204,6 +193,11 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
         if not all(pair(*both) for both in values):
             return None
     return names if len(set(names.values())) == len(names) else None
+
+
+def _arguments(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments of a call, without the text of an error of the model: sizes may be in it."""
+    return (*node.args[:3], bool(node.args[3])) if node.target is check_outcome else node.args
 
 
 def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
@@ -284,7 +278,3 @@ def _facts(value: Any, original: bool = False) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _facts(getattr(value, field.name), original)
-
-
-def _parts(value: slice) -> tuple[Any, Any, Any]:
-    return value.start, value.stop, value.step

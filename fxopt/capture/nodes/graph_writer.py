@@ -6,9 +6,7 @@ and later uses are right by themselves.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import enum
 import functools
 import operator
@@ -21,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
-from fxopt.capture.nodes.call_targets import importable
+from fxopt.capture.nodes.container_values import write_container
 from fxopt.capture.nodes.mutable_objects import MutableObjects
-from fxopt.capture.nodes.origin import Origin
+from fxopt.capture.nodes.origin import Origin, OutOfSightError
 from fxopt.capture.nodes.shared_memory import SharedMemory
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
-from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.objects import is_open, mapped, tensors_in
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, range),
@@ -68,6 +66,8 @@ class GraphWriter:
         self._modules: list[tuple[str, str]] = []
         self.containers = MutableObjects(graph, self._create_call, self.argument, self._bind_entry)
         self._inputs: list[Any] = []
+        # All calls are written; what is left is the output, in which a `torch.Size` is no tuple.
+        self._is_complete = False
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
@@ -83,6 +83,7 @@ class GraphWriter:
 
     def add_output(self, value: Any) -> None:
         """Write the output node, and give every run tensors of its own where the forward makes them from data."""
+        self._is_complete = True
         for changed in self._inputs:
             self.containers.write_back(changed)
         self.graph.output(self.argument(value))
@@ -109,23 +110,20 @@ class GraphWriter:
             value = value.item()  # its repr is no Python literal
         if isinstance(value, _PLAIN):
             return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._create_call(importable(type(value)), *map(self.argument, value))
+        if self._is_complete and self.containers.knows(value):
+            return self.containers.node(value)
+        if (made := write_container(value, self.argument, self.create, self.where)) is not None:
+            return made
+        if type(value) is torch.Size and self._is_complete:
+            return self._create_call(torch.Size, [self.argument(size) for size in value])
         if type(value) is list:
             return [self.argument(item) for item in value]
         if isinstance(value, tuple):
             return tuple(self.argument(item) for item in value)
         if type(value) is dict:
             return {key: self.argument(item) for key, item in value.items()}
-        if type(value) is collections.OrderedDict:
-            pairs = [(key, self.argument(item)) for key, item in value.items()]
-            return self._create_call(collections.OrderedDict, pairs)
-        if type(value) in (set, frozenset):
-            return self._create_call(type(value), [self.argument(item) for item in value])
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._construct(value)
         if is_open(value):
             return self.containers.node(value)
         if isinstance(value, torch.Generator):
@@ -137,20 +135,6 @@ class GraphWriter:
             f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
             f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"
         )
-
-    def _construct(self, value: Any) -> torch.fx.Node:
-        """The node that builds a dataclass (a ModelOutput, for example) from its fields."""
-        fields = [field for field in dataclasses.fields(value) if field.init]
-        held = value if isinstance(value, dict) else attributes(value)
-        extra = set(held) - {field.name for field in fields}
-        if extra:
-            raise TraceError(
-                f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. "
-                f"{self.where()}"
-            )
-        given = {f.name: getattr(value, f.name) for f in fields}
-        kwargs = {f.name: self.argument(given[f.name]) for f in fields if given[f.name] is not f.default}
-        return self._create_call(importable(type(value)), **kwargs)
 
     def _node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
         value = self._values.get(id(tensor))
@@ -171,6 +155,13 @@ class GraphWriter:
         """Forget what these nodes made."""
         self._values = {key: value for key, value in self._values.items() if value.source not in nodes}
 
+    def read_sizes(self, tensor: torch.Tensor) -> None:
+        """Read the free sizes of a tensor now, before its shape changes; its node keeps the shape that it has."""
+        with self.containers.reading():
+            for size in tensor.shape:
+                self.argument(size)
+        self._node_of(tensor).meta["val"] = tensor.view_as(tensor)
+
     def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Take what made the one tensor for what made the other."""
         self._values[id(tensor)] = self._values[id(made)]
@@ -189,7 +180,7 @@ class GraphWriter:
             name = self.constant(self._shell.originals[id(tensor)])
             self._shell.names[id(tensor)] = name
         if name is None:
-            raise TraceError(
+            raise OutOfSightError(
                 "a tensor was made out of sight of the capture (in a custom C++ function, in a hook of a layer, or by a "
                 f"transform of torch.func). Make the module that makes it a leaf. {self.where()}"
             )
@@ -197,20 +188,19 @@ class GraphWriter:
 
     def faked(self, value: Any) -> Any:
         """`value` with a fake in the place of each real tensor, so that no call computes or writes anything."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-                return value
-            if isinstance(value, torch.nn.Parameter):
-                raise TraceError(
-                    "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
-                    f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
-                )
-            return self._shell.fake(value)
-        if type(value) in (tuple, list):
-            return type(value)(self.faked(item) for item in value)
-        if type(value) is dict:
-            return {key: self.faked(item) for key, item in value.items()}
-        return value
+        return mapped(value, self._faked)
+
+    def _faked(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value
+        if isinstance(value, torch.nn.Parameter):
+            raise TraceError(
+                "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
+                f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
+            )
+        return self._shell.fake(value)
 
     def constant(self, tensor: torch.Tensor) -> str:
         name = f"_tensor_constant{len(self.constants)}"
@@ -241,7 +231,7 @@ class GraphWriter:
                 key: self.argument(arg) for key, arg in kwargs.items()
             }
         except TraceError as error:
-            raise TraceError(f"in an argument of {name!r}: {error}") from error
+            raise type(error)(f"in an argument of {name!r}: {error}") from error
 
     def create(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

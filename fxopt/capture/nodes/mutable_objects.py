@@ -42,6 +42,7 @@ class _Known:
     contents: dict[Any, Any]
 
 
+@dataclasses.dataclass(eq=False)
 class MutableObjects:
     """The open objects of one capture, with the lists and dicts inside them.
 
@@ -52,17 +53,12 @@ class MutableObjects:
         bind: takes a value as the entry, of this kind and key, of what a node gives.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        create: Callable[..., Node],
-        argument: Callable[[Any], Any],
-        bind: Callable[[Any, Callable[[], Node], str, Any], None],
-    ) -> None:
-        self._graph = graph
-        self._create = create
-        self._argument = argument
-        self._bind = bind
+    graph: torch.fx.Graph
+    create: Callable[..., Node]
+    argument: Callable[[Any], Any]
+    bind: Callable[[Any, Callable[[], Node], str, Any], None]
+
+    def __post_init__(self) -> None:
         self._known: dict[int, _Known] = {}
         # What is being built, and lists and dicts that are written inside the node of what holds them.
         self._building: set[int] = set()
@@ -73,6 +69,10 @@ class MutableObjects:
         """Take a container, and those inside it, as what `node()` gives; `bind` its tensors as well."""
         known = self._known[id(container)] = _Known(container, node, {})
         self._accept(known, entries(container), bind)
+
+    def knows(self, container: Any) -> bool:
+        """Tell whether a node gives this container."""
+        return id(container) in self._known
 
     def node(self, value: Any) -> Node:
         """The node that gives an open object, as it is now."""
@@ -96,9 +96,9 @@ class MutableObjects:
             self._keep([known.contents[key] for key in (*changed, *removed) if key in known.contents])
             if is_open(container):
                 parts = {key: self._part(now[key]) for key in changed}
-                self._create(set_attributes, known.node(), parts, *([removed] if removed else []))
+                self.create(set_attributes, known.node(), parts, *([removed] if removed else []))
             else:
-                self._create(set_items, known.node(), self._contents(container))
+                self.create(set_items, known.node(), self._contents(container))
             self._accept(known, now)
         for value in now.values():
             if id(value) in self._known:
@@ -116,7 +116,7 @@ class MutableObjects:
 
     def after_call(self, arguments: Any) -> None:
         """Take over what a call has changed in the open objects among its arguments."""
-        with self._reading():
+        with self.reading():
             for known in list(self._reachable(arguments)):
                 self._accept(known, entries(known.container), bind=True)
 
@@ -124,7 +124,7 @@ class MutableObjects:
         """Erase what was read before a call changed it, and was not needed."""
         for node in reversed(list(dict.fromkeys(self._kept))):
             if not node.users:
-                self._graph.erase_node(node)
+                self.graph.erase_node(node)
 
     def _accept(self, known: _Known, now: dict[Any, Any], bind: bool = False) -> None:
         """Take what is in a container now as what the graph has there; `bind` where it did not come from nodes."""
@@ -134,7 +134,7 @@ class MutableObjects:
             value = now[key]
             if not is_mutable(value):
                 if bind:
-                    self._bind(value, known.node, key_kind(known.container), key)
+                    self.bind(value, known.node, key_kind(known.container), key)
             elif id(value) not in self._known:
                 self.add(value, self._entry(known, key), bind)
 
@@ -145,14 +145,14 @@ class MutableObjects:
 
         def node() -> Node:
             if not made:
-                made.append(self._create(target, known.node(), key))
+                made.append(self.create(target, known.node(), key))
             return made[0]
 
         return node
 
     def _build(self, value: Any) -> None:
         self._begin(value)
-        made = self._create(build_object, _qualified_name(type(value)), self._contents(value))
+        made = self.create(build_object, _qualified_name(type(value)), self._contents(value))
         self.add(value, lambda: made)
 
     def _begin(self, value: Any) -> None:
@@ -176,26 +176,26 @@ class MutableObjects:
             self._begin(value)
             return self._contents(value)
         if isinstance(value, (type, types.FunctionType)):
-            return self._create(find, _qualified_name(value))
-        return self._argument(value)
+            return self.create(find, _qualified_name(value))
+        return self.argument(value)
 
     def _keep(self, values: list[Any]) -> None:
         """Read these values now, which will no longer be where they are."""
-        with self._reading():
+        with self.reading():
             for value in values:
                 if id(value) in self._known:
                     self._known[id(value)].node()
                 elif isinstance(value, tuple):
                     self._keep(list(value))
                 elif isinstance(value, (torch.Tensor, *SymbolicNumber)):
-                    self._argument(value)
+                    self.argument(value)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """Nodes written in the block are erased in the end where nothing uses them."""
-        last = self._graph._root.prev
+        last = self.graph._root.prev
         yield
-        while last.next is not self._graph._root:
+        while last.next is not self.graph._root:
             last = last.next
             self._kept.append(last)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fxopt.errors import TraceError
+
 
 @dataclasses.dataclass
 class Origin:
@@ -19,3 +21,7 @@ class Origin:
     @property
     def node(self) -> torch.fx.Node:
         return self.source if isinstance(self.source, torch.fx.Node) else self.source()
+
+
+class OutOfSightError(TraceError):
+    """A tensor is used that no recorded call has made."""

@@ -7,7 +7,6 @@ import functools
 import itertools
 import linecache
 import os
-import re
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -15,6 +14,8 @@ from typing import Any, TypeVar
 
 import sympy
 import torch
+
+from fxopt.graph import source_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
@@ -46,9 +47,8 @@ def describe_origin(node: torch.fx.Node) -> str:
         sources = [describe_origin(source).removeprefix("computed from ") for source in node.all_input_nodes]
         return f"computed from {' and '.join(dict.fromkeys(sources))}"
     module = list(node.meta["nn_module_stack"])[-1:]
-    lines = re.findall(r'^ *File "(.*)", line (\d+), ', node.meta["stack_trace"], re.MULTILINE)
-    file = ":".join(lines[-1]) if lines else "an unknown place"
-    return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {file}"
+    place = source_line(node) or "an unknown place"
+    return f"the result {node.name!r}, made in module {''.join(module) or 'the root'!r}, at {place}"
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep

@@ -87,33 +87,31 @@ def patch_masks(
         return hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
 
 
+@dataclasses.dataclass
 class _SkippableMasks:
     """The masks of one capture that may be left out."""
 
-    def __init__(
-        self,
-        writer: GraphWriter,
-        specialised: bool,
-        active: Callable[[], bool],
-        refuse: Callable[[str], None],
-    ) -> None:
-        self._writer, self._specialised = writer, specialised
-        self._active, self._refuse = active, refuse
-        self._made: dict[torch.fx.Node, _Made] = {}
-        self._origins: dict[torch.fx.Node, list[_Made]] = {}
-        # The masks that attention gets in the place of one that says something else than it declares.
-        self._as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = {}
+    writer: GraphWriter
+    specialised: bool
+    active: Callable[[], bool]
+    refuse: Callable[[str], None]
+    made: dict[torch.fx.Node, _Made] = dataclasses.field(default_factory=dict)
+    origins: dict[torch.fx.Node, list[_Made]] = dataclasses.field(default_factory=dict)
+    # The masks that attention gets in the place of one that says something else than it declares.
+    as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = dataclasses.field(
+        default_factory=dict
+    )
 
     def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         """`make`, of the implementation with this name, with note taken of the masks that it makes."""
 
         def mask(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)
-            if self._active() and isinstance(made, torch.Tensor):
+            if self.active() and isinstance(made, torch.Tensor):
                 is_causal = options.get("allow_is_causal_skip", True)
                 if (is_causal and name == _SDPA) or options.get("allow_is_bidirectional_skip", False):
-                    node = self._writer.argument(made)
-                    self._made[node] = _Made(made, _writes(made), is_causal, options)
+                    node = self.writer.argument(made)
+                    self.made[node] = _Made(made, _writes(made), is_causal, options)
             return made
 
         return mask
@@ -148,26 +146,26 @@ class _SkippableMasks:
 
     def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
         """Give the masks that a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
-        if not (self._active() and self._made and isinstance(mask, torch.Tensor)):
+        if not (self.active() and self.made and isinstance(mask, torch.Tensor)):
             return []
-        node = self._writer.argument(mask)
-        if node not in self._origins:
-            self._origins[node] = [self._made[source] for source in _sources(node) if source in self._made]
-        for made in self._origins[node]:
-            if (made.is_written or not _is_part(node, self._made)) and not (
-                self._specialised and _is_there(made)
+        node = self.writer.argument(mask)
+        if node not in self.origins:
+            self.origins[node] = [self.made[source] for source in _sources(node) if source in self.made]
+        for made in self.origins[node]:
+            if (made.is_written or not _is_part(node, self.made)) and not (
+                self.specialised and _is_there(made)
             ):
-                self._refuse(_changed(type(module).__name__, describe_origin(node)))
-        return self._origins[node]
+                self.refuse(_changed(type(module).__name__, describe_origin(node)))
+        return self.origins[node]
 
     def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
         """Give the mask for an attention that declares to be causal and whose mask is not, or the other way round."""
-        node = self._writer.argument(mask)
-        if node not in self._made or not made.is_whole:
-            self._refuse(_reason(type(module).__name__, declared))
-        if (node, declared) not in self._as_declared:
-            self._as_declared[node, declared] = _as_declared(mask, made.options, declared)
-        return self._as_declared[node, declared]
+        node = self.writer.argument(mask)
+        if node not in self.made or not made.is_whole:
+            self.refuse(_reason(type(module).__name__, declared))
+        if (node, declared) not in self.as_declared:
+            self.as_declared[node, declared] = _as_declared(mask, made.options, declared)
+        return self.as_declared[node, declared]
 
 
 def _is_there(made: _Made) -> bool:

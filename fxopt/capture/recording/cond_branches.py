@@ -24,14 +24,9 @@ from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in
 
 _REFUSED: dict[Any, str] = {
-    **dict.fromkeys((modes.set_grad_enabled, modes.leave), "switches a mode"),
-    **dict.fromkeys(
-        (modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel), "switches a mode"
-    ),
+    **dict.fromkeys(modes.SWITCHES, "switches a mode"),
     **dict.fromkeys((build_object, set_attributes, set_items), "makes or changes an object"),
-    **dict.fromkeys(
-        (checks.check_outcome, checks.check_same_outcome, checks.check_value), "decides on a value itself"
-    ),
+    **dict.fromkeys(checks.CHECKS, "decides on a value itself"),
 }
 
 

@@ -17,7 +17,7 @@ def is_taken_apart(value: Any, inside: bool) -> bool:
     if not is_open(value) or (dataclasses.is_dataclass(value) and not inside):
         return False
     cls: Any = type(value)
-    return cls.__eq__ is object.__eq__ or any(map(has_parts, vars(value).values()))
+    return cls.__eq__ is object.__eq__ or any(map(has_parts, attributes(value).values()))
 
 
 def has_parts(value: Any) -> bool:

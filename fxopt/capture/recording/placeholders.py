@@ -47,6 +47,11 @@ from fxopt.errors import TraceError
 from fxopt.objects import entries, is_mutable, key_kind, rebuilt
 
 
+class ChangedInputError(TraceError):
+    """The forward changes an input that was not expected to change."""
+
+
+@dataclasses.dataclass(eq=False)
 class Placeholders:
     """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
 
@@ -54,22 +59,15 @@ class Placeholders:
     is known to change them. `examples` gets the real value for each fake, by its identity.
     """
 
-    def __init__(
-        self,
-        writer: GraphWriter,
-        fake_mode: FakeTensorMode,
-        shape_env: CaptureShapeEnv,
-        free: DynamicDimensions,
-        request: Request,
-        examples: dict[int, Any],
-    ) -> None:
+    writer: GraphWriter
+    fake_mode: FakeTensorMode
+    shape_env: CaptureShapeEnv
+    free: DynamicDimensions
+    request: Request
+    examples: dict[int, Any]
+
+    def __post_init__(self) -> None:
         self.expected: list[InputSpec] = []
-        self._writer = writer
-        self._fake_mode = fake_mode
-        self._shape_env = shape_env
-        self._free = free
-        self._request = request
-        self._examples = examples
         # Containers that must stay as they are, with the identities of what was in them.
         self._fixed: list[tuple[str, Any, list[tuple[Any, int]]]] = []
         self._constants: list[tuple[str, Any, Any]] = []
@@ -83,7 +81,7 @@ class Placeholders:
 
     def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
         """Write the placeholder `name`, with these options of `Graph.placeholder`, and return the fake of its value."""
-        node = self._writer.graph.placeholder(name, **options)
+        node = self.writer.graph.placeholder(name, **options)
         fake = self._fake(node, name.lstrip("*"), (), value, spec, False)
         node.meta["val"] = snapshot(fake)
         return fake
@@ -93,16 +91,15 @@ class Placeholders:
         changed = [where for where, container, before in self._fixed if identities(container) != before]
         changed += [where for where, given, before in self._constants if not same_value(given, before)]
         if changed:
-            raise TraceError(
-                f"the forward changes its {changed[0]}; a graph would not. Return the change instead."
-            )
+            why = f"the forward changes its {changed[0]}; a graph would not. Return the change instead."
+            raise ChangedInputError(why)
 
     def moved(self) -> set[str]:
         """The numbers in objects that the forward has changed and that are not free yet."""
         return {
             where
             for where, container, key, number in self._numbers
-            if where not in self._request.moving and not same_value(entries(container).get(key), number)
+            if where not in self.request.moving and not same_value(entries(container).get(key), number)
         }
 
     def final(self, queries: PropertyReads) -> list[InputSpec]:
@@ -112,7 +109,7 @@ class Placeholders:
     def identity_matters(self, queries: PropertyReads) -> bool:
         """Tell whether the forward has asked which inputs are the same tensor."""
         return queries.memory_read_at is not None or any(
-            map(compares_identity, self._request.running.functions)
+            map(compares_identity, self.request.running.functions)
         )
 
     # --- fakes
@@ -121,12 +118,13 @@ class Placeholders:
         """The fake of one value; `inside` an open object it may be changed, and the change is written back."""
         if isinstance(value, torch.Tensor):
             return self._fake_tensor(node, name, path, value, spec, inside)
+        changes = is_mutable(value) and (inside or self.request.changes_inputs)
         opened = is_taken_apart(value, inside)
-        if not opened and not has_parts(value) and not (inside and is_mutable(value)):
+        if not opened and not has_parts(value) and not changes:
             return self._constant(name, path, value)
         keys = structure_keys(value)
         self.expected.append(StructureSpec(name, path, type(value), keys))
-        if opened or (inside and is_mutable(value)):
+        if opened or changes:
             return self._fake_object(node, name, path, value, spec, inside)
         items = {}
         for position, key in enumerate(keys):
@@ -161,7 +159,7 @@ class Placeholders:
             if type(item) is int and spec is not None:
                 self._numbers.append((_where(name, (*path, (key_kind(value), key))), made, key, item))
         if not inside:
-            self._writer.add_object(made, node, path)
+            self.writer.add_object(made, node, path)
         return made
 
     def _fake_tensor(
@@ -175,18 +173,18 @@ class Placeholders:
             # An object of its own: the same tensor given twice is two inputs.
             example = value.detach().requires_grad_(value.requires_grad)
             for dim in list(choices):
-                if (where, dim) in self._request.at_one:
+                if (where, dim) in self.request.at_one:
                     example = example.narrow(dim, 0, 1).contiguous()
                     del choices[dim]
-                elif (where, dim) in self._request.sizes:
-                    example = _resized(example, dim, self._request.sizes[where, dim])
-        if self._request.shared_inputs and id(value) in self._given:
+                elif (where, dim) in self.request.sizes:
+                    example = _resized(example, dim, self.request.sizes[where, dim])
+        if self.request.shared_inputs and id(value) in self._given:
             fake, first = self._given[id(value)]
             self.expected.append(dataclasses.replace(first, name=name, path=path))
             if not inside:
-                self._writer.add_input(fake, node, path)
+                self.writer.add_input(fake, node, path)
             return fake
-        fake = self._fake_mode.from_tensor(
+        fake = self.fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
         sizes: Any = fake.shape
@@ -196,11 +194,11 @@ class Placeholders:
                 raise TraceError(
                     f"{where} has the layout {layout_of}, whose sizes cannot be free: leave it out of dynamic_shapes."
                 )
-            self._free.dimensions.append(
+            self.free.dimensions.append(
                 DynamicDimension(where, dim, choice, sizes[dim].node.expr, example.shape[dim])
             )
             self._equate(sizes[dim], choice, example.shape[dim])
-        self._examples[id(fake)] = example
+        self.examples[id(fake)] = example
         shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         made = TensorSpec(
             name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
@@ -209,7 +207,7 @@ class Placeholders:
         self.expected.append(made)
         self._given[id(value)] = fake, made
         if not inside:
-            self._writer.add_input(fake, node, path)
+            self.writer.add_input(fake, node, path)
         return fake
 
     def _equate(self, size: Any, choice: Any, hint: int) -> None:
@@ -221,7 +219,7 @@ class Placeholders:
 
     def _constant(self, name: str, path: Path, value: Any) -> Any:
         where = _where(name, path)
-        if where in self._request.moving:
+        if where in self.request.moving:
             return self._number(name, path, value)
         if isinstance(value, torch.nn.Module) or hides_tensors(value):
             raise TraceError(
@@ -234,7 +232,7 @@ class Placeholders:
                 f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one. "
                 "Give tensors, numbers, and tuples, lists, dicts, dataclasses and plain objects of them."
             )
-        if path and value == self._writer.device:
+        if path and value == self.writer.device:
             return given  # where an object lives; another device is no error in itself
         self._constants.append((where, given, value))
         self.expected.append(ConstantSpec(name, path, copy.deepcopy(value)))
@@ -242,15 +240,15 @@ class Placeholders:
 
     def _number(self, name: str, path: Path, value: int) -> Any:
         source = ConstantSource(_where(name, path))
-        if (source.name, None) in self._request.at_one:
+        if (source.name, None) in self.request.at_one:
             self.expected.append(NumberSpec(name, path, 1))
             return 1
-        value = self._request.sizes.get((source.name, None), value)
-        symbol = self._shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-        self._free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
+        value = self.request.sizes.get((source.name, None), value)
+        symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self.free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
         self.expected.append(NumberSpec(name, path, symbol))
-        number = self._shape_env.create_symintnode(symbol, hint=value, source=source)
-        self._examples[id(number)] = value
+        number = self.shape_env.create_symintnode(symbol, hint=value, source=source)
+        self.examples[id(number)] = value
         return number
 
     def _final(self, expected: InputSpec, queries: PropertyReads) -> InputSpec:
@@ -260,7 +258,7 @@ class Placeholders:
             return expected
         shape = tuple(self._resolved(size) for size in expected.shape)
         fixed = tuple(
-            (dim, self._free.origin(size))
+            (dim, self.free.origin(size))
             for dim, size in enumerate(expected.shape)
             if isinstance(size, sympy.Symbol) and isinstance(shape[dim], int)
         )
@@ -278,11 +276,11 @@ class Placeholders:
     def _takes_any_dtype(self, expected: TensorSpec, queries: PropertyReads) -> bool:
         if expected.path or expected.dtype in queries.dtypes_asked:
             return False
-        placeholders = self._writer.graph.find_nodes(op="placeholder")
+        placeholders = self.writer.graph.find_nodes(op="placeholder")
         return any(str(n.target) == expected.name and takes_any_dtype(n) for n in placeholders)
 
     def _resolved(self, size: Any) -> int | str:
-        expression = self._shape_env.replace(sympy.sympify(size))
+        expression = self.shape_env.replace(sympy.sympify(size))
         return int(expression) if expression.is_number else python_expression(expression)
 
 

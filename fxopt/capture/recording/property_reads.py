@@ -12,6 +12,9 @@ from fxopt.objects import tensors_in
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
 GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
 _NO_DTYPE_QUERIES = {
+    *("size", "shape", "dim", "ndim", "device", "numel", "nelement", "__len__", "is_cuda", "layout"),
+}
+_DTYPE_QUERIES = {
     "size",
     "shape",
     "dim",

@@ -37,7 +37,6 @@ from fxopt.operators import is_write_name
 
 _LIFT_FRESH: Any = torch.ops.aten.lift_fresh.default
 
-
 # Gives the value of a call, an equal call to go on with, or NotImplemented.
 Rewrite = Callable[["Recorder", Call], Any]
 
@@ -82,6 +81,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         # By identity: what `tensor.data` gave, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._opaque, self.records_layers_in_calls = 0, False
+        self.hooked: set[str] = set()  # layers whose hooks have run out of sight
 
     # --- calls
 
@@ -194,21 +194,22 @@ class Recorder(PreDispatchTorchFunctionMode):
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
-        containers = self.writer.containers
+        if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+            self.hooked.add(name)
         with self.writer.inside(name, module):
             node_args, node_kwargs = self.writer.arguments(name, args, kwargs)
         with self.paused():
-            containers.before_call((args, kwargs))
+            self.writer.containers.before_call((args, kwargs))
             with self.shape_env.in_operator() as questions:
                 result = self._layer_result(module, args, kwargs)
             self.shell.keep_settings(module)
-            if module.training or containers.any_in((args, kwargs)):
+            if module.training or self.writer.containers.any_in((args, kwargs)):
                 self.shape_env.guard(questions)  # a second call would change something
             else:
                 self.shape_env.settle_at_one(questions, module._call_impl, args, kwargs, result)
         with self.writer.inside(name, module):
             self.writer.create("call_module", name, node_args, node_kwargs, result)
-            containers.after_call((args, kwargs))
+            self.writer.containers.after_call((args, kwargs))
         return result
 
     @makes_calls

@@ -21,10 +21,7 @@ _REASONS = {
     ),
     "__set__": "assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph cannot hold.",
 }
-_RESHAPES_IN_PLACE = {
-    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
-    *("resize_", "resize_as_", "set_", "as_strided_"),
-}
+_RESHAPES_IN_PLACE = {"squeeze_", "resize_", "resize_as_", "set_", "as_strided_"}
 
 
 def refusal(function: Any, name: str, args: tuple[Any, ...], result: Any) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from fxopt.capture.data_dependence.branches import Outcomes
 from fxopt.capture.fakes.call_cache import Earlier
-from fxopt.capture.fakes.fake_model import Changes
+from fxopt.capture.fakes.fake_model import KeptState
 from fxopt.capture.nodes.source_location import RunningCode
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.errors import TraceError
@@ -23,14 +23,13 @@ class Request:
 
     `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
     modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
-    `at_one` says which of the free sizes are 1 this time. `answers` is the script of outcomes of branches; with `specialize`
-    the example inputs decide the others. `knows_keys` says that sizes which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes
-    them. `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that. `earlier` is
-    the state of the model that an earlier call left, `known` the values of tensors and sizes in it, by identity, and `hooks`
-    are the hooks of each module, before and after its forward. `sizes` are the example's ones where they are others. Shared
-    by all captures are `raising`, whether functions of torch were seen to raise for one outcome of a condition, `results`,
-    what calls gave, and `running`, the functions that made
-    calls.
+    `at_one` says which of the free sizes are 1 this time, and `sizes` which are others than those of the example. `answers` is
+    the script of outcomes of branches; with `specialize` the example inputs decide the others. `knows_keys` says that sizes
+    which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes them.
+    `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that.
+    `changes_inputs` says that the forward changes lists or dicts that it is given. `earlier` is what earlier calls have left
+    in the model. Shared by all captures are `raising`, whether functions of torch were seen to raise
+    for one outcome of a condition, `results`, what calls gave, and `running`, the functions that made calls.
     """
 
     model: torch.nn.Module
@@ -43,9 +42,8 @@ class Request:
     knows_keys: bool = False
     moving: Set[str] = frozenset()
     shared_inputs: bool = False
-    earlier: Changes | None = None
-    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    changes_inputs: bool = False
+    earlier: KeptState = dataclasses.field(default_factory=KeptState)
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)

@@ -19,7 +19,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
-from fxopt.capture.data_dependence.indexing import select_by_scalar, with_tensors
+from fxopt.capture.data_dependence.indexing import select_by_scalar, slices_in_turn, with_tensors
 from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.call_targets import property_name
@@ -73,9 +73,8 @@ def _take_torch_values(recorder: Recorder, call: Call) -> Call:
 
 
 def _write_out(recorder: Recorder, call: Call) -> Any:
-    return _written(
-        recorder, call.kwargs["out"], Call(call.function, call.args, _without(call.kwargs, "out"))
-    )
+    plain = Call(call.function, call.args, _without(call.kwargs, "out"))
+    return _written(recorder, call.kwargs["out"], plain)
 
 
 def _write_in_place(recorder: Recorder, call: Call) -> Any:
@@ -138,6 +137,15 @@ def _select(recorder: Recorder, call: Call) -> Any:
     return NotImplemented if result is None else result
 
 
+def _slice_in_turn(recorder: Recorder, call: Call) -> Any:
+    """Slices of several dimensions at unbacked numbers, one after the other: each of them has a size that has a source."""
+    source, index = call.args
+    turns = slices_in_turn(index, source.dim())
+    for turn in turns:
+        source = recorder.call(call.function, (source, turn), {})
+    return source if turns else NotImplemented
+
+
 def _squeeze(recorder: Recorder, call: Call) -> Any:
     """`squeeze`, where torch would keep a free size of 1; what it takes for granted otherwise is checked."""
     is_known = (lambda size: True) if recorder.decisions.specialised else is_backed
@@ -146,6 +154,12 @@ def _squeeze(recorder: Recorder, call: Call) -> Any:
         return result
     for fact in assumed_kept(*call.args, **call.kwargs):
         recorder.shape_env.assume(fact, f"`squeeze` at {recorder.writer.location()}")
+    return NotImplemented
+
+
+def _keep_sizes(recorder: Recorder, call: Call) -> Any:
+    """Read the sizes of a tensor before its shape changes in place."""
+    recorder.writer.read_sizes(call.args[0])
     return NotImplemented
 
 
@@ -241,9 +255,10 @@ def _expand(recorder: Recorder, call: Call) -> Any:
 
 
 def _leave_out_generator(recorder: Recorder, call: Call) -> Any:
-    """With `generator=None` torch takes an overload that knows no free sizes."""
-    if call.kwargs.get("generator", recorder) is not None:
+    """With `generator=None` torch takes an overload that knows no free sizes; another generator is refused."""
+    if "generator" not in call.kwargs:
         return NotImplemented
+    recorder.writer.argument(call.kwargs["generator"])
     return Call(call.function, call.args, _without(call.kwargs, "generator"))
 
 
@@ -269,10 +284,11 @@ _BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
 }
 _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys(TAKES_SIZES, (_take_numbers,)),
-    "__getitem__": (_stack_indices, _select, _take_numbers),
+    "__getitem__": (_stack_indices, _select, _take_numbers, _slice_in_turn),
     "__setitem__": (_stack_indices,),
     **dict.fromkeys(("squeeze", "squeeze.default", "squeeze.dim", "squeeze.dims"), (_squeeze,)),
     **dict.fromkeys(("unbind", "unbind.int"), (_unbind,)),
+    **dict.fromkeys(("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_"), (_keep_sizes,)),
     "interpolate": (_take_numbers, _assume_not_empty),
     **dict.fromkeys((*READS, *ARRAYS, "item"), (_read_value,)),
     **dict.fromkeys(("__format__", "__repr__"), (_text,)),

@@ -13,14 +13,9 @@ from fxopt.capture.data_dependence.branch_decisions import Body
 from fxopt.capture.nodes.comparison import is_call
 from fxopt.capture.runs.run_result import RunResult, Unproved
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.checks import (
-    MASKS,
-    check_no_write,
-    check_outcome,
-    check_same_outcome,
-    check_value,
-)
+from fxopt.capture.runtime.checks import CHECKS, MASKS
 from fxopt.effects import written_by, written_parameters
+from fxopt.graph import function_name
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 
@@ -34,18 +29,9 @@ _INDEXED = {
 }
 # What copies a tensor or gives it as it is, depending on its strides, dtype or device.
 _MAY_COPY = {
-    *(
-        "contiguous",
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "view_as",
-        "expand_as",
-        "dropout",
-    ),
+    *("contiguous", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "view_as", "expand_as"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
+    "dropout",
 }
 # What raises an error for a tensor without entries, unless it is told a dimension.
 _NEEDS_ENTRIES = {"max", "min", "amax", "amin", "argmax", "argmin", "aminmax"}
@@ -57,11 +43,6 @@ _SMOOTH = {
     *("index_select", "gather", "getattr", "getitem", "select", "narrow", "chunk", "split", "unbind", "t"),
     *("view", "expand", "permute", "transpose", "squeeze", "unsqueeze", "swapaxes", "movedim", "clone"),
     "detach",
-}
-_CHECKS = {check_same_outcome, check_outcome, check_no_write, check_value}
-_MODES = {
-    *(modes.set_grad_enabled, modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel),
-    modes.leave,
 }
 
 
@@ -86,7 +67,7 @@ class BodyEffects:
                     iter(tensors_in([value.meta.get("val") for value in node.all_input_nodes])), None
                 )
                 if (
-                    _name(node) in _MAY_COPY
+                    function_name(node) in _MAY_COPY
                     and source is not None
                     and storage_of(source) != storage_of(tensor)
                 ):
@@ -99,7 +80,7 @@ class BodyEffects:
         for node in body:
             if reason := self._refused(number, node):
                 return Unproved(f"the body of the branch {reason}, at {node.format_node()}")
-            if node.target in _CHECKS | _MODES:
+            if node.target in CHECKS | modes.SWITCHES:
                 continue
             written = written_by(node, self._module(node)) or ()
             if not written:
@@ -119,9 +100,9 @@ class BodyEffects:
         """Why a node may not run where the forward would have left it out; None if it may."""
         if any(other != number for source in node.all_input_nodes for other in self._bodies(source)):
             return "uses what another one made"
-        if node.target in _CHECKS:
+        if node.target in CHECKS:
             return None
-        if node.target in _MODES:
+        if node.target in modes.SWITCHES:
             return None if self._switches_back(node, number) else "leaves a mode switched"
         module = self._module(node)
         if written_by(node, module) is None or (module is not None and list(written_parameters(module))):
@@ -137,7 +118,7 @@ class BodyEffects:
         source, made = node.args[0] if node.args else None, node.meta.get("val")
         if not isinstance(source, torch.fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return []
-        name = _name(node)
+        name = function_name(node)
         mask = _index(node) if name == "masked_fill" else None
         if not isinstance(made, torch.Tensor) or (mask is None and name not in ("view", "reshape")):
             return []
@@ -171,7 +152,7 @@ class BodyEffects:
         attributes = [node for node in nodes if node.op == "get_attr"]
         for node in nodes:
             module = self._module(node)
-            values = () if node.target in _MODES | _CHECKS else written_by(node, module)
+            values = () if node.target in CHECKS | modes.SWITCHES else written_by(node, module)
             of_layer = attributes if module is not None and list(written_parameters(module)) else ()
             for value in (*(node.all_input_nodes if values is None else values), *of_layer):
                 written.update(map(self._memory, tensors_in(value.meta.get("val"))))
@@ -204,7 +185,7 @@ class BodyEffects:
         if isinstance(node.args[0], torch.fx.Node):
             return self._body_of.get(node.args[0]) == number
         user = next(iter(node.users), None)
-        if len(node.users) != 1 or user is None or user.target not in _MODES:
+        if len(node.users) != 1 or user is None or user.target not in modes.SWITCHES:
             return False
         between = node.next
         while between is not user:
@@ -219,22 +200,18 @@ def _shape(tensor: torch.Tensor) -> list[Any]:
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
 
 
-def _name(node: torch.fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
 def _is_harmless(node: torch.fx.Node) -> bool:
     """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
 
     The gradient of what has no entries adds nothing.
     """
-    name, made = _name(node).removesuffix("_"), node.meta.get("val")
+    name, made = function_name(node).removesuffix("_"), node.meta.get("val")
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     whole = name in _NEEDS_ENTRIES and len(node.args) == 1 and not node.kwargs
     if whole and any(map(_may_be_empty, sources)):
         return False
     by_number = name in ("truediv", "div") and not isinstance(node.args[-1], torch.fx.Node)
-    if by_number or name in _SMOOTH | _MAY_COPY or _name(node) in _INDEXED:
+    if by_number or name in _SMOOTH | _MAY_COPY or function_name(node) in _INDEXED:
         return True
     numbers = ([t for t in tensors_in(value) if t.is_floating_point()] for value in (made, sources))
     return any(all(map(_may_be_empty, tensors)) for tensors in numbers)
@@ -246,7 +223,7 @@ def _may_be_empty(value: Any) -> bool:
 
 def _index(node: torch.fx.Node) -> Any:
     """The index or mask of a write, which says where in a tensor; None for other writes."""
-    position, name = _INDEXED.get(_name(node), (0, ""))
+    position, name = _INDEXED.get(function_name(node), (0, ""))
     if not position or node.kwargs.get("out") is not None:
         return None
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)

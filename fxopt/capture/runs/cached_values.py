@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.fake_model import Changes
+from fxopt.capture.fakes.fake_model import KeptState
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import UnusableNumber
@@ -39,13 +39,8 @@ Record = Callable[[Request], RunResult]
 Sizes = Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _State:
-    """Things that calls have left in the model, with the values of tensors and sizes in it that are known, by identity."""
-
-    changes: Changes
-    known: Mapping[int, Any]
-    hooks: Mapping[str, Any]
+class _State(KeptState):
+    """State that can be compared with that after another call."""
 
     def parts(self) -> dict[Any, Any]:
         """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
@@ -190,11 +185,7 @@ class RepeatedCalls:
             expression = self._made.shape_env.replace(free.symbol)
             value = expression.xreplace({s: symbols[str(s)] for s in expression.free_symbols})
             chosen[free.where, free.dim] = int(value)
-        request = dataclasses.replace(request, sizes=chosen)
-        if state is not None:
-            request = dataclasses.replace(
-                request, earlier=state.changes, known=state.known, hooks=state.hooks
-            )
+        request = dataclasses.replace(request, sizes=chosen, earlier=state or request.earlier)
         made = self._made if state is None and sizes == self._hints else self._record(request)
         evaluation = PartialEvaluation(made)
         return _Call(made, evaluation, _left(made, evaluation, state))

@@ -7,8 +7,9 @@ compares. The second call is for state: a counter that stands still in a graph i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ _CALLS = 2
 Restored = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def check_against_eager(traced: TracedModule, request: Request, written: Written, restored: Restored) -> None:
+def check_against_eager(
+    traced: TracedModule, request: Request, written: Written, restored: Restored, tables: Collection[str]
+) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
     Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
@@ -41,28 +44,25 @@ def check_against_eager(traced: TracedModule, request: Request, written: Written
         request: the model and the inputs, which are left as they are.
         written: what the forward writes of the user's tensors, which is copied.
         restored: undoes what a run does to state outside of the model.
+        tables: buffers that the model keeps and the graph makes anew.
     """
     if not _is_real(request):
         return
     randomness = RepeatedRandomness(request)
     with randomness.restored():
-        _Comparison(traced, request, written, restored, randomness).check()
+        _Comparison(traced, request, written, restored, randomness, tables).check()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
     """The calls of one check."""
 
-    def __init__(
-        self,
-        traced: TracedModule,
-        request: Request,
-        written: Written,
-        restored: Restored,
-        randomness: RepeatedRandomness,
-    ) -> None:
-        self._traced, self._request, self._written = traced, request, written
-        self._restored, self._randomness = restored, randomness
-        self._gradients = request.model.training and torch.is_grad_enabled()
+    traced: TracedModule
+    request: Request
+    written: Written
+    restored: Restored
+    randomness: RepeatedRandomness
+    tables: Collection[str]
 
     def check(self) -> None:
         """Compare call by call."""
@@ -72,9 +72,9 @@ class _Comparison:
             if expected.error is not None:
                 self._unjudged(f"the model raises {_named(expected.error)}")
                 return
-            drawn = self._randomness.were_used()
+            drawn = self.randomness.were_used()
             found = self._outcome(graph)
-            if isinstance(found.error, GuardError) and drawn and self._request.specialize:
+            if isinstance(found.error, GuardError) and drawn and self.request.specialize:
                 return  # decided by random numbers, which are others now
             if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
                 self._unjudged(f"the graph raises {_named(found.error)}")
@@ -90,10 +90,10 @@ class _Comparison:
             raise self._error(differs, call)
 
     def _model(self) -> Twin:
-        return Twin(self._request.model, self._written)
+        return Twin(self.request.model, self.written)
 
     def _graph(self) -> Twin:
-        return Twin(self._traced, self._written)
+        return Twin(self.traced, self.written)
 
     def _at(self, call: int, twin: Twin) -> Outcome:
         """The outcome of a fresh copy at this call."""
@@ -101,16 +101,19 @@ class _Comparison:
 
     def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
         """One call, by `function` where it is not that of the module itself."""
-        examples = copy_inputs(self._request.inputs)
-        self._randomness.rewind()
+        examples = copy_inputs(self.request.inputs)
+        gradients = self.request.model.training and torch.is_grad_enabled()
+        self.randomness.rewind()
 
         def call(values: dict[str, Any]) -> Any:
-            args, kwargs = self._request.arguments(values)
+            args, kwargs = self.request.arguments(values)
             return (function or twin.module)(*args, **kwargs)
 
-        with self._restored(), warnings.catch_warnings():
+        with self.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return twin.run(outcome_of, call, examples, twin.module, self._gradients)
+            outcome = twin.run(outcome_of, call, examples, twin.module, gradients)
+            compared = {name: b for name, b in outcome.buffers.items() if name not in self.tables}
+            return dataclasses.replace(outcome, buffers=compared)
 
     def _error(self, differs: str, call: int) -> TraceError:
         exported = exporting(lambda: self._at(call, self._model()))
@@ -120,7 +123,7 @@ class _Comparison:
         for twin in (model, graph):
             for _ in range(call - 1):
                 self._outcome(twin)
-        layers = {name for name, m in self._request.model.named_modules() if id(m) in self._request.layers}
+        layers = {name for name, m in self.request.model.named_modules() if id(m) in self.request.layers}
         place = parting_place(
             graph.module, model.module, layers, lambda f: self._outcome(graph if f is graph else model, f)
         )
@@ -133,7 +136,7 @@ class _Comparison:
 
     def _unjudged(self, reason: str) -> None:
         warnings.warn(
-            f"the graph of {type(self._request.model).__name__} was not compared with the model on the example inputs: "
+            f"the graph of {type(self.request.model).__name__} was not compared with the model on the example inputs: "
             f"{reason}. verify=False leaves this check out.",
             stacklevel=2,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.runs.own_copies import Examples
-from fxopt.objects import is_open, tensors_in
+from fxopt.objects import attributes, is_open, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +118,13 @@ def _is_zero_for_none(left: Any, right: Any) -> bool:
 def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, dict):
         return value
-    if isinstance(value, (tuple, list)):
-        return dict(enumerate(value))
+    if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
+        return dict(enumerate(tuple(value)))  # type: ignore[arg-type]
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(sorted(map(repr, value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return vars(value) if is_open(value) else None
+    return attributes(value) if is_open(value) else None
 
 
 def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:

@@ -14,10 +14,12 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
     SizeAsKeyError,
 )
-from fxopt.capture.fakes.fake_model import Changes, refused_change
+from fxopt.capture.fakes.fake_model import Changes, KeptState, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.nodes.origin import OutOfSightError
+from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.branch_settlement import explore_branches
@@ -50,13 +52,13 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         made.free.check_asked()
         traced = assemble(made, alternatives)
         if verify:
-            check_against_eager(traced, request, made.written, outside.restored)
+            check_against_eager(traced, request, made.written, outside.restored, _tables(made))
         return traced
     except DataDependentBranch as question:
         raise TraceError(str(question)) from None
     finally:
         if request.running.left_fakes:
-            remove_fakes(request.running)
+            remove_fakes(request.running, request.model)
         forget_shape_envs()
 
 
@@ -68,13 +70,26 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 
     def record(answers: Outcomes) -> RunResult:
         nonlocal request
+        run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
-            made = ForwardRun(dataclasses.replace(request, answers=answers)).record()
+            made = run.record()
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
+            return record(answers)
+        except ChangedInputError:
+            if request.changes_inputs:
+                raise
+            request = dataclasses.replace(request, changes_inputs=True)
+            return record(answers)
+        except OutOfSightError:
+            # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
+            hooked = {id(request.model.get_submodule(name)) for name in run.recorder.hooked} & request.layers
+            if not hooked:
+                raise
+            request = dataclasses.replace(request, layers=request.layers - hooked)
             return record(answers)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         request = dataclasses.replace(request, moving=request.moving | made.moved)
@@ -115,9 +130,19 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     return True
 
 
+def _tables(made: RunResult) -> set[str]:
+    """The buffers that no `state_dict` has and that the forward replaces, by name: what later calls read there is equal."""
+    return {
+        f"{name}.{key}".lstrip(".")
+        for name, module in made.request.model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if (name, key) in made.changes
+    }
+
+
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
     """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
-    request = dataclasses.replace(made.request, earlier=changes, hooks=made.hooks)
+    request = dataclasses.replace(made.request, earlier=KeptState(changes, {}, made.hooks))
     try:
         return ForwardRun(request).record()
     except TraceError:

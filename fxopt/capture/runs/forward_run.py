@@ -82,7 +82,7 @@ class ForwardRun:
         finally:
             recorder.draws.take_back()
             changed_outside = surroundings.changed()
-            fakes_left = remove_fakes(request.running, from_caches_alone=True)
+            fakes_left = remove_fakes(request.running, request.model, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
@@ -100,12 +100,7 @@ class ForwardRun:
         """Build what records the calls of this run."""
         request = self.request
         shell = FakeModel(
-            request.model,
-            self.fake_mode,
-            request.layers,
-            request.earlier,
-            request.known,
-            self._refuse_earlier,
+            request.model, self.fake_mode, request.layers, request.earlier, self._refuse_earlier
         )
         writer = GraphWriter(self.graph, self.sizes, shell, request.device(), request.running)
         if request.specialize:
@@ -121,13 +116,13 @@ class ForwardRun:
             request.raising,
             request.knows_keys,
         )
-        tensor_sizes = KnownScalars(writer, shell.real, request.moving)
+        tensor_sizes = KnownScalars(writer, self.shape_env, shell.real, request.moving)
         memo = CallCache(self.fake_mode, request.results)
         recorder = Recorder(
             writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
         )
         shell.report_to(recorder)
-        shell.take_hooks(request.hooks)
+        shell.take_hooks(request.earlier.hooks)
         return recorder
 
     def _result(self, recorder: Recorder, changed_outside: dict[str, Any]) -> RunResult:

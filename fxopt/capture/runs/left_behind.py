@@ -10,6 +10,7 @@ import collections
 import functools
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,15 @@ from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.source_location import RunningCode, is_model_package
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
-_WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, types.CellType)
+_WRAPPERS = (
+    types.MethodType,
+    functools.partial,
+    staticmethod,
+    classmethod,
+    property,
+    types.CellType,
+    weakref.ref,
+)
 # Through how many functions that were not seen to run names are followed.
 _DEPTH = 2
 
@@ -29,7 +38,7 @@ _DEPTH = 2
 _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
-def remove_fakes(code: RunningCode, from_caches_alone: bool = False) -> list[str]:
+def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: bool = False) -> list[str]:
     """Empty each `functools.lru_cache` that holds a fake tensor or size, and take away those that are elsewhere.
 
     Returns:
@@ -37,7 +46,7 @@ def remove_fakes(code: RunningCode, from_caches_alone: bool = False) -> list[str
     """
     found = []
     seen: set[int] = set()
-    left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code)]
+    left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code, model)]
     while left:
         (value, where, remove), depth = left.pop()
         if _is_fake(value) or (isinstance(value, tuple) and any(map(_is_fake, value))):
@@ -59,7 +68,14 @@ def remove_fakes(code: RunningCode, from_caches_alone: bool = False) -> list[str
     return found
 
 
-def _roots(code: RunningCode) -> Iterator[_Entry]:
+def _roots(code: RunningCode, model: torch.nn.Module) -> Iterator[_Entry]:
+    for held in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(held, weakref.ref) and not isinstance(held(), torch.nn.Module):
+            yield (
+                held,
+                f"a {type(held()).__qualname__} to which the model refers",
+                None,
+            )  # no copy has its own
     for function, known in code.functions.items():
         yield from _named(set(function.co_names), known)
         # The function itself, which may be under a cache; it is there by its name, if it is no local one.
@@ -105,6 +121,8 @@ def _entries(value: Any, where: str) -> Iterator[_Entry]:
         for held in gc.get_referents(value):
             yield held, where, getattr(value, "clear", None)
         return
+    if isinstance(value, weakref.ref):
+        yield value(), where, None
     if not isinstance(value, _WRAPPERS):
         yield type(value), where, None
     attributes = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None

@@ -183,7 +183,7 @@ def _holders(names: Any) -> list[Any]:
     while left:
         value = left.pop()
         opened = is_open(value) or isinstance(value, (types.SimpleNamespace, threading.local))
-        holder = vars(value) if opened else value
+        holder = vars(value) if opened and hasattr(value, "__dict__") else value
         if id(holder) in found or type(holder) not in (*_HOLDERS, tuple):
             continue
         found[id(holder)] = holder

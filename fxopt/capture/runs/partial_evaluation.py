@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime import modes
-from fxopt.capture.runtime.input_specs import same_value
+from fxopt.capture.runtime.input_specs import same_parts, same_value
 from fxopt.effects import written_by
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.operators import is_torch_function
 
@@ -88,6 +89,10 @@ class PartialEvaluation:
         expected = node.meta.get("val")
         if isinstance(expected, SymbolicNumber) and expected.node.has_hint():
             return expected.node.hint
+        if node.target == "size" and expected is None:  # a part of what is computed with sizes
+            of, dim = node.args
+            if isinstance(of, torch.fx.Node) and (size := _hint(of.meta["val"].shape[dim])) >= 0:
+                return size
         if node.op == "get_attr":
             name = str(node.target)
             return self._constants.get(name, self._buffers.get(name, _Own(name)))
@@ -102,9 +107,23 @@ class PartialEvaluation:
                 computed = self._computed(node, args, kwargs)
                 if computed is not NotImplemented:
                     return computed
-        if list(tensors_in([self._values[each] for each in written or ()])):
+        for each in written or ():
+            if list(tensors_in([self._values[each]])):
+                self._forget(each)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        return self._remaining(node, *_without_data(node, args, kwargs))
+
+    def _forget(self, node: torch.fx.Node) -> None:
+        """Take a tensor into which a step writes for what a step gives; if others share its memory, nothing is known."""
+        memory = {storage_of(tensor) for tensor in tensors_in([self._values[node]])}
+        sharing = [
+            n for n, v in self._values.items() if not memory.isdisjoint(map(storage_of, tensors_in([v])))
+        ]
+        if sharing != [node] or node.op == "get_attr" or not isinstance(self._values[node], torch.Tensor):
             self._spoilt = True
-        return self._remaining(node, args, kwargs)
+            return
+        self._steps.append(_Step("constant", "", ((_copied(self._values[node]),), {})))
+        self._values[node] = _Result(len(self._steps) - 1)
 
     def _computed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         """The value of a call of torch, NotImplemented if it may be another one at each call."""
@@ -150,18 +169,9 @@ def same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_tensors(one, other)
-    if isinstance(one, (tuple, list)):
-        return isinstance(other, (tuple, list)) and len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(_same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, slice):
-        return isinstance(other, slice) and _same(
-            (one.start, one.stop, one.step), (other.start, other.stop, other.step)
-        )
+    parts = same_parts(one, other, _same)
+    if parts is not None:
+        return parts
     if isinstance(one, (_Result, _Own)):
         return bool(one == other)
     return not isinstance(other, (torch.Tensor, _Result, _Own)) and same_value(one, other)

@@ -21,52 +21,34 @@ from fxopt.capture.recording.request import Request
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunResult:
-    """A graph without the guard of its inputs, and all that the run assumed, read and left.
+    """A graph without the guard of its inputs, and all that the run assumed, read and left."""
 
-    Attributes:
-        request: what the run was made for.
-        graph: the nodes that it wrote.
-        constants: the tensors of `get_attr` nodes that the model does not have, by name.
-        made_by: the node that made a fake tensor.
-        placeholders: the inputs.
-        free: their dimensions that are free.
-        shape_env: what it assumed of sizes.
-        sizes: the nodes of sizes.
-        reads: what Python read besides sizes and values.
-        checks: the branches that the graph checks, one line each.
-        branches: by line, the branches that were decided alike.
-        drawn: how often random numbers were drawn.
-        changes: what it changed in the state of the model, `state` all of that state, `hooks` the hooks of each module.
-        written: the tensors of the user that it writes.
-        originals: the real tensors behind fakes that stand for others than parameters and buffers, by identity.
-        unchanged_buffers: the names of those that it does not write.
-        changed_outside: what it changed outside of the model, in words, and whether it put a tensor there.
-        moved: numbers in inputs and tensors that were taken for constants, though it changes them.
-        keeps_tables: whether later calls read what the forward keeps of sizes and constants, tried at several sizes.
-        left_out: by line, what is done after each branch there, and may be left out.
-    """
-
-    request: Request
+    request: Request  # what the run was made for
     graph: torch.fx.Graph
+    # The tensors of `get_attr` nodes that the model does not have, by name.
     constants: Mapping[str, torch.Tensor]
-    made_by: Callable[[torch.Tensor], torch.fx.Node | None]
+    made_by: Callable[[torch.Tensor], torch.fx.Node | None]  # the node that made a fake tensor
     placeholders: Placeholders
-    free: DynamicDimensions
-    shape_env: CaptureShapeEnv
+    free: DynamicDimensions  # the dimensions of inputs that are free
+    shape_env: CaptureShapeEnv  # what it assumed of sizes
     sizes: SizeNodes
-    reads: PropertyReads
-    checks: Sequence[str]
-    branches: Mapping[str, Sequence[BranchAtLine]]
-    drawn: int
-    changes: Changes
-    state: Changes
-    hooks: Mapping[str, Any]
-    written: Written
+    reads: PropertyReads  # what Python read besides sizes and values
+    checks: Sequence[str]  # the branches that the graph checks, one line each
+    branches: Mapping[str, Sequence[BranchAtLine]]  # by line, the branches that were decided alike
+    drawn: int  # how often random numbers were drawn
+    state: Changes  # the state of the model afterwards
+    changes: Changes  # what it has changed of that
+    hooks: Mapping[str, Any]  # the hooks of each module
+    written: Written  # the tensors of the user that it writes
+    # The real tensors behind fakes that stand for others than parameters and buffers, by identity.
     originals: Mapping[int, torch.Tensor]
-    unchanged_buffers: Set[str]
+    unchanged_buffers: Set[str]  # the names of those that it does not write
+    # What it changed outside of the model, in words, and whether it put a tensor there.
     changed_outside: Mapping[str, bool]
-    moved: Set[str]
+    moved: Set[str]  # numbers in inputs and tensors that were taken for constants, though it changes them
+    # By line, what is done after each branch there, and may be left out.
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
+    # Later calls read what the forward keeps of sizes and constants, as was tried at several sizes.
     keeps_tables: bool = False
 
     def relied_on(self) -> list[Condition]:

@@ -80,3 +80,7 @@ def check_no_write(value: Any, answer: bool, index: Any, where: str) -> None:
             f"the forward decides on a value to leave out a part, and the graph would write something there. {where} Capture "
             "with specialize=True and inputs such as these."
         )
+
+
+# The targets of nodes that check, and compute nothing.
+CHECKS = {check_value, check_outcome, check_same_outcome, check_no_write}

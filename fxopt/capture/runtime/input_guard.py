@@ -145,49 +145,48 @@ Deferred = tuple[str, int, str]
 
 
 def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], deferred: list[Deferred]) -> None:
+    subject = f"input {describe(expected)!r}"
     if not isinstance(value, torch.Tensor):
-        raise GuardError(
-            f"input {describe(expected)!r} is {type(value).__name__}; the graph takes a tensor there."
-        )
+        raise GuardError(f"{subject} is {type(value).__name__}; the graph takes a tensor there.")
     same_kind = expected.any_dtype or dtype_kind(value.dtype) == dtype_kind(expected.dtype)
     if value.dtype != expected.dtype and (expected.strict_dtype or not same_kind):
         raise GuardError(
-            f"input {describe(expected)!r} is {value.dtype}; the graph was captured with {expected.dtype}. "
+            f"{subject} is {value.dtype}; the graph was captured with {expected.dtype}. "
             "Convert the input, or capture the model in the dtype in which you run it."
         )
     if expected.layout is not None and layout(value) != expected.layout:
         raise GuardError(
-            f"input {describe(expected)!r} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
+            f"{subject} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
             "than the example; the forward reads strides. Call `.contiguous()`, or capture with such an input."
         )
     if expected.requires_grad is not None and value.requires_grad != expected.requires_grad:
         raise GuardError(
-            f"input {describe(expected)!r} has requires_grad={value.requires_grad}, and the forward reads that: it was "
+            f"{subject} has requires_grad={value.requires_grad}, and the forward reads that: it was "
             f"{expected.requires_grad} when the graph was captured. Capture again with an input such as this."
         )
     shape = value.shape
     if len(shape) != len(expected.shape):
         raise GuardError(
-            f"input {describe(expected)!r} has {len(shape)} dimensions; the graph was captured with {len(expected.shape)}."
+            f"{subject} has {len(shape)} dimensions; the graph was captured with {len(expected.shape)}."
         )
     for dim, (size, wanted) in enumerate(zip(shape, expected.shape, strict=True)):
         if isinstance(wanted, int):
             if size != wanted:
                 raise GuardError(
-                    f"input {describe(expected)!r}, dimension {dim} is {size}; the graph was captured for {wanted} "
+                    f"{subject}, dimension {dim} is {size}; the graph was captured for {wanted} "
                     f"alone. {_why_fixed(expected, dim)}"
                 )
         elif size == 0:
             raise GuardError(
-                f"input {describe(expected)!r}, dimension {dim} is 0; it takes at least 1, as all sizes that are free: "
+                f"{subject}, dimension {dim} is 0; it takes at least 1, as all sizes that are free: "
                 "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
                 "with this size fixed."
             )
         elif not wanted.isidentifier():
-            deferred.append((f"input {describe(expected)!r}, dimension {dim}", size, wanted))
+            deferred.append((f"{subject}, dimension {dim}", size, wanted))
         elif sizes.setdefault(wanted, size) != size:
             raise GuardError(
-                f"input {describe(expected)!r}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
+                f"{subject}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
                 "as in the inputs before it."
             )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fxopt.objects import attributes
 
 Path = tuple[tuple[str, Any], ...]
 
@@ -81,7 +84,7 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
         return tuple(range(len(value)))
     if dataclasses.is_dataclass(value):
         return tuple(field.name for field in dataclasses.fields(value))
-    return tuple(vars(value))
+    return tuple(attributes(value))
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
@@ -108,8 +111,20 @@ def same_value(value: Any, expected: Any) -> bool:
         return False
     if isinstance(value, float):
         return repr(value) == repr(expected)
-    if isinstance(value, (tuple, list)):
-        return len(value) == len(expected) and all(map(same_value, value, expected))
-    if isinstance(value, dict):
-        return list(value) == list(expected) and all(same_value(value[key], expected[key]) for key in value)
-    return bool(value == expected)
+    parts = same_parts(value, expected, same_value)
+    return bool(value == expected) if parts is None else parts
+
+
+def same_parts(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool | None:
+    """Tell whether two tuples, lists, dicts or slices hold the same; None for what is none of these."""
+    if isinstance(one, slice):
+        return isinstance(other, slice) and all(
+            same(getattr(one, part), getattr(other, part)) for part in ("start", "stop", "step")
+        )
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        )
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return None

@@ -75,6 +75,10 @@ def leave(context: Any) -> None:
         context.__exit__(None, None, None)
 
 
+# The targets of nodes that switch a mode.
+SWITCHES = {set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_kernel, leave}
+
+
 def leave_all(depth: int = 0) -> None:
     """Leave what this thread has entered, down to a number of contexts."""
     while len(_entered()) > depth:

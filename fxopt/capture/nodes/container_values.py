@@ -1,0 +1,67 @@
+"""Containers of Python's library, and dataclasses, as the calls that build them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fxopt.capture.nodes.call_targets import importable
+from fxopt.errors import TraceError
+from fxopt.objects import attributes, find
+
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+
+
+def write_container(
+    value: Any, argument: Callable[[Any], Any], create: Callable[..., Any], where: Callable[[], str]
+) -> Any:
+    """The node that builds a container or a dataclass anew; None for a value of another kind.
+
+    `argument` writes what is in it, `create` writes a node of this kind and target, and `where` describes the place.
+    """
+
+    def call(target: Any, *args: Any) -> Any:
+        return create("call_function", target, tuple(map(argument, args)), {}, None)
+
+    kind: Any = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return call(importable(kind), *value)
+    if kind is collections.OrderedDict:
+        return call(kind, list(value.items()))
+    if kind is collections.defaultdict:
+        made_by = value.default_factory
+        name = "" if made_by is None else f"{made_by.__module__}.{made_by.__qualname__}"
+        if made_by is None or _is_found(name, made_by):
+            factory = made_by and create("call_function", find, (name,), {}, None)
+            pairs = [(key, argument(item)) for key, item in value.items()]
+            return create("call_function", kind, (factory, pairs), {}, None)
+    if kind in (set, frozenset):
+        return call(kind, list(value))
+    if kind is collections.deque:
+        return call(kind, list(value), value.maxlen)
+    if kind in _VIEWS:
+        return create("call_method", _VIEWS[kind], (call(dict, list(value.mapping.items())),), {}, None)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return create("call_function", importable(kind), (), _fields(value, argument, where), None)
+    return None
+
+
+def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]) -> dict[str, Any]:
+    """The arguments that build a dataclass (a ModelOutput, for example), but for those that are as by default."""
+    fields = [field for field in dataclasses.fields(value) if field.init]
+    held = value if isinstance(value, dict) else attributes(value)
+    if extra := set(held) - {field.name for field in fields}:
+        raise TraceError(
+            f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. {where()}"
+        )
+    given = {f.name: getattr(value, f.name) for f in fields}
+    return {f.name: argument(given[f.name]) for f in fields if given[f.name] is not f.default}
+
+
+def _is_found(name: str, value: Any) -> bool:
+    try:
+        return find(name) is value
+    except (ImportError, AttributeError):
+        return False

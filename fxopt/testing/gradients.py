@@ -1,0 +1,97 @@
+"""The gradients that reach the inputs of a module: where a graph cuts them, its outputs are right all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.testing.differences import leaves, mapped
+from fxopt.testing.probes import Call, restored
+
+FARTHER = 100
+"""Gradients may be this many times farther off than outputs: they go through each step twice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Gradients of one call of a module.
+
+    Attributes:
+        call: its arguments.
+        arrive: for each output that is a tensor, whether it has gradients to give.
+        inputs: the gradient of each floating input, zeros where none arrives.
+    """
+
+    call: Call
+    arrive: dict[str, bool]
+    inputs: list[Tensor]
+
+    def expect_of(self, module: nn.Module, error: float, where: str = "") -> None:
+        """Raise `AssertionError` where those of another module differ, whose outputs are off by an error.
+
+        They are compared by the largest of an input, or by 1 where all are smaller.
+        """
+        try:
+            actual = _gradients(module, self.call)
+        except Exception as raised:  # whatever the module raises under autograd
+            raise AssertionError(f"{where}it has no backward, unlike the original: {raised}") from raised
+        for place, arrives in self.arrive.items():
+            if actual.arrive[place] != arrives:
+                word = "no gradients" if arrives else "gradients"
+                raise AssertionError(f"{where}{place} gives {word}, unlike that of the original")
+        for number, (expected, found) in enumerate(zip(self.inputs, actual.inputs, strict=True)):
+            off = (expected - found).abs()[~(expected.isnan() & found.isnan())]
+            if off.numel() and not float(off.max()) <= FARTHER * error * _size(expected):
+                text = f"the gradient of floating input {number} is {float(off.max()):.3g} off"
+                raise AssertionError(f"{where}{text}")
+
+
+def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
+    """The gradients of a number to which every output contributes; `None` for a module without a backward.
+
+    Those of parameters are left alone.
+    """
+    try:
+        return _gradients(module, call)
+    except Exception:  # whatever autograd raises, such as for what was written after it had been read
+        return None
+
+
+def _gradients(module: nn.Module, call: Call) -> Gradients:
+    inputs: list[Tensor] = []
+
+    def followed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach().clone()
+        inputs.append(tensor.detach().clone().requires_grad_())
+        return inputs[-1] * 1  # the module may write into it, which it may not into a leaf
+
+    args, kwargs = mapped((list(call.args), call.kwargs), followed)
+    with restored(module), torch.enable_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = dict(leaves(module(*args, **kwargs)))
+        outputs = {place: value for place, value in found.items() if isinstance(value, Tensor)}
+        terms = [_term(value) for value in outputs.values() if value.requires_grad]
+        given: tuple[Any, ...] = (None,) * len(inputs)
+        if inputs and terms:
+            given = torch.autograd.grad(torch.stack(terms).sum(), inputs, allow_unused=True)
+    return Gradients(
+        call,
+        {place: value.requires_grad for place, value in outputs.items()},
+        [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, given, strict=True)],
+    )
+
+
+def _term(output: Tensor) -> Tensor:
+    """A number that each value moves by another amount: the sum of some outputs, such as of softmax, is constant."""
+    values = (torch.view_as_real(output) if output.is_complex() else output).double()
+    return (values / _size(values.detach())).sin().sum()
+
+
+def _size(values: Tensor) -> float:
+    """The largest finite value, at least 1."""
+    finite = values[values.isfinite()].abs()
+    return max(1.0, float(finite.max())) if finite.numel() else 1.0

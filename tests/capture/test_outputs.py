@@ -1,0 +1,48 @@
+"""Containers of Python's library in outputs: a graph gives the same types with the same contents."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fxopt
+from tests.capture.test_odd_models import Does
+
+OUTPUTS = {
+    "Size": lambda self, x: (x + 1, x.shape),
+    "Size inside": lambda self, x: {"shape": x[:, :2].size()},
+    "keys": lambda self, x: {"a": x, "b": x + 1}.keys(),
+    "values": lambda self, x: {"a": x, "b": x + 1}.values(),
+    "items": lambda self, x: {"a": x + 1}.items(),
+    "deque": lambda self, x: collections.deque([x, x + 1, x + 2], maxlen=2),
+    "defaultdict": lambda self, x: collections.defaultdict(list, a=[x + 1]),
+    "OrderedDict": lambda self, x: collections.OrderedDict(a=x + 1, b=x.shape),
+    "set": lambda self, x: (x, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_the_type_of_an_output(case):
+    model, x = Does(OUTPUTS[case]), torch.randn(3, 4)
+    free = {"args": ({0: torch.export.Dim.AUTO},)}
+    for options in ({}, {"dynamic_shapes": free}):
+        traced = fxopt.trace(model, (x,), **options)
+        other = torch.randn(5, 4) if options else torch.randn(3, 4)
+        for graph in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+            assert described(graph(other)) == described(model(other))
+
+
+def described(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return (
+            type(value),
+            getattr(value, "default_factory", None),
+            {k: described(v) for k, v in value.items()},
+        )
+    if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
+        return type(value), getattr(value, "maxlen", None), [described(item) for item in value]
+    return value
