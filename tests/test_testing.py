@@ -136,6 +136,13 @@ def test_other_differences_fail(left, right, error):
         compare(left, right)
 
 
+def test_conjugates_that_are_not_computed_yet_are_compared():
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert compare(z.conj(), z.conj()).max_abs == 0
+    assert compare(z.conj(), z.conj().resolve_conj()).max_abs == 0
+    assert compare(z.conj(), z).max_abs == 4
+
+
 def test_special_values():
     inf, nan = float("inf"), float("nan")
     assert compare(torch.tensor([inf, nan, 1.0]), torch.tensor([inf, nan, 1.0])).max_abs == 0

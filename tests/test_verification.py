@@ -406,6 +406,29 @@ def test_what_knows_no_float64_is_run_in_its_own_dtype():
         ]
 
 
+class LosesConjugates(fxopt.Rewrite):
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=torch.conj)
+
+    def apply(self, rewriter, node):
+        rewriter.replace_uses(node, node.args[0])
+        rewriter.erase(node)
+
+
+def test_complex_numbers_are_computed_in_complex128():
+    layers = {name: nn.Linear(4, 4, dtype=torch.complex64) for name in ("a", "b")}
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    graph_module = fxopt.trace(Use(lambda m, x: (m.a(x), m.b(x).conj()), **layers), (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VerificationWarning)
+        MergeLinears()(copy.deepcopy(graph_module), verify=True)
+    graph_module = fxopt.trace(Use(lambda m, x: torch.conj(m.a(x)) * 2, **layers), (x,))
+    with pytest.warns(VerificationWarning, match="conj"):
+        LosesConjugates()(graph_module, verify=True)
+
+
 @pytest.mark.parametrize("shapes", ["none", "example inputs", "FakeTensorProp"])
 def test_shapes_come_from_metadata_or_from_example_inputs(shapes):
     graph_module = torch.fx.symbolic_trace(randomise(Thirteen()).eval())

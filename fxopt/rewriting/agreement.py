@@ -46,10 +46,10 @@ def error_of(expected: Any, actual: Any, least: float, own: Any = None) -> float
 
 def _tensors(values: Any) -> list[Tensor]:
     tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    return [(torch.view_as_real(t) if t.is_complex() else t).double().cpu() for t in tensors]
+    return [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double().cpu() for t in tensors]
 
 
 def epsilon(values: Sequence[Any]) -> float:
     """The rounding of the narrowest of their dtypes."""
-    leaves = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
-    return max((torch.finfo(leaf.dtype).eps for leaf in leaves if leaf.is_floating_point()), default=0.0)
+    dtypes = {leaf.dtype for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)}
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)

@@ -36,9 +36,11 @@ class Numbers:
         strides = [number_of(stride) for stride in value.stride()]
         order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
         shape = [self._size(value.shape[dim]) for dim in order]
-        numbers = (
-            self._drawn(value, shape, torch.Generator().manual_seed(seed)).to(value.dtype).to(value.device)
-        )
+        generator = torch.Generator().manual_seed(seed)
+        numbers = self._drawn(value, shape, generator)
+        if value.is_complex():
+            numbers = torch.complex(numbers, self._drawn(value, shape, generator))
+        numbers = numbers.to(value.dtype).to(value.device)
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -62,6 +64,13 @@ class Numbers:
     def _size(self, size: Any) -> int:
         number = number_of(size)
         return self.sizes.get(number, number)
+
+
+def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.dtype
+    return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 def number_of(size: Any) -> int:

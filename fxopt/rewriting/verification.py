@@ -29,7 +29,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.agreement import epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
-from fxopt.rewriting.random_inputs import Numbers, number_of
+from fxopt.rewriting.random_inputs import Numbers, number_of, wide_dtype
 from fxopt.submodules import attribute, prefixes, sharing_copy
 
 Verify = bool | tuple[Any, ...]
@@ -251,12 +251,12 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a tensor or module, floating numbers in `dtype`."""
+    """A copy of a tensor or module, floating and complex numbers in `dtype`."""
     if any(tensor.is_meta for tensor in weights_of(value)):
         raise _CannotRun("its weights are on the meta device")
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
-        wide = tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        wide = tensor.detach().to(wide_dtype(tensor, dtype))
         if isinstance(value, Tensor) or not isinstance(tensor, nn.Parameter):
             wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide

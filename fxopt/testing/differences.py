@@ -221,7 +221,7 @@ def _distance(expected: Tensor, actual: Tensor) -> tuple[float, float]:
     if not expected.numel():
         return 0.0, 0.0
     if expected.is_complex():
-        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+        expected, actual = (torch.view_as_real(t.resolve_conj()) for t in (expected, actual))
     # Also integers and booleans in float64: exact up to 2**53, and one rule for all.
     wide, other = expected.detach().double().cpu(), actual.detach().double().cpu()
     same = (wide == other) | (wide.isnan() & other.isnan())
@@ -257,7 +257,7 @@ def _ulps(expected: Tensor, actual: Tensor) -> float:
     if same_bits(expected, actual):
         return 0.0
     if expected.is_complex():
-        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+        expected, actual = (torch.view_as_real(t.resolve_conj()) for t in (expected, actual))
     if not expected.is_floating_point() or (expected.isnan() != actual.isnan()).any():
         return float("inf")
     left, right = (_steps_from_zero(t[~t.isnan()]) for t in (expected, actual))

@@ -87,7 +87,7 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
 
 def _term(output: Tensor) -> Tensor:
     """A number that each value moves by another amount: the sum of some outputs, such as of softmax, is constant."""
-    values = (torch.view_as_real(output) if output.is_complex() else output).double()
+    values = (torch.view_as_real(output.resolve_conj()) if output.is_complex() else output).double()
     return (values / _size(values.detach())).sin().sum()
 
 
