@@ -136,7 +136,7 @@ class DropsTheUser(FuseBatchNorm1dInLinear):
         for norm in graph_module.graph.find_nodes(op="call_module", target="norm"):
             (layer,), module = norm.args, graph_module.get_submodule("norm")
             scale_and_shift = batch_norm.scale_and_shift(module)
-            yield Fold((layer,), norm, True, *scale_and_shift, layer, {"norm": module}, removable=True)
+            yield Fold((layer,), norm, True, *scale_and_shift, 0, {"norm": module}, removable=True)
 
 
 def test_another_user_of_a_value_that_changes_is_seen():
