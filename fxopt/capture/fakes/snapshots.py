@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
 import pickle
 import random
 import threading
@@ -21,6 +22,7 @@ from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
+_TOLD = (logging.Filterer, logging.LoggerAdapter)  # they remember which levels are on
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
@@ -99,7 +101,7 @@ class SnapshotMaker:
             return kind, bytes(value)
         if isinstance(value, (types.SimpleNamespace, threading.local, BaseException)):
             return kind, self._parts((vars(value), *getattr(value, "args", ())))
-        held = {} if isinstance(value, _CODE) else attributes(value)
+        held = {} if isinstance(value, (*_CODE, *_TOLD)) else attributes(value)
         return (kind, self._parts(held)) if held else kind  # nothing more is known about it
 
     def _parts_of_one(self, item: Any) -> Any:
