@@ -268,3 +268,24 @@ def test_a_list_in_a_tuple_is_for_the_example_what_it_was_before():
     traced, given = fxopt.trace(Does(forward), ([-X.abs()],), specialize=True), [-X.abs()]
     assert torch.equal(traced(given), X.abs() * 2)
     assert torch.equal(given[0], X.abs())
+
+
+@pytest.mark.parametrize("key", [torch.ones(2), Counting(1)], ids=["tensor", "object"])
+def test_a_key_that_no_code_can_name_is_refused(key):
+    with pytest.raises(fxopt.TraceError, match="as a key, which no code of a graph can name"):
+        fxopt.trace(Does(lambda self, held: held[key] + 1), ({key: X},))
+    with pytest.raises(fxopt.TraceError, match="as a key, which no code of a graph can name"):
+        fxopt.trace(Does(lambda self, x: {key: x + 1}), (X,))
+
+
+def test_a_leaf_that_changes_a_dict_is_refused():
+    class Leaf(torch.nn.Module):
+        def forward(self, x, held):
+            held["y"] = x + 1
+            return x
+
+    def forward(self, x, held):
+        return self.leaf(x, held)
+
+    with pytest.raises(fxopt.TraceError, match="the layer 'leaf' changes a list or dict"):
+        fxopt.trace(module(forward, leaf=Leaf()), (X, {}), leaf_modules=[Leaf], verify=False)
