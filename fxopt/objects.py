@@ -51,11 +51,9 @@ def entries(container: Any) -> dict[Any, Any]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots, too."""
-    slots = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
-    names = (name for names in slots for name in ((names,) if isinstance(names, str) else names))
-    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    held = {name: item for name, item in held.items() if name not in ("__dict__", "__weakref__")}
-    return held | getattr(value, "__dict__", {})
+    state: Any = object.__getstate__(value)
+    named, in_slots = state if isinstance(state, tuple) else (state, {})
+    return {**in_slots, **(named or {})}
 
 
 def key_kind(container: Any) -> str:
@@ -168,5 +166,8 @@ def _plain(value: Any) -> Any:
 
 # Not objects in this sense, though some have a `__dict__`.
 _VALUES = (type, torch.nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-_ITERATED: Any = (tuple, list, collections.deque, type({}.keys()), type({}.values()), type({}.items()))
+_ITERATED: Any = (
+    *(tuple, list, set, frozenset, collections.deque),
+    *(type({}.keys()), type({}.values()), type({}.items())),
+)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")

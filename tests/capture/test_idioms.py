@@ -165,6 +165,11 @@ IDIOMS = {
         X,
         torch.tensor([1, 3]),
     ),
+    "slices of two dimensions at a number, and steps": (
+        lambda self, x, i: x[::2, i.item() : i.item() + 2, i.item() : i.item() + 1].clone(),
+        torch.randn(4, 4, 4),
+        torch.tensor(1),
+    ),
     "slices of two dimensions at a number": (
         lambda self, x, i: x[..., i.item() : i.item() + 2, i.item() : i.item() + 1].clone(),
         X,

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from torch.export import Dim
 
 import fxopt
 from tests.capture.test_odd_models import Does
+from tests.capture.test_silent_changes import module
 
 X = torch.randn(2, 3)
 
@@ -49,6 +51,11 @@ class Makes(torch.nn.Module):
 class Reads(torch.nn.Module):
     def forward(self, x, batch):
         return x + batch["y"]
+
+
+class Counting:
+    def __init__(self, calls):
+        self.calls = calls
 
 
 class Slots:
@@ -174,10 +181,13 @@ def test_a_number_that_changes_at_size_one_alone_makes_another_graph():
 
 
 class Slotted:
-    __slots__ = ("calls", "state")
+    __slots__ = ("__hidden", "calls", "state")
 
-    def __init__(self, state):
-        self.state, self.calls = state, 0
+    def __init__(self, state, hidden=2.0):
+        self.state, self.calls, self.__hidden = state, 0, hidden
+
+    def hidden(self):
+        return self.__hidden
 
 
 def test_an_object_with_slots_is_changed():
@@ -192,3 +202,90 @@ def test_an_object_with_slots_is_changed():
     held[2].state = held[1].state
     torch.testing.assert_close(traced(x, held[1]), model(x, held[2]))
     torch.testing.assert_close(held[1].state, held[2].state)
+
+
+def test_private_slots_are_attributes():
+    def forward(self, x, held):
+        return Slotted(x, x + held.hidden())
+
+    traced = fxopt.trace(Does(forward), (X, Slotted(X, X * 3)))
+    assert torch.equal(traced(X, Slotted(X, X * 4)).hidden(), X * 5)
+
+
+def changes_a_dict(self, x, held):
+    if x.sum() > 0:
+        held["more"] = x + 1
+    return x * 2
+
+
+def changes_a_list(self, x, held):
+    y, mask = x.clone(), x > 0
+    if mask.any():
+        y[mask] = 0
+        held.append(1)
+    return y
+
+
+def changes_an_object(self, x, held):
+    if x.sum() > 0:
+        held.calls += 1
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "make"),
+    [
+        (changes_a_dict, dict),
+        (changes_a_list, list),
+        (changes_an_object, functools.partial(Slotted, X)),
+        (changes_an_object, functools.partial(Counting, 0)),
+    ],
+)
+def test_a_branch_that_changes_an_input_is_no_branch_that_always_runs(forward, make):
+    model = module(forward)
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(model, (X.abs(), make()))
+    traced = fxopt.trace(model, (X.abs(), make()), specialize=True)
+    with pytest.raises(fxopt.GuardError):
+        traced(-X.abs(), make())
+
+
+def test_a_dict_is_put_in_another_order():
+    def forward(self, held):
+        held["a"] = held.pop("a")
+        return held["a"] + 1
+
+    traced, held = fxopt.trace(Does(forward), ({"a": X, "b": X + 1},)), {"a": X, "b": X + 1}
+    assert torch.equal(traced(held), X + 1)
+    assert list(held) == ["b", "a"]
+
+
+def test_a_list_in_a_tuple_is_for_the_example_what_it_was_before():
+    def forward(self, *lists):
+        lists[0][0] = -lists[0][0]
+        return lists[0][0] * 2 if lists[0][0].sum() > 0 else lists[0][0]
+
+    traced, given = fxopt.trace(Does(forward), ([-X.abs()],), specialize=True), [-X.abs()]
+    assert torch.equal(traced(given), X.abs() * 2)
+    assert torch.equal(given[0], X.abs())
+
+
+@pytest.mark.parametrize("key", [torch.ones(2), Counting(1)], ids=["tensor", "object"])
+def test_a_key_that_no_code_can_name_is_refused(key):
+    with pytest.raises(fxopt.TraceError, match="as a key, which no code of a graph can name"):
+        fxopt.trace(Does(lambda self, held: held[key] + 1), ({key: X},))
+    with pytest.raises(fxopt.TraceError, match="as a key, which no code of a graph can name"):
+        fxopt.trace(Does(lambda self, x: {key: x + 1}), (X,))
+
+
+def test_a_leaf_that_changes_a_dict_is_refused():
+    class Leaf(torch.nn.Module):
+        def forward(self, x, held):
+            held["y"] = x + 1
+            return x
+
+    def forward(self, x, held):
+        return self.leaf(x, held)
+
+    with pytest.raises(fxopt.TraceError, match="the layer 'leaf' changes a list or dict"):
+        fxopt.trace(module(forward, leaf=Leaf()), (X, {}), leaf_modules=[Leaf], verify=False)

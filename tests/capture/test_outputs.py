@@ -46,3 +46,10 @@ def described(value):
     if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
         return type(value), getattr(value, "maxlen", None), [described(item) for item in value]
     return value
+
+
+def test_a_tensor_in_a_set_is_made_anew():
+    traced = fxopt.trace(Does(lambda self, x: {torch.tensor([1.0])}), (torch.randn(3, 4),))
+    for _ in range(2):
+        (made,) = traced(torch.randn(3, 4))
+        assert made.add_(1).item() == 2

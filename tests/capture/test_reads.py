@@ -38,7 +38,9 @@ def test_a_global_mode_that_the_forward_reads_is_guarded():
     assert torch.equal(gm(X), X * 2)
     with torch.no_grad(), pytest.raises(fxopt.GuardError, match="captured with grad on"):
         gm(X)
-    gm = fxopt.trace(module(lambda self, x: x * 2 if torch.is_autocast_enabled("cpu") else x), (X,))
+    gm = fxopt.trace(
+        module(lambda self, x: x * 2 if torch.is_autocast_enabled(device_type="cpu") else x), (X,)
+    )
     with torch.autocast("cpu"), pytest.raises(fxopt.GuardError, match="captured with autocast off"):
         gm(X)
 

@@ -85,8 +85,8 @@ def slices_in_turn(index: Any, dims: int) -> list[tuple[slice, ...]]:
         parts[place : place + 1] = [slice(None)] * (dims - len(parts) + 1)
     if not all(isinstance(part, slice) for part in parts):
         return []
-    bounded = [dim for dim, part in enumerate(parts) if part.start is not None or part.stop is not None]
-    return [(*(slice(None),) * dim, parts[dim]) for dim in bounded]
+    given = [any(p is not None for p in (part.start, part.stop, part.step)) for part in parts]
+    return [(*(slice(None),) * dim, parts[dim]) for dim, some in enumerate(given) if some]
 
 
 def _is_unbacked_slice(part: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.nodes.source_location import RUN_FORWARD, is_model_code
+from fxopt.objects import attributes
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (
@@ -56,4 +57,4 @@ def _held(value: Any, depth: int) -> Any:
         return len(value), {item for item in value if isinstance(item, _PLAIN)}
     if hasattr(type(value), "__length_hint__"):
         return operator.length_hint(value)
-    return _held(vars(value), depth - 1) if hasattr(value, "__dict__") else None
+    return _held(attributes(value), depth - 1)

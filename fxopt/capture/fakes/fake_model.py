@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxopt.capture.fakes.layer_settings import settings_of
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
@@ -96,7 +97,7 @@ class FakeModel:
             ) from error
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
-        self._settings = {id(module): _settings(module) for module in self.model.modules()}
+        self._settings = {id(module): settings_of(module) for module in self.model.modules()}
         self._held: dict[int, tuple[Any, ...]] = {}
         self._containers = recorded_modules(self.model, self._layers)
         self._given = {name: set(vars(module)) for name, module in self.model.named_modules()}
@@ -150,11 +151,11 @@ class FakeModel:
 
     def has_changed(self, layer: torch.nn.Module) -> bool:
         """Tell whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
-        return any(self._settings.get(id(part)) != _settings(part) for part in layer.modules())
+        return any(self._settings.get(id(part)) != settings_of(part) for part in layer.modules())
 
     def keep_settings(self, layer: torch.nn.Module) -> None:
         """Take a layer as it is after a call of it: what it changes itself, it changes when the graph runs."""
-        self._settings |= {id(part): _settings(part) for part in layer.modules()}
+        self._settings |= {id(part): settings_of(part) for part in layer.modules()}
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
@@ -249,32 +250,6 @@ def refused_change(change: tuple[str, str]) -> TraceError:
         f"the forward assigns to {'.'.join(change).lstrip('.')!r}: state that is replaced from call to call cannot live in "
         "a graph. Write into a buffer with `.copy_()`, or make the module that does this a leaf."
     )
-
-
-def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """All that decides how a layer computes: numbers, flags, and the tensors it holds."""
-    held = dict(module._parameters) | dict(module._buffers) | module.__dict__
-    return {
-        key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
-        for key, value in held.items()
-        if isinstance(value, (*_PLAIN, tuple, list, torch.dtype, torch.Tensor, type(None)))
-    }
-
-
-def _setting(value: Any) -> Any:
-    """A constant as itself, and of anything else, which is the object itself, a form that can be compared."""
-    return value if isinstance(value, (*_PLAIN, torch.dtype)) else _Identity(value)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Identity:
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:

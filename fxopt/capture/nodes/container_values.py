@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.errors import TraceError
-from fxopt.objects import attributes, find
+from fxopt.objects import attributes, find, is_open
 
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
@@ -46,6 +48,15 @@ def write_container(
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return create("call_function", importable(kind), (), _fields(value, argument, where), None)
     return None
+
+
+def check_keys(mapping: Mapping[Any, Any], where: str) -> None:
+    """Raise TraceError for a key of a dict that no code can name."""
+    for key in mapping:
+        if isinstance(key, torch.Tensor) or is_open(key):
+            raise TraceError(
+                f"a dict has a {type(key).__name__} as a key, which no code of a graph can name: use a text or a number. {where}"
+            )
 
 
 def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]) -> dict[str, Any]:

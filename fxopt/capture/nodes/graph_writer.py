@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
-from fxopt.capture.nodes.container_values import write_container
+from fxopt.capture.nodes.container_values import check_keys, write_container
 from fxopt.capture.nodes.mutable_objects import MutableObjects
 from fxopt.capture.nodes.origin import Origin, OutOfSightError
 from fxopt.capture.nodes.shared_memory import SharedMemory
@@ -121,6 +121,7 @@ class GraphWriter:
         if isinstance(value, tuple):
             return tuple(self.argument(item) for item in value)
         if type(value) is dict:
+            check_keys(value, self.where())
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
@@ -231,7 +232,8 @@ class GraphWriter:
                 key: self.argument(arg) for key, arg in kwargs.items()
             }
         except TraceError as error:
-            raise type(error)(f"in an argument of {name!r}: {error}") from error
+            error.args = (f"in an argument of {name!r}: {error}",)
+            raise
 
     def create(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -92,7 +92,8 @@ class MutableObjects:
         now = entries(container)
         changed = _changed(known, now)
         removed = [key for key in known.contents if key not in now]
-        if changed or removed:
+        reordered = not is_open(container) and list(now) != list(known.contents)
+        if changed or removed or reordered:
             self._keep([known.contents[key] for key in (*changed, *removed) if key in known.contents])
             if is_open(container):
                 parts = {key: self._part(now[key]) for key in changed}

@@ -153,8 +153,8 @@ def _queries(patch: Patches, queries: PropertyReads) -> None:
     """Take note of global modes that the model reads, which the graph takes for granted."""
     for name, mode in _MODES.items():
 
-        def ask(original: Any, *args: Any, mode: str = mode) -> bool:
-            answer = bool(original(*args))
+        def ask(original: Any, *args: Any, mode: str = mode, **named: Any) -> bool:
+            answer = bool(original(*args, **named))
             if is_model_code(sys._getframe(2).f_code.co_filename):
                 queries.note_mode(mode, answer)
             return answer

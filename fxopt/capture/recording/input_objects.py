@@ -35,6 +35,8 @@ def has_parts(value: Any) -> bool:
 
 def snapshot(value: Any) -> Any:
     """A fake as it is before the forward changes it."""
+    if type(value) is tuple:
+        return tuple(map(snapshot, value))
     if not is_mutable(value):
         return value
     return rebuilt(value, {key: snapshot(item) for key, item in entries(value).items()})

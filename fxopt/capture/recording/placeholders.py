@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
+from fxopt.capture.nodes.container_values import check_keys
 from fxopt.capture.nodes.dtype_use import takes_any_dtype
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import compares_identity
@@ -122,6 +123,8 @@ class Placeholders:
         opened = is_taken_apart(value, inside)
         if not opened and not has_parts(value) and not changes:
             return self._constant(name, path, value)
+        if isinstance(value, dict):
+            check_keys(value, _where(name, path))
         keys = structure_keys(value)
         self.expected.append(StructureSpec(name, path, type(value), keys))
         if opened or changes:

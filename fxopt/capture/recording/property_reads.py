@@ -14,18 +14,6 @@ GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
 _NO_DTYPE_QUERIES = {
     *("size", "shape", "dim", "ndim", "device", "numel", "nelement", "__len__", "is_cuda", "layout"),
 }
-_DTYPE_QUERIES = {
-    "size",
-    "shape",
-    "dim",
-    "ndim",
-    "device",
-    "numel",
-    "nelement",
-    "__len__",
-    "is_cuda",
-    "layout",
-}
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 

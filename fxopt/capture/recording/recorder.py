@@ -29,8 +29,9 @@ from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
-from fxopt.capture.recording.refused_calls import refusal
+from fxopt.capture.recording.refused_calls import CHANGES_CONTAINER, PACKED, has_packed, refusal
 from fxopt.capture.recording.torch_call import Call
+from fxopt.capture.runtime.input_specs import same_objects
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.operators import is_write_name
@@ -189,7 +190,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
-        self._refuse_packed((*args, *kwargs.values()))
+        if has_packed(args, kwargs):
+            self.fail(PACKED)
         of_torch = type(module).__module__.startswith("torch.nn.")
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
@@ -200,8 +202,11 @@ class Recorder(PreDispatchTorchFunctionMode):
             node_args, node_kwargs = self.writer.arguments(name, args, kwargs)
         with self.paused():
             self.writer.containers.before_call((args, kwargs))
+            given = self.writer.faked((args, kwargs))
             with self.shape_env.in_operator() as questions:
                 result = self._layer_result(module, args, kwargs)
+            if not same_objects(given, (args, kwargs)):
+                self.fail(f"the layer {name!r} {CHANGES_CONTAINER}")
             self.shell.keep_settings(module)
             if module.training or self.writer.containers.any_in((args, kwargs)):
                 self.shape_env.guard(questions)  # a second call would change something
@@ -233,21 +238,14 @@ class Recorder(PreDispatchTorchFunctionMode):
         """Run a module whose own forward is recorded."""
         if self._opaque:
             return module._call_impl(*args, **kwargs)
-        if isinstance(module, torch.nn.RNNBase):
-            self._refuse_packed((*args, *kwargs.values()))
+        if isinstance(module, torch.nn.RNNBase) and has_packed(args, kwargs):
+            self.fail(PACKED)
         if module._backward_hooks or module._backward_pre_hooks:
             self.fail(
                 f"module {name!r} has backward hooks, which a graph cannot hold: make it a leaf (leaf_modules=...)"
             )
         with self.writer.inside(name, module):
             return module._call_impl(*args, **kwargs)
-
-    def _refuse_packed(self, args: Any) -> None:
-        if any(isinstance(value, torch.nn.utils.rnn.PackedSequence) for value in args):
-            self.fail(
-                "a layer is given a packed sequence, whose lengths are numbers in a tensor that decide on the sizes of "
-                "others: give it the padded sequence, and leave out by a mask what lies behind the lengths"
-            )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx.node import _side_effectful_functions
+from torch.nn.utils.rnn import PackedSequence
 
 from fxopt.operators import is_write_name
 
@@ -21,7 +22,20 @@ _REASONS = {
     ),
     "__set__": "assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph cannot hold.",
 }
+PACKED = (
+    "a layer is given a packed sequence, whose lengths are numbers in a tensor that decide on the sizes of others: give it "
+    "the padded sequence, and leave out by a mask what lies behind the lengths"
+)
+CHANGES_CONTAINER = (
+    "changes a list or dict that it is given, which a graph cannot follow into a leaf: let it return the change, or make it "
+    "no leaf"
+)
 _RESHAPES_IN_PLACE = {"squeeze_", "resize_", "resize_as_", "set_", "as_strided_"}
+
+
+def has_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a packed sequence is among the arguments of a layer."""
+    return any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
 
 
 def refusal(function: Any, name: str, args: tuple[Any, ...], result: Any) -> str | None:

@@ -194,11 +194,9 @@ def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
 
 def _read_value(recorder: Recorder, call: Call) -> Any:
     """A call that makes a Python value of what is in a tensor."""
-    name = call.name
-    if name == "item":
-        if not call.args[0].is_complex():
-            return NotImplemented
-        name = "__complex__"
+    name = "__complex__" if call.name == "item" else call.name
+    if call.name == "item" and not call.args[0].is_complex():
+        return NotImplemented
     if _is_known((call.args, call.kwargs)):
         return NotImplemented
     if (truth := recorder.tensor_sizes.truth(name, call.args)) is not None:

@@ -17,7 +17,7 @@ from fxopt.capture.runtime.checks import CHECKS, MASKS
 from fxopt.effects import written_by, written_parameters
 from fxopt.graph import function_name
 from fxopt.memory import storage_of
-from fxopt.objects import tensors_in
+from fxopt.objects import set_attributes, set_items, tensors_in
 
 # The functions that write at some places of their first argument, or of a copy, with the position and the name of the index.
 _INDEXED = {
@@ -104,6 +104,8 @@ class BodyEffects:
             return None
         if node.target in modes.SWITCHES:
             return None if self._switches_back(node, number) else "leaves a mode switched"
+        if node.target in (set_attributes, set_items):
+            return "changes an object"
         module = self._module(node)
         if written_by(node, module) is None or (module is not None and list(written_parameters(module))):
             return "writes where nobody can tell"

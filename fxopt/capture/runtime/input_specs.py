@@ -128,3 +128,9 @@ def same_parts(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool |
     if isinstance(one, (tuple, list)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return None
+
+
+def same_objects(one: Any, other: Any) -> bool:
+    """Tell whether nested tuples, lists, dicts and slices hold the same objects."""
+    parts = same_parts(one, other, same_objects)
+    return one is other if parts is None else parts
