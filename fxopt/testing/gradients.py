@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import GuardError
 from fxopt.testing.differences import leaves, mapped
-from fxopt.testing.probes import Call, restored
+from fxopt.testing.observations import Call, restored
 
 FARTHER = 100
 """Gradients may be this many times farther off than outputs: they go through each step twice."""
