@@ -461,3 +461,10 @@ def test_a_graph_for_calls_without_gradients_is_judged_by_its_outputs() -> None:
         traced = fxopt.trace(ByMode(), (x,))
     assert Oracle(ByMode(), [x]).judge(traced).grade is Grade.BIT_EXACT
     assert "output.a gives no gradients" in Oracle(ByMode(), [x]).judge(OtherByMode()).reason
+
+
+def test_a_module_without_weights_is_its_own_in_float64() -> None:
+    module = Root()
+    oracle = Oracle(module, [torch.rand(4)], float64=module)
+    assert oracle.expected[0].output.dtype is torch.float32
+    assert oracle.judge(module, module).grade is Grade.BIT_EXACT

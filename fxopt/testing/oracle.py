@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.testing.differences import Difference, other_strides, ulps
+from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.gradients import gradients_of
 from fxopt.testing.node_by_node import parting, parting_place_of
@@ -92,7 +92,10 @@ class Oracle:
         self._tensors = list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
-        again = observe(reference, [given]), [] if exact is reference else observe(exact, [given.cast(wide)])
+        cast = given.cast(wide)
+        self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
+        same = exact is reference and self._is_wide
+        again = observe(reference, [given]), [] if same else observe(exact, [cast])
         refuses = functools.partial(refused, {None: captured, wide: captured_wide})
         large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
         others = itertools.chain(other_sizes(given, captured), other_values(given))
@@ -141,9 +144,9 @@ class Oracle:
             return failed(Grade.WRONG, reason=str(error))
 
     def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
-        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; they may be one."""
+        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; both may be one."""
         wide = observe(exact, self._wide_calls)
-        if exact is module:
+        if exact is module and self._is_wide:
             return [wide[0], wide[-1]][: len(self._calls)], wide
         return observe(module, self._calls), wide
 
