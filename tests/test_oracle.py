@@ -411,3 +411,60 @@ def test_gradients_that_are_cut_are_seen_in_training(candidate: nn.Module, reaso
     assert reason in verdict.reason
     assert all(parameter.grad is None for parameter in (*model.parameters(), *candidate.parameters()))
     assert Oracle(model.eval(), [torch.randn(4, 3)]).judge(candidate).grade is Grade.BIT_EXACT
+
+
+class Root(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+class Average(nn.Module):
+    """Keeps an average in a buffer, and does not say that it needs no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+class ByMode(nn.Module):
+    """Gives one more output where no gradients are recorded."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x}
+
+
+class OtherByMode(ByMode):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"b": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x}
+
+
+def test_infinite_gradients_are_alike() -> None:
+    assert Oracle(Root(), [torch.tensor([0.0, 4.0])]).judge(nn.Sequential(Root())).grade.passes
+
+
+def test_buffers_hold_no_graph_after_gradients_were_compared() -> None:
+    model = Average().double()
+    candidate = copy.deepcopy(model)
+    oracle = Oracle(model, [torch.randn(4, 3, dtype=torch.float64)], float64=model)
+    assert oracle.judge(candidate, candidate).grade is Grade.BIT_EXACT
+    for module in (model, candidate):
+        assert not module.average.requires_grad
+        assert not module.average.any()
+
+
+def test_a_graph_for_calls_without_gradients_is_judged_by_its_outputs() -> None:
+    x = torch.randn(2)
+    with torch.no_grad():
+        traced = fxopt.trace(ByMode(), (x,))
+    assert Oracle(ByMode(), [x]).judge(traced).grade is Grade.BIT_EXACT
+    assert "output.a gives no gradients" in Oracle(ByMode(), [x]).judge(OtherByMode()).reason
+
+
+def test_a_module_without_weights_is_its_own_in_float64() -> None:
+    module = Root()
+    oracle = Oracle(module, [torch.rand(4)], float64=module)
+    assert oracle.expected[0].output.dtype is torch.float32
+    assert oracle.judge(module, module).grade is Grade.BIT_EXACT

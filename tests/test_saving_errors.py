@@ -541,3 +541,16 @@ def test_a_folder_that_is_saved_anew_while_it_is_read_is_read_whole(at, tmp_path
     monkeypatch.setattr(files, "_explained", explained)
     loaded = fxopt.load(tmp_path / "saved")
     assert all(map(torch.equal, loaded.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_a_broken_off_save_had_moved_away_is_named(linked, tmp_path):
+    fxopt.save(fxopt.trace(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / ".saved.old-12345678")
+    folder = tmp_path / "saved"
+    if linked:
+        folder = tmp_path / "elsewhere" / "link"
+        folder.parent.mkdir()
+        folder.symlink_to(tmp_path / "saved")
+    with pytest.raises(fxopt.LoadError, match=r"broken off when it had moved it to .*\.saved\.old-12345678"):
+        fxopt.load(folder)

@@ -75,7 +75,10 @@ class ScoreReader:
             if self._softmax_dimension(step) not in (-1, len(described(step).shape) - 1):
                 raise Obstacle("the softmax is not over the keys")
             scores.normalised = True
-        elif Fact.RESHAPES not in facts_of(step) and name != "identity":
+        elif Fact.RESHAPES in facts_of(step):
+            if (step.args or step.all_input_nodes)[0] is not source:  # `x.view_as(scores)`
+                raise Obstacle(f"{step.name} takes nothing but the shape of the scores")
+        elif name != "identity":
             if scores.normalised:
                 raise Obstacle(f"{step.name} stands between the softmax and the values")
             self._read_change(scores, name, source, step)

@@ -65,9 +65,14 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             document = _checked(folder / GRAPH)
             return document, _tensors(folder / WEIGHTS, document)
         except LoadError:
-            if _identity(folder) == found and (found or not _is_being_replaced(folder)):
+            if _identity(folder) == found and (found or not _moved_away(folder)):
                 raise
             time.sleep(0.01)
+    moved = _moved_away(folder)
+    if moved and _identity(folder) is None:
+        raise LoadError(
+            f"{folder} is missing: a save was broken off when it had moved it to {moved[0]}. Move it back, or save again."
+        )
     raise LoadError(f"{folder} is saved anew again and again while it is read: load it when that is done.")
 
 
@@ -92,9 +97,10 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     return None
 
 
-def _is_being_replaced(folder: Path) -> bool:
-    """Tell whether `write` has moved the folder away, and not yet put the new one in its place."""
-    return any(folder.parent.glob(f".{glob.escape(folder.name)}.old-*"))
+def _moved_away(folder: Path) -> list[Path]:
+    """The place to which `write` has moved the folder, as long as it has not removed it, in a list."""
+    folder = Path(os.path.realpath(folder))
+    return list(folder.parent.glob(f".{glob.escape(folder.name)}.old-*"))
 
 
 _ATTEMPTS = 20

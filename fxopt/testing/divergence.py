@@ -12,7 +12,7 @@ from fxopt import graph
 from fxopt.rewriting.edits import NodeEdit, Redirect, Swapped
 from fxopt.rewriting.record import Step
 from fxopt.submodules import is_inside
-from fxopt.testing.probes import GIVEN
+from fxopt.testing.observations import GIVEN
 
 
 @dataclasses.dataclass(frozen=True)

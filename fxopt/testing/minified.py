@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.rewriting.transformation import Transformation
 from fxopt.testing.differences import compare, mapped
+from fxopt.testing.observations import Call, run_call
 from fxopt.testing.oracle import RTOL_FLOAT64
-from fxopt.testing.probes import Call, run_call
 
 
 def minified(

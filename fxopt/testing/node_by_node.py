@@ -19,7 +19,7 @@ from fxopt.rewriting.edits import Redirect
 from fxopt.rewriting.record import Step, steps_of
 from fxopt.testing.differences import compare, mapped, unchanged
 from fxopt.testing.divergence import Divergence, described
-from fxopt.testing.probes import Call, observe, run_call
+from fxopt.testing.observations import Call, observe, run_call
 
 Limit = Callable[[str], float]
 """How far the value of a node may be off, by its name in the original graph."""

@@ -13,21 +13,17 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.testing.differences import Difference, compare, other_strides, ulps
+from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.gradients import gradients_of
 from fxopt.testing.node_by_node import parting, parting_place_of
+from fxopt.testing.observations import GIVEN, Call, Observation, differences, not_repeated, observe
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
 from fxopt.testing.probes import (
-    GIVEN,
-    Call,
-    Observation,
     first_taken,
     has_finite,
     large_values,
     not_finite,
-    not_repeated,
-    observe,
     other_sizes,
     other_values,
     refused,
@@ -93,11 +89,13 @@ class Oracle:
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
         self._wide, self._name = wide, str(wide).removeprefix("torch.")
-        self._buffers = {name for name, _ in reference.named_buffers()}
         self._tensors = list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
-        again = observe(reference, [given]), [] if exact is reference else observe(exact, [given.cast(wide)])
+        cast = given.cast(wide)
+        self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
+        same = exact is reference and self._is_wide
+        again = observe(reference, [given]), [] if same else observe(exact, [cast])
         refuses = functools.partial(refused, {None: captured, wide: captured_wide})
         large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
         others = itertools.chain(other_sizes(given, captured), other_values(given))
@@ -108,7 +106,9 @@ class Oracle:
         self.expected, self._truth = self._observed(reference, exact)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
         self.blank = not any(has_finite(seen.output) for seen in self._truth)
-        self._strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
+        strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
+        buffers = {name for name, _ in reference.named_buffers()}
+        self._differences = functools.partial(differences, buffers=buffers, strides=strides)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or not_repeated(again[1] or again[0], self._truth, rtol)
         wanted = reference.training if gradients is None else gradients
@@ -144,9 +144,9 @@ class Oracle:
             return failed(Grade.WRONG, reason=str(error))
 
     def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
-        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; they may be one."""
+        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; both may be one."""
         wide = observe(exact, self._wide_calls)
-        if exact is module:
+        if exact is module and self._is_wide:
             return [wide[0], wide[-1]][: len(self._calls)], wide
         return observe(module, self._calls), wide
 
@@ -281,35 +281,6 @@ class Oracle:
                 error,
                 max(limit, self._rtol) if step == torch.finfo(self._wide).eps else limit,
             )
-
-    def _differences(
-        self, call: Call, expected: Observation, actual: Observation, where: str = "", *, dtypes: bool = True
-    ) -> list[Difference]:
-        """Output, written inputs and written buffers of one call; raises `AssertionError` where they differ in form."""
-        where = f"{where}with {call.name}, " if call.name != GIVEN else where
-        if expected.kept and not actual.kept:
-            raise AssertionError(f"{where}a later call changes the result that this one returned")
-        for name in expected.buffers.keys() ^ (actual.buffers.keys() & self._buffers):
-            writes = "does not write" if name in expected.buffers else "writes"
-            raise AssertionError(f"{where}it {writes} the buffer {name}, unlike the original")
-        if expected.writes != actual.writes:
-            raise AssertionError(
-                f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
-            )
-        parts = [("output", expected.output, actual.output)]
-        if expected.writes:
-            parts.append(("input", expected.inputs, actual.inputs))
-        if expected.buffers:
-            parts.append(
-                ("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers})
-            )
-        try:
-            found = [compare(left, right, dtypes, path=path) for path, left, right in parts]
-            if self._strides and dtypes and (text := other_strides(expected.result, actual.result)):
-                raise AssertionError(text)
-        except AssertionError as error:
-            raise AssertionError(f"{where}{error}") from error
-        return found
 
 
 def _apart(worst: Difference) -> str:

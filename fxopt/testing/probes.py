@@ -6,11 +6,9 @@ result, a clamp that no value reached. So the inputs are varied as far as the mo
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,91 +19,10 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
 from fxopt.capture.runtime.size_guards import SizeExpression
 from fxopt.errors import GuardError
-from fxopt.testing.differences import compare, leaves, mapped, unchanged
+from fxopt.testing.differences import leaves
+from fxopt.testing.observations import Call, Observation, observe
 
-GIVEN, VALUES, SIZES = "the given inputs", "other values", "other sizes"
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Arguments of a call, and a name for them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str = GIVEN
-
-    def cast(self, dtype: torch.dtype) -> Call:
-        """The same with floating tensors in `dtype`: copies, all of them."""
-        return self.changed(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True))
-
-    def fresh(self) -> Call:
-        """A copy, which the callee may write into."""
-        return self.changed(lambda t: t.detach().clone())
-
-    def changed(self, function: Callable[[Tensor], Tensor], name: str = "") -> Call:
-        """The same with `function(tensor)` for each tensor."""
-        args, kwargs = mapped(
-            (list(self.args), self.kwargs), lambda t: function(t).requires_grad_(t.requires_grad)
-        )
-        return Call(tuple(args), kwargs, name or self.name)
-
-
-@dataclasses.dataclass
-class Observation:
-    """The effects of one call.
-
-    Attributes:
-        output: a copy of the result, made before the next call.
-        result: the result itself.
-        inputs: the inputs after the call.
-        writes: whether the call wrote into its inputs.
-        buffers: the buffers that are not what they were before the first call, as they are after this one.
-        kept: whether the result was still the same after all the calls.
-    """
-
-    output: Any
-    result: Any
-    inputs: list[Any]
-    writes: bool
-    buffers: dict[str, Tensor]
-    kept: bool = True
-
-
-def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
-    """Call one instance several times, under the same seed; its buffers are put back afterwards."""
-    seen: list[Observation] = []
-    with restored(module) as before:
-        for call in calls:
-            given = call.fresh()
-            result = _run(module, given, call.name)
-            after = {
-                name: buffer.detach().clone()
-                for name, buffer in module.named_buffers()
-                if name not in before or not unchanged(before[name][1], buffer)
-            }
-            inputs = [list(given.args), given.kwargs]
-            writes = not unchanged([list(call.args), call.kwargs], inputs)
-            seen.append(Observation(mapped(result, _copied), result, inputs, writes, after))
-        for each in seen:
-            each.kept = unchanged(each.output, each.result)
-    return seen
-
-
-@contextlib.contextmanager
-def restored(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Puts the buffers of a module back at the end of the block, which gets each with a copy of it."""
-    tables = [(part, dict(part._buffers)) for part in module.modules()]
-    before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
-    try:
-        yield before
-    finally:
-        for part, buffers in tables:
-            part._buffers.clear()
-            part._buffers.update(buffers)
-        for buffer, values in before.values():
-            if not unchanged(values, buffer):
-                with torch.no_grad():
-                    buffer.copy_(values)
+VALUES, SIZES = "other values", "other sizes"
 
 
 def first_taken(
@@ -183,26 +100,6 @@ def input_guard(graph: nn.Module | None) -> InputGuard | None:
     return next((module for module in modules if isinstance(module, InputGuard)), None)
 
 
-def run_call(module: Callable[..., Any], call: Call) -> Any:
-    """Run a module on a copy of the inputs, without gradients and always under the same seed."""
-    return _run(module, call.fresh(), call.name)
-
-
-def _run(module: Callable[..., Any], given: Call, name: str) -> Any:
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)  # two runs draw the same random numbers
-        try:
-            return module(*given.args, **given.kwargs)
-        except Exception as error:
-            if name != GIVEN:
-                error.add_note(f"with {name}")
-            raise
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False) -> Tensor:
     """The same numbers in another order; floating ones larger, but for those between 0 and 1, such as masks."""
     numbers = tensor.detach().flatten().flip(0)
@@ -255,18 +152,3 @@ def not_finite(output: object) -> str:
 def has_finite(output: object) -> bool:
     """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
     return any(isinstance(value, Tensor) and bool(value.isfinite().any()) for _, value in leaves(output))
-
-
-def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
-    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
-    if unchanged(again[0].output, first[0].output):
-        return ""
-    try:
-        difference = compare(first[0].output, again[0].output)
-    except AssertionError as error:
-        text = str(error)
-    else:
-        text = (
-            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
-        )
-    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"

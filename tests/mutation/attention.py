@@ -17,6 +17,7 @@ ATTENTION = (
     Fault("attention: other uses are ignored", _READER, "            if others:\n                raise Obstacle(f\"{node.name} is also used by", "            if False:\n                raise Obstacle(f\"{node.name} is also used by"),
     Fault("attention: a softmax over anything", _SCORES, "            if self._softmax_dimension(step) not in (-1, len(described(step).shape) - 1):", "            if False:", SITE),
     Fault("attention: active dropout goes", _SCORES, "            if not self._index.memory.is_pure(step) and graph.argument(step, \"p\") != 0:", "            if False:"),
+    Fault("attention: a shape is taken for the scores", _SCORES, "            if (step.args or step.all_input_nodes)[0] is not source:", "            if False:", SITE),
     Fault("attention: masks are not scaled", _SCORES, "            if scores.masks:\n", "            if False:\n", SITE),
     Fault("attention: -inf masks", _MASKS, "        if number == -math.inf:", "        if False:"),
     Fault("attention: any number masks", _MASKS, " or not number <= _SMALLEST:", ":", SITE),

@@ -369,6 +369,14 @@ REFUSED = {
         "is not a product of the last dimensions",
     ),
     "without gradients": (lambda m, q, k, v: without_gradients(q, k) @ v, "side effect"),
+    "the scores are but a shape": (
+        lambda m, q, k, v: torch.ones(4, 5, 5).view_as(scores(q, k)).softmax(-1) @ v,
+        "takes nothing but the shape of the scores",
+    ),
+    "the weights are but a shape": (
+        lambda m, q, k, v: (m.bias * torch.ones(2, 2, 5, 5)).reshape_as(scores(q, k).softmax(-1)) @ v,
+        "takes nothing but the shape of the scores",
+    ),
 }
 
 

@@ -1,0 +1,180 @@
+"""One call of a module, and all that it does: its output, what it writes into its inputs and buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxopt.testing.differences import Difference, compare, mapped, other_strides, unchanged
+
+GIVEN = "the given inputs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Arguments of a call, and a name for them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = GIVEN
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The same with floating tensors in `dtype`: copies, all of them."""
+        return self.changed(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True))
+
+    def fresh(self) -> Call:
+        """A copy, which the callee may write into."""
+        return self.changed(lambda t: t.detach().clone())
+
+    def changed(self, function: Callable[[Tensor], Tensor], name: str = "") -> Call:
+        """The same with `function(tensor)` for each tensor."""
+        args, kwargs = mapped(
+            (list(self.args), self.kwargs), lambda t: function(t).requires_grad_(t.requires_grad)
+        )
+        return Call(tuple(args), kwargs, name or self.name)
+
+
+@dataclasses.dataclass
+class Observation:
+    """The effects of one call.
+
+    Attributes:
+        output: a copy of the result, made before the next call.
+        result: the result itself.
+        inputs: the inputs after the call.
+        writes: whether the call wrote into its inputs.
+        buffers: the buffers that are not what they were before the first call, as they are after this one.
+        kept: whether the result was still the same after all the calls.
+    """
+
+    output: Any
+    result: Any
+    inputs: list[Any]
+    writes: bool
+    buffers: dict[str, Tensor]
+    kept: bool = True
+
+
+def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
+    """Call one instance several times, under the same seed; its buffers are put back afterwards."""
+    seen: list[Observation] = []
+    with restored(module) as before:
+        for call in calls:
+            given = call.fresh()
+            result = _run(module, given, call.name)
+            after = {
+                name: buffer.detach().clone()
+                for name, buffer in module.named_buffers()
+                if name not in before or not unchanged(before[name][1], buffer)
+            }
+            inputs = [list(given.args), given.kwargs]
+            writes = not unchanged([list(call.args), call.kwargs], inputs)
+            seen.append(Observation(mapped(result, _copied), result, inputs, writes, after))
+        for each in seen:
+            each.kept = unchanged(each.output, each.result)
+    return seen
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Puts the buffers of a module back at the end of the block, which gets each with a copy of it."""
+    tables = [(part, dict(part._buffers)) for part in module.modules()]
+    before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+    try:
+        yield before
+    finally:
+        for part, buffers in tables:
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        for buffer, values in before.values():
+            if not unchanged(values, buffer):
+                with torch.no_grad():
+                    buffer.copy_(values)
+
+
+def run_call(module: Callable[..., Any], call: Call) -> Any:
+    """Run a module on a copy of the inputs, without gradients and always under the same seed."""
+    return _run(module, call.fresh(), call.name)
+
+
+def _run(module: Callable[..., Any], given: Call, name: str) -> Any:
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)  # two runs draw the same random numbers
+        try:
+            return module(*given.args, **given.kwargs)
+        except Exception as error:
+            if name != GIVEN:
+                error.add_note(f"with {name}")
+            raise
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
+    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
+    if unchanged(again[0].output, first[0].output):
+        return ""
+    try:
+        difference = compare(first[0].output, again[0].output)
+    except AssertionError as error:
+        text = str(error)
+    else:
+        text = (
+            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
+        )
+    return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
+
+
+def differences(
+    call: Call,
+    expected: Observation,
+    actual: Observation,
+    where: str = "",
+    *,
+    buffers: Collection[str],
+    strides: bool,
+    dtypes: bool = True,
+) -> list[Difference]:
+    """How far output, written inputs and written buffers of two calls are apart.
+
+    Args:
+        call: the call, which both were.
+        expected: what is right.
+        actual: what is judged.
+        where: begins messages.
+        buffers: the names of those of the original; what else a candidate keeps in buffers is its own.
+        strides: whether outputs must be laid out alike in memory.
+        dtypes: whether tensors must have the same dtype; without that, strides are not compared.
+
+    Raises:
+        AssertionError: they differ in form.
+    """
+    where = f"{where}with {call.name}, " if call.name != GIVEN else where
+    if expected.kept and not actual.kept:
+        raise AssertionError(f"{where}a later call changes the result that this one returned")
+    for name in expected.buffers.keys() ^ (actual.buffers.keys() & buffers):
+        writes = "does not write" if name in expected.buffers else "writes"
+        raise AssertionError(f"{where}it {writes} the buffer {name}, unlike the original")
+    if expected.writes != actual.writes:
+        raise AssertionError(
+            f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
+        )
+    parts = [("output", expected.output, actual.output)]
+    if expected.writes:
+        parts.append(("input", expected.inputs, actual.inputs))
+    if expected.buffers:
+        parts.append(("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers}))
+    try:
+        found = [compare(left, right, dtypes, path=path) for path, left, right in parts]
+        if strides and dtypes and (text := other_strides(expected.result, actual.result)):
+            raise AssertionError(text)
+    except AssertionError as error:
+        raise AssertionError(f"{where}{error}") from error
+    return found
