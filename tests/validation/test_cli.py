@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -356,3 +357,16 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
     wanted = ["--fx-pass", "A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
     assert after == wanted
     assert "--budget SECONDS" in call("validate", "--help").output
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_validate_calls_options_by_the_names_that_it_gives_them(call, monkeypatch, option):
+    def main(arguments, plugins):
+        print("ERROR: --fx-pass X: not known", file=sys.stderr)
+        print("--fx-resume goes on")
+        return 0
+
+    monkeypatch.setattr(pytest, "main", main)
+    result = call("validate", *option)
+    assert "ERROR: --pass X: not known" in result.stderr
+    assert "--resume goes on" in (result.stderr if option else result.stdout)
