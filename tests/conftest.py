@@ -4,6 +4,8 @@ import collections
 import gc
 import os
 
+import pytest
+
 
 def pytest_configure(config):
     config.addinivalue_line(
@@ -11,19 +13,20 @@ def pytest_configure(config):
     )
 
 
+@pytest.hookimpl(trylast=True)  # of what `-k` has chosen: one case that is named runs
 def pytest_collection_modifyitems(config, items):
     """Leave of each sweep every n-th case, unless it is night."""
     if os.environ.get("NIGHTLY"):
         return
-    before, left = collections.Counter(), []
+    before, kept, left = collections.Counter(), [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if (sweep := item.get_closest_marker("sweep")) and before[function] % sweep.args[0]:
-            left.append(item)
+        sweep = item.get_closest_marker("sweep")
+        (left if sweep and before[function] % sweep.args[0] else kept).append(item)
         before[function] += 1
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        items[:] = kept
 
 
 def pytest_collection_finish(session):

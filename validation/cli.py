@@ -12,7 +12,7 @@ import typer
 
 from . import compare, report, store, trend
 from .console import Json, one_line_errors, print_json, print_table
-from .records import FAILING
+from .records import FAILING, counted
 from .report import architectures
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
@@ -130,9 +130,13 @@ def baseline_command(
         sweep = architectures.is_sweep(table)
         failed = int(table["outcome"].isin(FAILING).sum())
         if failed and not sweep:
-            raise store.ReportError(f"{run}: {failed} cases failed, so that it cannot be a baseline")
+            raise store.ReportError(
+                f"{run}: {counted(failed, 'case')} failed, so that it cannot be a baseline"
+            )
         if lacking := store.missing(table):
-            text = f"a part of a run, which lacks {lacking:,} planned cases; `fxopt merge` joins parts"
+            text = (
+                f"a part of a run, which lacks {counted(lacking, 'planned case')}; `fxopt merge` joins parts"
+            )
             raise store.ReportError(f"{run}: {text}")
         directory.mkdir(parents=True, exist_ok=True)
         store.replace(
@@ -141,7 +145,7 @@ def baseline_command(
         if sweep:
             page = architectures.document(table).encode("utf-8")
             store.replace(directory / "architectures.md", page)
-    typer.echo(f"{directory}: {len(table)} cases of run {table['run'].iloc[0]}")
+    typer.echo(f"{directory}: {counted(len(table), 'case')} of run {table['run'].iloc[0]}")
 
 
 @app.command("history")
@@ -168,7 +172,7 @@ def history_command(
         return
     print_table(lines)
     if not case and not drifted.empty:
-        typer.echo(f"{measurement} drifted in {len(drifted)} cases:")
+        typer.echo(f"{measurement} drifted in {counted(len(drifted), 'case')}:")
         print_table(drifted)
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from .capturing import DEFAULT
 from .metric import UNKNOWN, metric_of, scale_of, unit_of
-from .records import FAILING, STAGES, Outcome
+from .records import FAILING, STAGES, Outcome, counted
 from .store import measurements_of, missing
 from .sweep import FREE, SOURCE
 
@@ -41,7 +41,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     same = _text(old, "content").isin([""]) | _text(new, "content").isin([""])
     same |= _text(old, "content") == _text(new, "content")
     for model, count in new.loc[~same, "model"].value_counts().items():
-        text = f"{count} cases are defined in another way, so that their measurements are not compared"
+        text = f"{counted(count, 'case')} defined in another way: their measurements are not compared"
         changes.append((False, "definition", model, "", "", "", text))
     changes += _measurements(old[same], new[same], measurements_of(baseline), measurements_of(current))
     changes += _words(old[same], new[same])
@@ -66,7 +66,7 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[tuple[Any
         for column in ("model", "device"):
             counts = left[column].value_counts()
             for name in sorted(set(counts.index) - set(other[column])):
-                values = (f"{counts[name]} cases", "none")
+                values = (counted(counts[name], "case"), "none")
                 yield (
                     gone,
                     f"{column} {word}",

@@ -20,7 +20,7 @@ from .checks.latency import timing_threads
 from .fleet import Fleet
 from .gather import case_id, received, reports
 from .pool import Pool
-from .records import Case, Check, Record
+from .records import Case, Check, Record, counted
 
 
 class Controller:
@@ -108,7 +108,7 @@ class Controller:
                 if time.monotonic() > self._end and len(self._records) < len(items):
                     left = len(items) - len(self._records)
                     session.shouldstop = (
-                        f"its budget is spent with {left} cases left; --fx-resume goes on with it"
+                        f"its budget is spent with {counted(left, 'case')} left; --fx-resume goes on with it"
                     )
                 _stop_if_asked(session)
         return True

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -110,8 +111,11 @@ def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transf
 
 
 def _has_options(name: str, passes: Mapping[str, Transformation]) -> bool:
-    """True of a pass that a zoo file gives options: it is not called by its class alone."""
-    return name.startswith(f"{type(passes[name]).__name__}_")
+    """True of a pass that a zoo file gives options: its name has one of them behind its class."""
+    cls = type(passes[name])
+    if name == cls.__name__:
+        return False
+    return name.startswith(tuple(f"{cls.__name__}_{option}_" for option in inspect.signature(cls).parameters))
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:

@@ -24,7 +24,7 @@ from .gather import received
 from .passes import ZooError, passes_of
 from .plan import content, members, plan, unmet
 from .pool import Pool
-from .records import Case, Outcome
+from .records import Case, Outcome, counted
 from .run import Runner, in_worker
 from .store import seconds_by_group
 from .subject import TIMING
@@ -87,7 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
     }
     # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
     if not cases and config.getoption("--fx-part") is None:
-        raise pytest.UsageError(f"no case is chosen: the options leave {len(zoo)} of {len(whole)} models")
+        raise pytest.UsageError(
+            f"no case is chosen: the options leave {len(zoo)} of {counted(len(whole), 'model')}"
+        )
     directory = config.getoption("--fx-report-dir") or root(config) / "reports"
     seconds = seconds_by_group(directory / "baseline")
     limit: float | None = config.getoption("--fx-timeout")

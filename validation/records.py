@@ -60,6 +60,16 @@ WORST_FIRST = (
 FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of something, as in a message.
+
+    Example:
+        >>> counted(1, "model"), counted(1200, "case")
+        ('1 model', '1,200 cases')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 AGAIN = "fxopt validate --model {model} -k {case}"
 """The command that runs one case alone: no id is a part of another one of the same model."""
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 from collections import Counter
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import pytest
 import typer
@@ -51,6 +51,19 @@ class _Options(dict[str, str]):
         self[name.removeprefix("--fx-")] = f"{metavar}  {help}".replace("--fx-", "--").strip()
 
 
+class _Command:
+    """A stream on which the options of the plugin have the names that the command gives them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text.replace("--fx-", "--"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 OPTIONS = _Options()
 pytest_fxopt.pytest_addoption(cast(pytest.Parser, OPTIONS))
 HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text in OPTIONS.items())])
@@ -68,7 +81,10 @@ def validate(context: typer.Context, as_json: Json = False) -> None:
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *given]
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    out, err = (
+        cast(TextIO, _Command(stream)) for stream in (sys.stderr if as_json else sys.stdout, sys.stderr)
+    )
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended = pytest.main(arguments, plugins=[found])
     status = STATUS.get(pytest.ExitCode(ended), int(ended))
     if as_json:

@@ -16,6 +16,7 @@ from .console import Json, one_line_errors, print_json
 from .entry import why_missing
 from .passes import ZooError, passes_of
 from .plan import plan, unmet
+from .records import counted
 from .subject import Subject
 from .zoo import load_zoo
 
@@ -48,7 +49,9 @@ def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml"), as_json: Json = False) 
         for mistake in data["mistakes"]:
             typer.echo(f"error: {mistake}", err=True)
         if not data["mistakes"]:
-            typer.echo(f"{zoo}: {len(data['models'])} models, {data['cases']} cases on a device")
+            typer.echo(
+                f"{zoo}: {counted(len(data['models']), 'model')}, {counted(data['cases'], 'case')} on a device"
+            )
     if data["mistakes"]:
         raise typer.Exit(1)
 

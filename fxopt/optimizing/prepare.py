@@ -140,7 +140,7 @@ def _rewritten(
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
     facts["explanations"] = explanations = list[Explanation]()
     for pass_ in pipeline(options, evict):
-        explanations.append(pass_.commit(traced))
+        explanations.append(dataclasses.replace(pass_.commit(traced), name=public_name(pass_)))
         evict()
     traced.recompile()
     made = lowered(traced, {*map(id, model.parameters())}, evict)
@@ -181,6 +181,11 @@ def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewri
         PackLinears(options.tune, alone=options.memory == "low"),
         FuseEpilogues(),
     ]
+
+
+def public_name(pass_: Rewrite[Any]) -> str:
+    """The pass of `fxopt.passes` that a pass of `pipeline` is, perhaps where it pays alone."""
+    return next(cls.__name__ for cls in type(pass_).__mro__ if cls.__module__.startswith("fxopt.passes."))
 
 
 def _fix_dtypes(traced: GraphModule) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -127,16 +126,15 @@ def main() -> int:
     _import_all()
     if options.verify:
         return _verify(faults, f"verify{part}")
-    for unchanged in _no_faults(faults) if options.soon else [NO_FAULT]:
-        outcome, failed = _run(unchanged, options.soon)
-        if outcome != SURVIVED:
-            print(f"without a fault, {failed} fails: the score would say nothing")
-            return 1
+    outcome, failed = _run(NO_FAULT, _soon(faults) if options.soon else _stages(NO_FAULT))
+    if outcome != SURVIVED:
+        print(f"without a fault, {failed} fails: the score would say nothing")
+        return 1
     results = list[Outcome]()
     name, title = ("guards", "Guards, disabled") if options.guards else ("faults", "Planted faults")
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
-        outcome, seen_by = _run(fault, options.soon)
+        outcome, seen_by = _run(fault, _stages(fault, options.soon))
         results.append(Outcome(fault, outcome, seen_by))
         write(f"{name}{part}", title, results)
         took = time.monotonic() - started
@@ -148,13 +146,11 @@ def main() -> int:
     return int(bool(missed))
 
 
-def _no_faults(faults: list[Fault]) -> list[Fault]:
-    """No fault in a file each, such that all tests run that see faults soon."""
-    files = {frozenset(itertools.chain(*_stages(fault, soon=True))): fault for fault in faults}
-    return [
-        dataclasses.replace(fault, name="no fault", old=_IMPORT, new=f"{_IMPORT}\n")
-        for fault in files.values()
-    ]
+def _soon(faults: Sequence[Fault]) -> Iterator[list[str]]:
+    """All tests that see faults soon, those of a file in one run."""
+    tests = {test for fault in faults for stage in _stages(fault, soon=True) for test in stage}
+    for _, of_file in itertools.groupby(sorted(tests), lambda test: test.partition("::")[0]):
+        yield list(of_file)
 
 
 def _options() -> argparse.Namespace:
@@ -252,11 +248,11 @@ def _listen(copy: Path, tests: Sequence[str], known: Collection[str] | None) -> 
     return int(status)
 
 
-def _run(fault: Fault, soon: bool = False) -> tuple[str, str]:
-    """Tell whether a test fails with the fault, and which; where `soon` is on, only of those that see most faults."""
+def _run(fault: Fault, stages: Iterable[list[str]]) -> tuple[str, str]:
+    """Tell whether a test fails with the fault, and which."""
     try:
         with _copy_with(fault) as copy:
-            for tests in _stages(fault, soon):
+            for tests in stages:
                 status = _in_fork(copy, lambda folder, tests=tests: _pytest(folder, tests))
                 if status == "timeout":
                     return CAUGHT, "time limit"

@@ -84,7 +84,7 @@ def sites(fast):
 
 def test_layers_are_found_and_folded(made):
     assert_same(compiled(model(), tune=False), model(), image())
-    assert sites(made[0])["FoldBatchNormsOneByOne"] == 1
+    assert sites(made[0])["FoldBatchNorms"] == 1
     assert sites(made[0])["PackConvs"] == 1
     assert sites(made[0])["PackLinears"] == 1
     assert made[0].report[0].reason is None
@@ -93,7 +93,7 @@ def test_layers_are_found_and_folded(made):
 def test_exact_in_float64(made):
     tolerance = {"atol": 1e-12, "rtol": 1e-12}
     assert_same(compiled(model(torch.float64)), model(torch.float64), image(dtype=torch.float64), **tolerance)
-    assert sites(made[0])["FoldBatchNormsOneByOne"] == 1
+    assert sites(made[0])["FoldBatchNorms"] == 1
 
 
 def test_other_functions_with_weights_stay_what_they_are(made):

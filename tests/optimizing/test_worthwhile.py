@@ -80,8 +80,8 @@ def test_in_optimize(monkeypatch, ratio, merged):
     (report,) = fast.report
     assert report.reason is None, report.reason
     rewrites = {each.name: len(each.sites) for each in report.explanations}
-    assert rewrites["FoldScaleBehindLayers"] == 1
-    assert rewrites["MergeFasterLinears"] == merged
+    assert rewrites["FoldScaleAndShift"] == 1
+    assert rewrites["MergeLinears"] == merged
     torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-6)
     assert list(fast.state_dict()) == list(model.state_dict())
 
@@ -101,4 +101,4 @@ def test_changed_weights_are_merged_anew(monkeypatch):
 @torch.no_grad()
 def test_without_measuring_nothing_is_merged():
     fast = fxopt.optimize(Block().eval(), (X,), tune=False)
-    assert "MergeFasterLinears" not in [each.name for each in fast.report[0].explanations]
+    assert "MergeLinears" not in [each.name for each in fast.report[0].explanations]

@@ -51,6 +51,13 @@ class ReadsGradMode(nn.Module):
         return 2 * x if torch.is_grad_enabled() else 3 * x
 
 
+class OneSize(nn.Module):
+    """Asks for a size, so that of those from 4 to 6 its graph takes one alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if x.shape[0] % 5 == 0 else 3 * x
+
+
 class NotFinite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(-torch.exp(x))

@@ -32,7 +32,7 @@ def test_each_pass_that_changes_something_has_a_row(tmp_path: Path, monkeypatch:
         for line in (tmp_path / "ablation.md").read_text().splitlines()
         if "|" in line
     ]
-    assert {AGAIN, PLAIN, "FoldBatchNormsOneByOne"} <= set(rows)
+    assert {AGAIN, PLAIN, "FoldBatchNorms"} <= set(rows)
     assert {"QuantizeLinears", "FuseAttention"}.isdisjoint(rows)
 
 

@@ -59,6 +59,14 @@ def test_parity_fails_when_the_graph_computes_something_else(monkeypatch: pytest
     assert "in float64, output.logits differs by 1e-07 of its largest value" in finding.reason
 
 
+@pytest.mark.parametrize(("model", "outcome"), [("Net", Outcome.PASS), ("OneSize", Outcome.FAIL)])
+def test_sizes_that_are_said_to_be_free_are_tried(model: str, outcome: Outcome) -> None:
+    free = {"dynamic_shapes": {"x": {0: "rows"}}, "dims": {"rows": {"min": 4, "max": 6}}}
+    finding = run(Check.PARITY, model=model, **free)
+    assert finding.outcome is outcome, finding.reason
+    assert finding.reason.startswith("the graph was captured for other sizes" if model == "OneSize" else "")
+
+
 def test_an_output_with_nothing_to_compare_fails() -> None:
     finding = run(Check.PARITY, model="Nothing")
     assert finding.outcome is Outcome.FAIL

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_compare_says_what_got_worse_and_fails(runs, call):
     result = call("compare", *runs)
     assert result.exit_code == 1
     assert "logits [bold]differ[/bold] in stage compare" in result.output
-    assert "1 regressions, 0 other changes" in result.output
+    assert "1 regression, 0 other changes" in result.output
 
 
 def test_compare_of_a_run_with_itself_is_fine(runs, call):
@@ -74,7 +75,7 @@ def test_compare_of_a_run_with_itself_is_fine(runs, call):
 def test_compare_prints_markdown_and_json(runs, call):
     page = call("compare", *runs, "--markdown")
     assert page.exit_code == 1
-    assert page.output.startswith("# 1 regressions, 0 other changes\n")
+    assert page.output.startswith("# 1 regression, 0 other changes\n")
     assert "| outcome | bert-base-eager-cpu-parity |" in page.output
     (change,) = json.loads(call("compare", *runs, "--json").output)
     assert (change["regression"], change["kind"], change["before"], change["after"]) == (
@@ -179,8 +180,15 @@ def test_a_green_run_becomes_the_baseline(runs, call, tmp_path):
 def test_a_run_with_failures_is_no_baseline(runs, call, tmp_path):
     result = call("baseline", runs[1], "--directory", tmp_path / "baseline")
     assert result.exit_code == 2
-    assert "1 cases failed" in result.stderr
+    assert "1 case failed" in result.stderr
     assert not (tmp_path / "baseline").exists()
+
+
+def test_without_a_baseline_accept_says_how_there_is_one(runs, call, tmp_path):
+    nowhere = ("--reason", "why", "--current", runs[0], "--baseline", tmp_path / "baseline")
+    result = call("accept", "bert-base-eager-cpu-parity", *nowhere)
+    assert result.exit_code == 2
+    assert "`fxopt baseline RUN`" in result.stderr
 
 
 def test_a_part_of_a_run_is_no_baseline(records, run, call, tmp_path):
@@ -349,3 +357,16 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
     wanted = ["--fx-pass", "A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
     assert after == wanted
     assert "--budget SECONDS" in call("validate", "--help").output
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_validate_calls_options_by_the_names_that_it_gives_them(call, monkeypatch, option):
+    def main(arguments, plugins):
+        print("ERROR: --fx-pass X: not known", file=sys.stderr)
+        print("--fx-resume goes on")
+        return 0
+
+    monkeypatch.setattr(pytest, "main", main)
+    result = call("validate", *option)
+    assert "ERROR: --pass X: not known" in result.stderr
+    assert "--resume goes on" in (result.stderr if option else result.stdout)

@@ -97,6 +97,11 @@ def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:
     assert members(model, ("exact",), PASSES) == ("OneWay", "Exact")
 
 
+def test_a_pass_with_options_is_in_no_full_pipeline_but_one_with_another_name_is() -> None:
+    passes = {"Exact": Exact(), "Exact_v2": Exact(), "ChangePrecision_dtype_float16": ChangePrecision()}
+    assert members(entry(), ("all",), passes) == ("Exact", "Exact_v2")
+
+
 def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
     assert ("exact",) not in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
     assert ("all",) in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)

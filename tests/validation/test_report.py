@@ -409,13 +409,13 @@ def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path)
     later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     written(broken, later, tmp_path)
     page = (tmp_path / "latest/summary.md").read_text()
-    assert f"## Since {run.id}\n\n1 regressions, 0 other changes." in page
+    assert f"## Since {run.id}\n\n1 regression, 0 other changes." in page
     part = dataclasses.replace(later, plan=store.plan_of([*(r.case.id for r in records), "more"]))
     written(
         records[:1], dataclasses.replace(part, started=later.started + datetime.timedelta(days=1)), tmp_path
     )
     assert (
-        f"## Since {later.id}\n\n0 regressions, 1 other changes."
+        f"## Since {later.id}\n\n0 regressions, 1 other change."
         in (tmp_path / "latest/summary.md").read_text()
     )
 

@@ -40,7 +40,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         subject.facts |= _became(subject)
         return finding
     if subject.entry.sizes_are_free and SIZES not in subject.oracle(subject.dtypes[0]).probes:
-        reason = "the graph was captured for other sizes, too, but takes none other than those of the inputs"
+        reason = "the graph was captured for other sizes, too, but takes none that was tried besides those of the inputs"
         return Finding(Outcome.FAIL, reason, finding.measurements)
     return finding
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..records import FAILING, Outcome
+from ..records import FAILING, Outcome, counted
 from ..store import missing
 
 MOST = 10
@@ -28,14 +28,14 @@ def not_run(table: pd.DataFrame) -> list[str]:
     reasons = skipped.groupby("reason").agg(cases=("id", "size"), models=("model", "nunique"))
     reasons = reasons.sort_values("cases", ascending=False)
     told = [
-        f"{_counted(row.cases, 'case')} of {_counted(row.models, 'model')} not run: {reason}"
+        f"{counted(row.cases, 'case')} of {counted(row.models, 'model')} not run: {reason}"
         for reason, row in reasons.head(MOST).iterrows()
     ]
     if len(reasons) > MOST:
         rest = reasons.iloc[MOST:]
-        told.append(f"{_counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
+        told.append(f"{counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
     if lacking := missing(table):
-        told.append(f"Partial: {lacking:,} planned cases were not run")
+        told.append(f"Partial: {counted(lacking, 'planned case')} not run")
     return told
 
 
@@ -48,7 +48,3 @@ def ends(table: pd.DataFrame) -> dict[str, int]:
 def ran(table: pd.DataFrame) -> pd.DataFrame:
     """The cases that were run; views leave out the others, but for the headline."""
     return table[table["outcome"] != Outcome.SKIP].reset_index(drop=True)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

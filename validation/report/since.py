@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..compare import compare
+from ..records import counted
 from ..store import ReportError, read_run
 from .architecture_rows import is_sweep
 
@@ -44,4 +45,4 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since | None:
 def headline(changes: pd.DataFrame) -> str:
     """The number of regressions and of other changes, of a table of `compare.compare`."""
     worse = int(changes["regression"].sum())
-    return f"{worse} regressions, {len(changes) - worse} other changes"
+    return f"{counted(worse, 'regression')}, {counted(len(changes) - worse, 'other change')}"

@@ -77,6 +77,8 @@ def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
     """
     if not reason.strip():
         raise ReportError(f"{case}: --reason is empty: say why its change is right")
+    if not file_of(baseline).is_file():
+        raise ReportError(f"{file_of(baseline)}: no such file; `fxopt baseline RUN` makes a run the baseline")
     new, old = read_table(current), read_table(baseline)
     rest, row = (
         old.filter(pc.not_equal(old["id"], case)),
