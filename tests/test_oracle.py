@@ -468,3 +468,16 @@ def test_a_module_without_weights_is_its_own_in_float64() -> None:
     oracle = Oracle(module, [torch.rand(4)], float64=module)
     assert oracle.expected[0].output.dtype is torch.float32
     assert oracle.judge(module, module).grade is Grade.BIT_EXACT
+
+
+def test_a_lower_precision_may_keep_written_buffers_in_its_dtype():
+    model = randomise(nn.Sequential(nn.BatchNorm1d(3))).train()
+    traced = fxopt.trace(model, (x := torch.randn(4, 3),))
+    oracle = Oracle(traced, (x,))
+    lower = fxopt.ChangePrecision()(copy.deepcopy(traced))
+    assert lower.get_buffer("0.running_mean").dtype == torch.bfloat16
+    assert oracle.fault(oracle.observe(lower)) == ""
+    narrow = copy.deepcopy(traced)
+    narrow.get_submodule("0").num_batches_tracked = torch.tensor(0, dtype=torch.int32)
+    assert oracle.fault(oracle.observe(narrow)) == ""
+    assert "num_batches_tracked" in str(oracle.judge(narrow, narrow))

@@ -141,6 +141,7 @@ def differences(
     buffers: Collection[str],
     strides: bool,
     dtypes: bool = True,
+    buffer_dtypes: bool = True,
 ) -> list[Difference]:
     """How far output, written inputs and written buffers of two calls are apart.
 
@@ -152,6 +153,7 @@ def differences(
         buffers: the names of those of the original; what else a candidate keeps in buffers is its own.
         strides: whether outputs must be laid out alike in memory.
         dtypes: whether tensors must have the same dtype; without that, strides are not compared.
+        buffer_dtypes: whether buffers must, too.
 
     Raises:
         AssertionError: they differ in form.
@@ -172,7 +174,10 @@ def differences(
     if expected.buffers:
         parts.append(("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers}))
     try:
-        found = [compare(left, right, dtypes, path=path) for path, left, right in parts]
+        found = [
+            compare(left, right, dtypes and (buffer_dtypes or path != "buffer"), path=path)
+            for path, left, right in parts
+        ]
         if strides and dtypes and (text := other_strides(expected.result, actual.result)):
             raise AssertionError(text)
     except AssertionError as error:
