@@ -359,6 +359,15 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
     assert "--budget SECONDS" in call("validate", "--help").output
 
 
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [(pytest.ExitCode.OK, 0), (pytest.ExitCode.TESTS_FAILED, 1), (pytest.ExitCode.USAGE_ERROR, 2)],
+)
+def test_validate_ends_as_the_run_does(call, monkeypatch, ended, status):
+    monkeypatch.setattr(pytest, "main", lambda arguments, plugins: ended)
+    assert call("validate").exit_code == status
+
+
 @pytest.mark.parametrize("option", [(), ("--json",)])
 def test_validate_calls_options_by_the_names_that_it_gives_them(call, monkeypatch, option):
     def main(arguments, plugins):

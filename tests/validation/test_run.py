@@ -45,6 +45,20 @@ def test_a_failed_comparison_is_a_failure_and_no_error() -> None:
     assert (record.outcome, record.stage) == (Outcome.FAIL, "reverse")
 
 
+def test_a_check_that_raises_in_its_comparison_fails_and_its_model_is_let_go() -> None:
+    made, models = Runner([entry()], {}), []
+
+    def differs(subject: Subject, pipeline: tuple[str, ...]) -> None:
+        models.append(weakref.ref(subject.model(torch.float32)))
+        subject.enter("compare")
+        raise AssertionError("values differ")
+
+    made._checks = {**made._checks, Check.EFFECT: differs}
+    record = made.run(Case("net", (), "cpu", Check.EFFECT))
+    assert (record.outcome, record.reason) == (Outcome.FAIL, "values differ")
+    assert models[0]() is None
+
+
 def test_running_out_of_memory_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_much(self: Inverse, divisor: float) -> float:
         return float(torch.empty(2**62, dtype=torch.uint8)[0])
