@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
 import pickle
 import random
 import threading
@@ -20,7 +21,11 @@ from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
+# Not looked into; a logger remembers which levels are on.
+_CODE = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *(torch.nn.Module, logging.Logger),
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
