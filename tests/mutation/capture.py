@@ -26,7 +26,7 @@ CAPTURE = (
     Fault("transformers masks: the mask of a window is left out", "capture/patches/transformers_masks.py", "padding_mask is None and local_attention_size is None", "padding_mask is None"),
     Fault("squeeze: a free size of 1 is kept", "capture/recording/squeeze.py", "    if not ones:", "    if True:"),
     Fault("squeeze: unbind of a product of sizes keeps the dimension", "capture/recording/squeeze.py", " if is_backed(size) else None", " if False else None"),
-    Fault("fake model: a changed layer is called as it was", "capture/fakes/fake_model.py", "return any(self._settings.get(id(part)) != _settings(part) for part in layer.modules())", "return False"),
+    Fault("fake model: a changed layer is called as it was", "capture/fakes/fake_model.py", "return any(self._settings.get(id(part)) != settings_of(part) for part in layer.modules())", "return False"),
     Fault("fake model: a layer may be left changed", "capture/fakes/fake_model.py", "                state |= {(name, key): value for key, value in plain.items()}", "                pass"),
     Fault("partial evaluation: a buffer that the forward writes counts as constant", "capture/runs/partial_evaluation.py", " if name in run.unchanged_buffers}", "}"),
     Fault("partial evaluation: random numbers are the same at each call", "capture/runs/partial_evaluation.py", "return value if not drawn and ", "return value if "),

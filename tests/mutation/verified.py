@@ -13,7 +13,7 @@ from fxopt.rewriting.edits import Edit
 from fxopt.rewriting.verification import Verifier
 
 Said = dict[str, str]
-"""What the validation of sites said first in each test, by the test's id."""
+"""The first finding of the validation of sites in each test, by the test's id."""
 
 
 class Listener:
