@@ -226,7 +226,7 @@ def _found_by_validation(fault: Fault, known: Collection[str]) -> tuple[str, str
 
 
 def _tests_of(fault: Fault) -> list[str]:
-    return list(dict.fromkeys(itertools.chain(*_stages(fault, soon=True))))
+    return next(_stages(fault, soon=True))
 
 
 def _heard(
