@@ -182,13 +182,16 @@ def test_a_hand_written_transformation_is_one_site(use):
     assert history(graph_module) == ()
 
 
-class DropsHardtanh(fxopt.Rewrite):
-    """Wrong for large values alone."""
+@dataclasses.dataclass(frozen=True)
+class Drops(fxopt.Rewrite):
+    """Leaves a function out: `hardtanh` is wrong for large values alone."""
+
+    function: Any
 
     preserves_computation = True
 
     def match(self, graph_module):
-        yield from graph_module.graph.find_nodes(op="call_function", target=F.hardtanh)
+        yield from graph_module.graph.find_nodes(op="call_function", target=self.function)
 
     def apply(self, rewriter, node):
         rewriter.replace_uses(node, node.args[0])
@@ -203,7 +206,7 @@ class DropsHardtanh(fxopt.Rewrite):
     ],
 )
 def test_what_takes_the_place_of_a_value_is_compared_on_large_numbers(use, label):
-    said = verified(DropsHardtanh(), use, torch.randn(40, 4), layer=nn.Linear(4, 4))
+    said = verified(Drops(F.hardtanh), use, torch.randn(40, 4), layer=nn.Linear(4, 4))
     assert f": {label} differs" in str(said)
 
 
@@ -406,17 +409,6 @@ def test_what_knows_no_float64_is_run_in_its_own_dtype():
         ]
 
 
-class LosesConjugates(fxopt.Rewrite):
-    preserves_computation = True
-
-    def match(self, graph_module):
-        yield from graph_module.graph.find_nodes(op="call_function", target=torch.conj)
-
-    def apply(self, rewriter, node):
-        rewriter.replace_uses(node, node.args[0])
-        rewriter.erase(node)
-
-
 def test_complex_numbers_are_computed_in_complex128():
     layers = {name: nn.Linear(4, 4, dtype=torch.complex64) for name in ("a", "b")}
     x = torch.randn(3, 4, dtype=torch.complex64)
@@ -426,7 +418,7 @@ def test_complex_numbers_are_computed_in_complex128():
         MergeLinears()(copy.deepcopy(graph_module), verify=True)
     graph_module = fxopt.trace(Use(lambda m, x: torch.conj(m.a(x)) * 2, **layers), (x,))
     with pytest.warns(VerificationWarning, match="conj"):
-        LosesConjugates()(graph_module, verify=True)
+        Drops(torch.conj)(graph_module, verify=True)
 
 
 @pytest.mark.parametrize("shapes", ["none", "example inputs", "FakeTensorProp"])

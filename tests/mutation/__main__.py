@@ -3,8 +3,8 @@
 Prints a line a fault and the score; exits with 1 if a fault survived. The list is written to `reports/mutation`. Each fault runs in a process forked from one that
 has imported torch and transformers, on a copy of the code, so that the repository is not touched.
 
-With `--verify`, the faults by which a pass rewrites wrongly are planted, and tests fail for nothing: each pass that they
-call runs with `verify=True`, and only what that says counts. It prints which of the faults that alone finds.
+With `--verify`, the faults by which a pass rewrites wrongly are planted, and it does not count which tests fail: each pass
+that they call or explain is verified, and only what that says counts. It prints which of the faults that alone finds.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Listener:
             return None if net else reason
 
         def explain(pass_: Rewrite[Any], graph_module: GraphModule, verify: Any = False) -> Any:
-            # Tests of refusals call no pass, and what is no refusal any more is to be seen.
+            # Tests of refusals call no pass. The fault may make this rewrite of a copy raise; only what is said counts.
             if verify is False and pass_.preserves_computation:
                 with contextlib.suppress(Exception), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
