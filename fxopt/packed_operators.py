@@ -103,7 +103,8 @@ def padding_of(layer: nn.Conv2d) -> list[int] | None:
 
 
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
-    rows = int(torch.Size(shape[:-1]).numel())
+    # The layout that oneDNN chooses for a single row is slower to read than the one for all others, for a single row, too.
+    rows = max(16, int(torch.Size(shape[:-1]).numel()))
     run = torch.ops.mkldnn._linear_pointwise.default
     run_and_add = torch.ops.mkldnn._linear_pointwise.binary
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), rows)
