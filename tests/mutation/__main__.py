@@ -55,6 +55,7 @@ _FIRST = {
     "obstacles/scaling.py": _FOLDS,
     "passes/folding.py": _FOLDS,
     "passes/fold_batch_norms.py": _FOLDS,
+    "passes/merging.py": ["tests/passes/test_merge_linears.py", "tests/passes/test_merge_convs.py"],
     "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
     "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
     "obstacles/foldable.py": [
