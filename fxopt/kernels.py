@@ -7,6 +7,7 @@ same: on the CPU, in the dtype of its weight, where no gradient is asked for. El
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxopt.packed_operators import Kernel, Packed, available, finished, padding_of
 from fxopt.submodules import without_tensors
@@ -70,6 +72,8 @@ PACKED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: PackedLinear, nn
 """The packed layer of each type of layer."""
 
 _PLAIN = {packed: plain for plain, packed in PACKED.items()}
+
+_shared = WeakIdKeyDictionary()  # for each weight, by kernel, the packed one, as long as a layer has it
 
 
 def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Module:
@@ -181,6 +185,8 @@ def _forward(
             return run(layer._parameters["bias"], input, other, activation, False)
     # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
+    if (weight := layer._parameters.get("weight")) is not None:
+        _shared.pop(weight, None)
     return finished(plain(input), other, activation)
 
 
@@ -219,12 +225,17 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
     held = layer.__dict__.get("_packed")
     seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     if held is None or held[1] != seen:
-        with torch.no_grad():
-            # The old weight is held, too, so that no other one can have its address.
-            held = (weight.detach(), seen, kernel.pack(layer, layer.packed_for))
-        layer.__dict__["_packed"] = held
-    packed: Packed = held[2]
-    return packed
+        known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
+        old, reference = known.get(layer.kernel, (None, lambda: None))
+        packed = reference() if old == seen else None
+        if packed is None:
+            with torch.no_grad():
+                packed = kernel.pack(layer, layer.packed_for)
+            known[layer.kernel] = (seen, weakref.ref(packed))
+        # The old weight is held, too, so that no other one can have its address.
+        held = layer.__dict__["_packed"] = (weight.detach(), seen, packed)
+    found: Packed = held[2]
+    return found
 
 
 def _has_padding(layer: nn.Module) -> bool:

@@ -64,6 +64,7 @@ class Kernel:
         rounds: whether it rounds the weight to int8.
         multiple: what the number of features in a row has to be a multiple of.
         alone: whether it needs no other copy of the weight, and no more memory than that.
+        any_shape: whether what is packed for one shape serves all, so that the graphs for prefill and decoding share it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -72,6 +73,7 @@ class Kernel:
     rounds: bool = False
     multiple: int = 1
     alone: bool = True
+    any_shape: bool = False
 
 
 def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
@@ -103,7 +105,7 @@ def padding_of(layer: nn.Conv2d) -> list[int] | None:
 
 
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
-    # The layout that oneDNN chooses for a single row is slower to read than the one for all others, for a single row, too.
+    # For a single row oneDNN chooses another layout than for all others, which it reads more slowly, a single row, too.
     rows = max(16, int(torch.Size(shape[:-1]).numel()))
     run = torch.ops.mkldnn._linear_pointwise.default
     run_and_add = torch.ops.mkldnn._linear_pointwise.binary
@@ -206,11 +208,11 @@ def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
-        "onednn": Kernel(_DTYPES, _onednn_linear, True),
+        "onednn": Kernel(_DTYPES, _onednn_linear, True, any_shape=True),
         # It takes the weight beside the packed one, for inputs of other sizes.
         "mkl": Kernel((torch.float32,), _mkl_linear, False, alone=False),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
-        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64),
+        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64, any_shape=True),
     },
     nn.Conv2d: {"onednn": Kernel(_DTYPES, _onednn_conv, True)},
 }

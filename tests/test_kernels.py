@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxopt.activations import ACTIVATIONS
-from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer
-from fxopt.packed_operators import ACTIVATED
+from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight
+from fxopt.packed_operators import ACTIVATED, available
 
 LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
 SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}
@@ -272,3 +273,33 @@ def test_a_step_of_a_fused_optimizer_is_followed():
     optimizer.step()
     with torch.no_grad():
         assert torch.allclose(packed(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("layer", "kernel"), [case for case in CASES if type(case[0]) is nn.Linear])
+def test_layers_of_one_weight_share_what_serves_all_shapes(layer, kernel):
+    layer = random_layer(layer)
+    several, one = (packed_layer(layer, kernel, (rows, layer.in_features)) for rows in (8, 1))
+    x = torch.randn(1, layer.in_features)
+    assert_close(several(x), layer, x)
+    assert_close(one(x), layer, x)
+    shared = packed_weight(several) is packed_weight(one)
+    assert shared == available(nn.Linear)[kernel].any_shape
+    gone = weakref.ref(packed_weight(several))
+    layer.weight.mul_(2)
+    assert_close(one(x), layer, x)
+    assert packed_weight(one) is not packed_weight(several)
+    assert_close(several(x), layer, x)
+    assert (packed_weight(several) is packed_weight(one)) == shared
+    assert gone() is None
+
+
+def test_what_is_packed_for_another_layer_does_not_outlive_training():
+    layer = random_layer(nn.Linear(64, 16))
+    first, second = (packed_layer(layer, "onednn", (2, 64)) for _ in range(2))
+    x = torch.randn(2, 64)
+    first(x)
+    layer.requires_grad_()
+    second(x).sum().backward()
+    layer.requires_grad_(False)
+    layer.weight.data.mul_(2)  # leaves no trace, as a step of a fused optimizer
+    assert_close(second(x), layer, x)

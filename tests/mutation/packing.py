@@ -105,6 +105,24 @@ PACKING = (
         "kernels: what is packed outlives training", _KERNELS, '    layer.__dict__.pop("_packed", None)\n', ""
     ),
     Fault(
+        "kernels: what another layer has packed outlives training",
+        _KERNELS,
+        "        _shared.pop(weight, None)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "kernels: a shared weight is not packed anew",
+        _KERNELS,
+        "reference() if old == seen else None",
+        "reference()",
+    ),
+    Fault(
+        "kernels: what is packed for one shape serves all",
+        _KERNELS,
+        "{}) if kernel.any_shape else {}",
+        "{})",
+    ),
+    Fault(
         "kernels: the kernel reads beyond the end",
         _KERNELS,
         "        and (input.shape[-1:] == weight.shape[1:] if isinstance(layer, nn.Linear) else input.dim() == 4)\n",
