@@ -104,6 +104,8 @@ _FIRST = {
 }
 """The tests that see most faults of a file or folder, and soon."""
 
+_HAZARDS = ["tests/hazards"]
+
 _NO_FAULT_SEEN = {"test_names.py"}
 """Tests that read no code."""
 
@@ -182,7 +184,7 @@ def _import_all() -> None:
 
 def _verify(faults: list[Fault], name: str) -> int:
     """Print which faults the validation of sites alone finds, and its share."""
-    tests = list(dict.fromkeys(itertools.chain(*map(_tests_of, faults))))
+    tests = list(dict.fromkeys(itertools.chain(*map(_tests_of, faults), _HAZARDS)))
     known, _ = _heard(NO_FAULT, tests, None)
     print(
         f"without a fault, site validation speaks in {len(known)} tests, which are not counted: {', '.join(known)}"
@@ -219,11 +221,14 @@ def _share(outcomes: Sequence[str]) -> str:
 
 
 def _found_by_validation(fault: Fault, known: Collection[str]) -> tuple[str, str]:
-    """Tell whether the validation of sites finds the fault in the tests that see it soon, and what it says."""
-    said, status = _heard(fault, _tests_of(fault), known)
-    if said or status == "timeout":
-        return CAUGHT, next((f"{test}: {reason}" for test, reason in said.items()), "time limit")
-    return (SURVIVED if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else BROKEN), ""
+    """Tell whether the validation of sites finds the fault in the tests that see it soon, or in the tables of hazards, and what it says."""
+    for tests in (_tests_of(fault), _HAZARDS):
+        said, status = _heard(fault, tests, known)
+        if said or status == "timeout":
+            return CAUGHT, next((f"{test}: {reason}" for test, reason in said.items()), "time limit")
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return BROKEN, ""
+    return SURVIVED, ""
 
 
 def _tests_of(fault: Fault) -> list[str]:
