@@ -124,7 +124,7 @@ HARNESS = (
     Fault("compare: intervals that are apart are noise", "compare.py", "comparable & ~((now_low <= was_high) & (was_low <= now_high))", "comparable & ~((now_low <= was_high) | (was_low <= now_high))"),
     Fault("compare: what was defined anew is compared", "compare.py", '    same |= _text(old, "content") == _text(new, "content")', "    same |= True"),
     Fault("compare: grades are not compared", "compare.py", "    changes += _words(old[same], new[same])\n", ""),
-    Fault("cli: regressions exit with 0", "cli.py", '    if changes["regression"].any():', "    if False:"),
+    Fault("cli: regressions exit with 0", "cli.py", '    if found["regression"].any():', "    if False:"),
     Fault("validate: failures exit with 0", "validate.py", "    raise typer.Exit(status)", "    raise typer.Exit(0)", seen_by="test_cli.py::test_validate_ends_as_the_run_does"),
     Fault("gather: a failing case is a passed test", "gather.py", "    if record.outcome in FAILING:", "    if False:"),
     Fault("records: a crash is no failure", "records.py", 'FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])', 'FAILING = frozenset(WORST_FIRST[1 : WORST_FIRST.index(Outcome.EXPECTED)])'),
