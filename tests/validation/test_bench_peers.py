@@ -1,7 +1,6 @@
 """The benchmark of peers: who runs gives what the model gives, who cannot is left out with a line, and the reports say so."""
 
 import math
-import os
 import shutil
 import sys
 import time
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from tests.validation.dying import dies
 from validation.bench import engine_rows, isolated, machine
 from validation.bench.__main__ import app
 from validation.bench.engine_rows import Row, compare, exactness, in_float64
@@ -139,10 +139,6 @@ def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch)
     monkeypatch.setattr(isolated, "_answer", dies)
     with pytest.raises(Unavailable, match="its process ended with exit status 3"):
         first_call_alone("resnet", True, "float32", EAGER, 1)
-
-
-def dies(*args):
-    os._exit(3)
 
 
 def test_the_flat_form_takes_and_gives_tensors_alone():

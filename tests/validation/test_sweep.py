@@ -319,7 +319,7 @@ def test_a_sweep_that_captures_nothing_has_a_page(harness: Any, tmp_path: Path) 
 
 
 def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:
-    assert harness("--fx-model", "good") == pytest.ExitCode.OK
+    assert harness("--fx-model", "good", "-k", "parity") == pytest.ExitCode.OK
     assert set(store.read_run(tmp_path / "architectures")["model"]) == {"good"}
 
 
