@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,14 +65,6 @@ def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | No
     return free if any(free.values()) else None
 
 
-def cast(inputs: dict[str, Tensor], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Fresh copies of inputs on a device, floating ones in `dtype`."""
-    return {
-        name: value.to(device, dtype if value.is_floating_point() else None, copy=True)
-        for name, value in inputs.items()
-    }
-
-
 def _from_config(entry: Entry) -> Any:
     function = factory(entry)
     config_class: Any = getattr(function, "config_class", None)
@@ -88,10 +79,3 @@ def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
         lengths = length - max(length // 4, 1) * torch.arange(batch).clamp(max=3)
         return (torch.arange(length) < lengths[:, None].clamp(min=1)).long()
     return torch.randn(spec.shape, generator=generator)
-
-
-def run_seeded(module: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-    """Run `module`, without gradients and always under the same seed."""
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        return module(**inputs)

@@ -13,7 +13,8 @@ import typer
 from . import compare, report, store, trend
 from .console import Json, one_line_errors, print_json, print_table
 from .records import FAILING, counted
-from .report import architectures
+from .report import architectures, changes, headline
+from .report.markdown import comparison
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
 
@@ -66,17 +67,17 @@ def compare_command(
         before, after = store.read_run(baseline), store.read_run(current)
         if set(before["id"]).isdisjoint(after["id"]):
             raise store.ReportError(f"{current}: has no case of {baseline}, so that nothing can be compared")
-        changes = compare.compare(before, after, part=part)
+        found = compare.compare(before, after, part=part)
     if as_json:
-        typer.echo(changes.to_json(orient="records", indent=1))
+        typer.echo(found.to_json(orient="records", indent=1))
     elif markdown:
-        typer.echo(report.changes.document(changes))
+        typer.echo(comparison(found))
     else:
-        if not changes.empty:
-            marked = changes.assign(regression=["worse" if bad else "" for bad in changes["regression"]])
+        if not found.empty:
+            marked = found.assign(regression=found["regression"].map({True: "worse", False: ""}))
             print_table(marked.rename(columns={"regression": ""}))
-        typer.echo(report.changes.headline(changes))
-    if changes["regression"].any():
+        typer.echo(changes.headline(found))
+    if found["regression"].any():
         raise typer.Exit(1)
 
 
@@ -127,24 +128,20 @@ def baseline_command(
     """
     with one_line_errors():
         table = store.read_run(run)
-        sweep = architectures.is_sweep(table)
+        sweep = headline.is_sweep(table)
         failed = int(table["outcome"].isin(FAILING).sum())
         if failed and not sweep:
             raise store.ReportError(
                 f"{run}: {counted(failed, 'case')} failed, so that it cannot be a baseline"
             )
         if lacking := store.missing(table):
-            text = (
-                f"a part of a run, which lacks {counted(lacking, 'planned case')}; `fxopt merge` joins parts"
-            )
-            raise store.ReportError(f"{run}: {text}")
+            text = f"which lacks {counted(lacking, 'planned case')}; `fxopt merge` joins parts"
+            raise store.ReportError(f"{run}: a part of a run, {text}")
         directory.mkdir(parents=True, exist_ok=True)
-        store.replace(
-            directory / f"{'architectures' if sweep else 'records'}.parquet", store.file_of(run).read_bytes()
-        )
+        file = directory / ("architectures.parquet" if sweep else "records.parquet")
+        store.replace(file, store.file_of(run).read_bytes())
         if sweep:
-            page = architectures.document(table).encode("utf-8")
-            store.replace(directory / "architectures.md", page)
+            store.replace(file.with_suffix(".md"), architectures.document(table).encode("utf-8"))
     typer.echo(f"{directory}: {counted(len(table), 'case')} of run {table['run'].iloc[0]}")
 
 

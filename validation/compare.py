@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fxopt.testing import Grade
+
 from .capturing import DEFAULT
-from .metric import UNKNOWN, metric_of, scale_of, unit_of
+from .metric import UNKNOWN, metric_of, unit_of
 from .records import FAILING, STAGES, Outcome, counted
 from .store import measurements_of, missing
 from .sweep import FREE, SOURCE
@@ -44,7 +46,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
         text = f"{counted(count, 'case')} defined in another way: their measurements are not compared"
         changes.append((False, "definition", model, "", "", "", text))
     changes += _measurements(old[same], new[same], measurements_of(baseline), measurements_of(current))
-    changes += _words(old[same], new[same])
+    changes += _grades(old[same], new[same])
     table = pd.DataFrame(changes, columns=CHANGE).astype({"regression": bool})
     return table.sort_values(
         ["regression", "kind", "id", "metric"], ascending=[False, True, True, True], ignore_index=True
@@ -58,27 +60,19 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[tuple[Any
         left = one.loc[one.index.difference(other.index)]
         if not gone:
             failing = left[left["outcome"].isin(FAILING)]
-            for case, outcome, reason in zip(
-                failing.index, failing["outcome"], failing["reason"], strict=True
-            ):
+            for case, outcome, reason in failing[["outcome", "reason"]].itertuples(name=None):
                 yield True, "new failure", case, "", "none", outcome, reason
             left = left.drop(failing.index)
+        found = []
         for column in ("model", "device"):
-            counts = left[column].value_counts()
-            for name in sorted(set(counts.index) - set(other[column])):
-                values = (counted(counts[name], "case"), "none")
-                yield (
-                    gone,
-                    f"{column} {word}",
-                    name,
-                    "",
-                    *values[:: 1 if gone else -1],
-                    "it is in one run only",
-                )
-            left = left[left[column].isin(set(other[column]))]
-        for case, outcome in left["outcome"].items():
-            values = (outcome, "none")
-            yield gone, f"case {word}", case, "", *values[:: 1 if gone else -1], "it is in one run only"
+            whole = left[~left[column].isin(set(other[column]))]
+            counts = whole[column].value_counts().sort_index()
+            found += [(f"{column} {word}", name, counted(count, "case")) for name, count in counts.items()]
+            left = left.drop(whole.index)
+        found += [(f"case {word}", case, outcome) for case, outcome in left["outcome"].items()]
+        for kind, name, had in found:
+            values = (had, "none") if gone else ("none", had)
+            yield gone, kind, name, "", *values, "it is in one run only"
 
 
 def _environment(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
@@ -89,13 +83,9 @@ def _environment(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[tuple[An
 
 
 def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
-    other = (old["outcome"] != new["outcome"]).to_numpy()
-    for case, was, (now, stage, reason) in zip(
-        new.index[other],
-        old["outcome"][other],
-        new.loc[other, ["outcome", "stage", "reason"]].itertuples(index=False, name=None),
-        strict=True,
-    ):
+    other = old["outcome"] != new["outcome"]
+    rows = new.loc[other, ["outcome", "stage", "reason"]].assign(was=old.loc[other, "outcome"])
+    for case, now, stage, reason, was in rows.itertuples(name=None):
         worse = was == Outcome.PASS or (now in FAILING and was not in FAILING)
         where = f" in stage {stage}" if stage else ""
         yield worse, "outcome", case, "", was, now, f"{reason}{where}" if reason else f"{was} became {now}"
@@ -103,8 +93,8 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]
 
 def _captures(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
     """How far a case came, and, of a sweep, how a model was captured, and which sizes are free."""
-    stages = zip(new.index, old["stage"], new["stage"], new["reason"], strict=True)
-    for case, was, now, reason in stages:
+    stages = new[["stage", "reason"]].assign(was=old["stage"])
+    for case, now, reason, was in stages.itertuples(name=None):
         if was in STAGES and now in STAGES and was != now:
             yield STAGES.index(now) < STAGES.index(was), "stage", case, "", was, now, reason
     for name, best in (("captured", DEFAULT), ("batch", FREE), ("sequence", FREE)):
@@ -149,26 +139,20 @@ def _measurements(
                 text = f"{name} is not a number, or not measured any more"
                 yield True, metric.kind, case, name, _shown(name, before), "nan", text
             elif change := metric.changed(before, after):
-                yield (
-                    change > 0,
-                    metric.kind,
-                    case,
-                    name,
-                    *(_shown(name, value) for value in (before, after)),
-                    _change(name, before, after),
-                )
+                values = _shown(name, before), _shown(name, after)
+                yield change > 0, metric.kind, case, name, *values, _change(name, before, after)
 
 
-def _words(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
-    """Each word that has a scale, such as the grade of a verdict."""
-    same_machine = _same_machine(old, new)
-    for name in sorted({*map(str, old.columns)} & {*map(str, new.columns)}):
-        if scale := scale_of(name):
-            words = zip(new.index, _text(old, name), _text(new, name), same_machine, strict=True)
-            for case, was, now, same in words:
-                if change := scale.changed(was, now):
-                    worse = change > 0 and (same or not scale.machine)
-                    yield worse, scale.kind, case, name, was, now, f"{name}: {was} became {now}"
+def _grades(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+    """The grades of verdicts, in each dtype. Another processor has other kernels: there a worse one is no regression."""
+    order, same_machine = [str(grade) for grade in Grade], _same_machine(old, new)
+    for name in sorted(str(name) for name in new if str(name).startswith("grade") and name in old):
+        for case, was, now, same in zip(
+            new.index, _text(old, name), _text(new, name), same_machine, strict=True
+        ):
+            if was != now and {was, now} <= {*order}:
+                worse = same and order.index(now) > order.index(was)
+                yield worse, "grade", case, name, was, now, f"{name}: {was} became {now}"
 
 
 def _same_machine(old: pd.DataFrame, new: pd.DataFrame) -> np.ndarray:
@@ -180,17 +164,12 @@ def _change(name: str, was: float, now: float) -> str:
     metric, word = metric_of(name), "rose" if now > was else "fell"
     if metric is UNKNOWN:
         return f"{name} {word}: declare in validation/metric.py whether that is good"
-    by = (
-        f"by {abs(now - was):.4g}"
-        if metric.difference is not None or not was
-        else f"to {now / was:.3g} times"
-    )
-    noise = metric.difference if metric.difference is not None else f"a factor of {metric.factor:g}"
-    return (
-        f"{name} {word} {by}; {noise} is noise"
-        if metric.factor > 1 or metric.difference
-        else f"{name} {word}"
-    )
+    if metric.factor == 1 and not metric.difference:
+        return f"{name} {word}"
+    absolute = metric.difference is not None
+    by = f"by {abs(now - was):.4g}" if absolute or not was else f"to {now / was:.3g} times"
+    noise = metric.difference if absolute else f"a factor of {metric.factor:g}"
+    return f"{name} {word} {by}; {noise} is noise"
 
 
 def _shown(name: str, value: float) -> str:

@@ -1,15 +1,18 @@
-"""The run from outside: a process for each worker, a journal of what they find, and the reports at the end."""
+"""The run from outside: a process for each worker, a journal of what they find, what pytest sees of it, and the reports."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import json
 import math
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +21,31 @@ import pytest
 from . import report, repro, store
 from .checks.latency import timing_threads
 from .fleet import Fleet
-from .gather import case_id, received, reports
 from .pool import Pool
-from .records import Case, Check, Record, counted
+from .records import AGAIN, FAILING, Case, Check, Outcome, Record, counted
+
+PROPERTY = "fx-record"
 
 
+@dataclasses.dataclass(eq=False)
 class Controller:
-    """A plugin that has the cases run by a pool, the timed ones alone and last, and writes what came of them.
+    """A plugin that has the cases run by a pool, the timed ones alone and last, and writes what came of them."""
 
-    Args:
-        cases: those that may be run, by id.
-        planned: the ids of the whole plan that they are of; a run without some of these is a part.
-        devices: that the cases run on.
-        directory: where the reports go.
-        root: of the repository whose commit the run is of.
-        pool: runs the cases, in processes of this machine or on a cluster.
-        workers: how many of them at once.
-        content: the digest of what a case is made of.
-        budget: the seconds after which the run ends, whatever is left.
-        resume: go on with a run that was cut.
-    """
+    cases: Mapping[str, Case]  # those that may be run, by id
+    planned: Sequence[
+        str
+    ]  # the ids of the whole plan that they are of; a run without some of these is a part
+    devices: Sequence[str]  # that the cases run on
+    directory: Path  # where the reports go
+    root: Path  # of the repository whose commit the run is of
+    pool: Pool | Fleet  # runs the cases, in processes of this machine or on a cluster
+    workers: int  # how many of them at once
+    content: Callable[[Case], str]  # the digest of what a case is made of
+    budget: float | None = None  # the seconds after which the run ends, whatever is left
+    resume: bool = False  # go on with a run that was cut
 
-    def __init__(
-        self,
-        *,
-        cases: Mapping[str, Case],
-        planned: Sequence[str],
-        devices: Sequence[str],
-        directory: Path,
-        root: Path,
-        pool: Pool | Fleet,
-        workers: int,
-        content: Callable[[Case], str],
-        budget: float | None = None,
-        resume: bool = False,
-    ) -> None:
-        self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
-        self._root, self._pool, self._workers, self._content = root, pool, workers, content
-        self._end = time.monotonic() + budget if budget else math.inf
-        self._resume = resume
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.budget if self.budget else math.inf
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -66,15 +55,15 @@ class Controller:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
             return
-        plan = store.plan_of(self._planned)
-        run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan, root=self._root)
+        plan = store.plan_of(self.planned)
+        run = store.Run.now(threads=timing_threads(), devices=self.devices, plan=plan, root=self.root)
         try:
-            self._journal = store.Journal(self._directory, run, self._resume)
+            self._journal = store.Journal(self.directory, run, self.resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
         for case, record in [*self._journal.earlier.items()]:
             # A zoo that git does not know may have changed since, and the commit is the same.
-            if case.id in self._cases and record.content != self._content(case):
+            if case.id in self.cases and record.content != self.content(case):
                 del self._journal.earlier[case]
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, _once) for number in ENDING}
@@ -87,9 +76,9 @@ class Controller:
             return None
         if session.testsfailed and not option.continue_on_collection_errors:
             return None  # pytest says so, and ends
-        items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self._cases}
+        items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self.cases}
         # Other tests, or what pytest makes of no cases.
-        others = [item for item in session.items if case_id(item.nodeid) not in self._cases]
+        others = [item for item in session.items if case_id(item.nodeid) not in self.cases]
         for item, following in itertools.zip_longest(others, others[1:]):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             _stop_if_asked(session)
@@ -98,7 +87,7 @@ class Controller:
             item = items[case.id]
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
-        with contextlib.closing(self._recorded([self._cases[name] for name in items], begun)) as records:
+        with contextlib.closing(self._recorded([self.cases[name] for name in items], begun)) as records:
             for record in records:
                 item = items[record.case.id]
                 now = time.time()
@@ -106,10 +95,8 @@ class Controller:
                     item.ihook.pytest_runtest_logreport(report=each)
                 item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
                 if time.monotonic() > self._end and len(self._records) < len(items):
-                    left = len(items) - len(self._records)
-                    session.shouldstop = (
-                        f"its budget is spent with {counted(left, 'case')} left; --fx-resume goes on with it"
-                    )
+                    left = counted(len(items) - len(self._records), "case")
+                    session.shouldstop = f"its budget is spent with {left} left; --fx-resume goes on with it"
                 _stop_if_asked(session)
         return True
 
@@ -118,21 +105,21 @@ class Controller:
     ) -> Generator[Record, None, None]:
         """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
         earlier = self._journal.earlier if self._journal else {}
-        self._pool.remember(earlier.values())
+        self.pool.remember(earlier.values())
         for case in [case for case in cases if case in earlier]:
             begun(case)
             yield earlier[case]
         cases = [case for case in cases if case not in earlier]
         timed = [case for case in cases if is_timed(case)]
-        yield from self._pool.run([case for case in cases if not is_timed(case)], self._workers, begun)
-        yield from self._pool.run(timed, 1, begun)
+        yield from self.pool.run([case for case in cases if not is_timed(case)], self.workers, begun)
+        yield from self.pool.run(timed, 1, begun)
 
     @pytest.hookimpl(tryfirst=True)  # before anything that may fail, or say that it was the last
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        record = received(report.user_properties) if report.when == "call" else None
+        record = received(report)
         if record is None or self._journal is None:
             return
-        record = dataclasses.replace(record, content=self._content(record.case))
+        record = dataclasses.replace(record, content=self.content(record.case))
         self._records[record.case.id] = record
         try:
             if record.case not in self._journal.earlier:
@@ -149,31 +136,27 @@ class Controller:
         if self._records:
             self._write(session)
         left = {case.id for case in self._journal.earlier} - {*self._records}
-        self._journal.close(written=not self._problems and not left and not self._is_cut(session))
+        # Cut by its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed.
+        is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED
+        self._journal.close(written=not self._problems and not left and not is_cut)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-    def _is_cut(self, session: pytest.Session) -> bool:
-        """By its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed."""
-        return session.exitstatus == pytest.ExitCode.INTERRUPTED
 
     def _write(self, session: pytest.Session) -> None:
         assert self._journal is not None
         try:
             records = list(self._records.values())
             table = store.table_of(records, self._journal.run)
-            written = report.write_run(table, self._directory, self._planned)
-            whole = self._records.keys() >= {*self._planned}
-            written.files += repro.write(records, self._directory / "latest" / repro.FOLDER, whole)
+            written = report.write_run(table, self.directory, self.planned)
+            whole = self._records.keys() >= {*self.planned}
+            written.files += repro.write(records, self.directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written.files)
-            cut = [
-                str(file) for file in self._journal.file.parent.glob("*.jsonl") if file != self._journal.file
-            ]
-            if cut:
+            journals = {*self._journal.file.parent.glob("*.jsonl")} - {self._journal.file}
+            if cut := sorted(map(str, journals)):
                 self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
@@ -207,3 +190,51 @@ def _once(*_: object) -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def send(record: Record) -> tuple[str, str]:
+    """A record as a property of a test report: name and value."""
+    return PROPERTY, json.dumps(record.to_json())
+
+
+def received(report: pytest.TestReport) -> Record | None:
+    """The record that the report of a test brings; none if it is no case, or of its setup or teardown."""
+    sent = [value for name, value in report.user_properties if name == PROPERTY and report.when == "call"]
+    return Record.from_json(json.loads(str(sent[-1]))) if sent else None
+
+
+def case_id(nodeid: str) -> str:
+    """The id of the case that a test of the harness is."""
+    return nodeid.partition("[")[2].removesuffix("]")
+
+
+def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Iterable[pytest.TestReport]:
+    """The reports that pytest would make if it had run the case itself: of the call, and that it was cleared up."""
+    outcome = "passed"
+    longrepr: str | tuple[str, int, str] | None = None
+    if record.outcome in FAILING:
+        outcome, longrepr = "failed", failure(record, item)
+    elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
+        path, line, _ = item.location
+        outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
+    made: Any = functools.partial(
+        pytest.TestReport, item.nodeid, item.location, dict.fromkeys(item.keywords, 1), stop=stop
+    )
+    call = made(outcome, longrepr, "call", user_properties=[send(record)], duration=stop - start, start=start)
+    if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
+        call.wasxfail = record.reason
+    return call, made("passed", None, "teardown", start=stop)
+
+
+def failure(record: Record, item: pytest.Item) -> str:
+    """Why a case failed, and the command that runs it again."""
+    where = f" in {record.stage}" if record.stage else ""
+    return f"{record.outcome}{where}: {record.reason}\nagain: {command(record.case, item)}"
+
+
+def command(case: Case, item: pytest.Item) -> str:
+    """The command that runs one case alone, with the zoo and the passes of this run."""
+    option = item.config.getoption
+    named = [f"--pass {shlex.quote(name)}" for name in option("--fx-pass") or () if "." in name]
+    zoo = [f"--zoo {shlex.quote(option('--fx-zoo'))}"] if option("--fx-zoo") else []
+    return " ".join([AGAIN.format(model=case.model, case=case.id), *zoo, *named])

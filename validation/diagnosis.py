@@ -26,30 +26,24 @@ MOST_SECONDS = 60.0
 ALL_SECONDS = 300.0
 """The most that those of a process may take together: where everything is wrong, the first ones say why."""
 
-
-BEFORE_PASSES = ("load", "capture", "run the model")
-"""The stages of which no pass is to blame."""
+BEFORE_PASSES = ("load", "run the model", "capture")
+"""The stages before there is anything to check, of which no pass is to blame."""
 
 
 class Diagnoses:
     """Says where failing cases are wrong, as long as there is time.
 
-    A culprit that was found in a model is not looked for again in other pipelines that hold its passes. `portable` gives
-    a text with the paths of files as they are on every machine.
+    A culprit that was found in a model is not looked for again in other pipelines that hold its passes.
     """
 
-    def __init__(self, portable: Callable[[str], str]) -> None:
-        self._left, self._portable = ALL_SECONDS, portable
+    def __init__(self) -> None:
+        self._left = ALL_SECONDS
         self._known: dict[tuple[str, str, Check], list[tuple[Case, Culprit, torch.dtype]]] = {}
 
     def of(self, subject: Subject, case: Case, finding: Finding, used: float) -> tuple[Finding, str]:
         """A finding that also says where, and a script that shows it; both as they are where nothing can be said.
 
-        Args:
-            subject: the model of the case.
-            case: a case that failed.
-            finding: what the check said.
-            used: seconds of the time of the case.
+        `used` are the seconds that the case has taken.
         """
         if case.check not in repro.NEEDED:
             return finding, ""
@@ -65,7 +59,7 @@ class Diagnoses:
             found = _Found("" if text in finding.reason else f"it cannot be said where: {text}")
             subject.enter(stage)
         self._left -= time.monotonic() - started
-        reason = self._portable("\n".join(filter(None, [finding.reason, found.where])))
+        reason = repro.portable("\n".join(filter(None, [finding.reason, found.where])))
         passes = found.passes or tuple(pass_ for _, pass_ in subject.members(case.pipeline))
         verify = not found.passes and case.check is Check.EQUIVALENCE and finding.outcome is Outcome.FAIL
         dtype = str(found.dtype or subject.dtypes[0]).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The metrics: the direction, the noise and the unit of what a case measures or states, by patterns of its name."""
+"""The metrics: the direction, the noise and the unit of what a case measures, by patterns of its name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import fnmatch
 import functools
 import math
 from typing import Literal
-
-from fxopt.testing import Grade
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,31 +52,6 @@ class Metric:
         return 1 if self.better and (now > was) == (self.better == "lower") else -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """A kind of word that a case states, such as the grade of a verdict.
-
-    Attributes:
-        kind: the word for a change of it.
-        words: all there are, the best first.
-        machine: whether it depends on the machine: on another one a worse word is told, and is no regression.
-
-    Example:
-        >>> scale_of("grade_float64").changed("bit-exact", "within tolerance")
-        1
-    """
-
-    kind: str
-    words: tuple[str, ...]
-    machine: bool = False
-
-    def changed(self, was: str, now: str) -> int:
-        """1 for worse, -1 for better, 0 where one of the two is none of the words."""
-        if was == now or not {was, now} <= {*self.words}:
-            return 0
-        return 1 if self.words.index(now) > self.words.index(was) else -1
-
-
 _ERROR = Metric("error", "lower", factor=10, floor=1e-12)  # below the floor it is rounding in float64
 _SHARE = Metric("accuracy", "higher", difference=0.02)
 _SIZE = Metric("size", factor=1.1)
@@ -116,17 +89,6 @@ METRICS: dict[str, Metric] = {
     "timing_threads": Metric("context", factor=math.inf),
 }
 """The metrics by the patterns of names; the first that fits counts."""
-
-
-SCALES: dict[str, Scale] = {
-    "grade*": Scale("grade", tuple(Grade), machine=True),  # another processor has other kernels
-}
-"""The scales of words by the patterns of names; words that have none are not judged."""
-
-
-def scale_of(name: str) -> Scale | None:
-    """The scale of a fact, by its name."""
-    return next((found for pattern, found in SCALES.items() if fnmatch.fnmatch(name, pattern)), None)
 
 
 @functools.cache

@@ -16,11 +16,10 @@ import fxopt.passes
 from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
-from .controller import Controller, is_timed
+from .controller import Controller, is_timed, received
 from .entry import Entry
 from .expectations import judged
 from .fleet import Fleet, FleetError
-from .gather import received
 from .passes import ZooError, passes_of
 from .plan import content, members, plan, unmet
 from .pool import Pool
@@ -133,7 +132,7 @@ def runner(pytestconfig: pytest.Config) -> Iterator[Runner]:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    record = received(report.user_properties) if report.when == "call" else None
+    record = received(report)
     return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pprint
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -66,25 +67,16 @@ def script(
             for source in sorted({source for source, _ in names})
         ],
         passes=", ".join(map(repr, passes)),
-        model="\n".join(_model(entry, name)),
-        inputs=dict(_inputs(entry)),
+        entry=entry,
+        model=name,
+        config=pprint.pformat(entry.config, width=100, sort_dicts=False),
+        pretrained=isinstance(entry.weights, PretrainedWeights),
+        configured=hasattr(factory(entry), "config_class"),
+        made=build.make_inputs(entry),
         device=repr(case.device),
-        dynamic=entry.sizes_are_free and not entry.dynamic_shapes,
-        dims=_dims(entry),
-        shapes=entry.dynamic_shapes,
+        symbols=sorted({symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}),
         dtype=f"torch.{dtype}",
     )
-
-
-def _dims(entry: Entry) -> dict[str, str]:
-    """The expression of each free dimension that the entry names."""
-    made = {}
-    for symbol in sorted({symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}):
-        limits = entry.dims[symbol].model_dump(exclude_none=True) if symbol in entry.dims else {}
-        made[symbol] = (
-            f"torch.export.Dim({', '.join([repr(symbol), *(f'{k}={v}' for k, v in limits.items())])})"
-        )
-    return made
 
 
 def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
@@ -106,47 +98,18 @@ def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
     return written
 
 
+def portable(text: str) -> str:
+    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
+    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
+
+
 def _wrapped(text: str) -> str:
     """A text in lines, as a docstring can have it."""
-    lines = text.replace('"""', "'''").splitlines()
-    return "\n".join(
-        textwrap.fill(line, 110, break_long_words=False, break_on_hyphens=False) for line in lines
-    )
+    wrapper = textwrap.TextWrapper(110, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.replace('"""', "'''").splitlines()))
 
 
 def _parts(pass_: Transformation) -> Iterator[Transformation]:
     yield pass_
     if isinstance(pass_, AtSites):
         yield pass_.rewrite
-
-
-def _model(entry: Entry, name: str) -> Iterator[str]:
-    """The lines that build the model, as `validation/build.py` does."""
-    weights, config = entry.weights, pprint.pformat(entry.config, width=100, sort_dicts=False)
-    if isinstance(weights, PretrainedWeights):
-        yield f"config = {config}"
-        place = weights.folder or weights.hub
-        yield f"model = {name}.from_pretrained({place!r}, revision={weights.revision!r}, dtype=torch.float32, **config).eval()"
-        return
-    yield f"torch.manual_seed({weights.seed})"
-    yield f"config = {config}"
-    yield (
-        f"model = {name}({name}.config_class(**config))"
-        if hasattr(factory(entry), "config_class")
-        else f"model = {name}(**config)"
-    )
-    yield f"model = randomise(model, {weights.seed}).float().eval()"
-
-
-def _inputs(entry: Entry) -> Iterator[tuple[str, str]]:
-    """The expression of each input, as `validation/build.py` makes it."""
-    made = build.make_inputs(entry)
-    for name, spec in entry.inputs.items():
-        shape = tuple(spec.shape)
-        if spec.integers:
-            low, high = spec.integers
-            yield name, f"torch.randint({low}, {high}, {shape}, generator=generator)"
-        elif spec.padding:
-            yield name, f"torch.tensor({made[name].tolist()})"
-        else:
-            yield name, f"torch.randn({shape}, generator=generator)"

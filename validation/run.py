@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,40 +15,34 @@ from fxopt.errors import TraceError
 from fxopt.rewriting.transformation import Transformation
 
 from . import checks
-from .diagnosis import Diagnoses
+from .diagnosis import BEFORE_PASSES, Diagnoses
 from .entry import Entry, why_missing
 from .expectations import judged
 from .records import FAILING, Case, Check, Finding, Outcome, Record
+from .repro import portable
 from .subject import TIMING, Subject
 from .sweep import marked
 
 
+@dataclasses.dataclass(eq=False)
 class Runner:
-    """Runs cases, and keeps the model of the last one for the next.
+    """Runs cases, and keeps the model of the last one for the next."""
 
-    Args:
-        zoo: the entries that cases may name: of a zoo file, or of a sweep.
-        passes: the passes that pipelines may name, ready to be applied.
-        entered: is told each stage that a case enters, so that it is known even when the process dies.
-        timing: the seconds after which the turns of all that is timed of a model end.
-    """
+    zoo: Sequence[Entry]  # the entries that cases may name: of a zoo file, or of a sweep
+    passes: Mapping[str, Transformation]  # that pipelines may name, ready to be applied
+    entered: Callable[[Case, str], None] = lambda case, stage: (
+        None
+    )  # told each stage, in case the process dies
+    timing: float = TIMING  # the seconds after which the turns of all that is timed of a model end
 
-    def __init__(
-        self,
-        zoo: Sequence[Entry],
-        passes: Mapping[str, Transformation],
-        entered: Callable[[Case, str], None] = lambda case, stage: None,
-        timing: float = TIMING,
-    ) -> None:
-        self._zoo = {entry.name: entry for entry in zoo}
-        self._passes = passes
+    def __post_init__(self) -> None:
+        self._entries = {entry.name: entry for entry in self.zoo}
         self._checks = checks.available()
-        self._entered, self._timing = entered, timing
         self._subject: Subject | None = None
         self._case: Case | None = None
         self._started = 0.0
         self._lost: tuple[str, str] | None = None
-        self._diagnoses = Diagnoses(_portable)
+        self._diagnoses = Diagnoses()
 
     def run(self, case: Case) -> Record:
         """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
@@ -66,12 +59,9 @@ class Runner:
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # the boundary: models and passes under test may raise anything
+        except (Exception, SystemExit) as error:  # the boundary: models and passes may raise anything
             finding, repro = self._diagnosed(_finding_of(error, subject.stage), subject)
-            if not subject.entry.given and subject.stage in BEFORE:
+            if not subject.entry.given and subject.stage in BEFORE_PASSES:  # all its cases end there
                 self._lost = subject.stage, _text(error)
                 finding = _lost(error, finding, subject.stage, case.check)
             subject.forget()
@@ -95,21 +85,19 @@ class Runner:
             torch.cuda.empty_cache()
 
     def _subject_of(self, case: Case) -> Subject:
-        if self._subject is None or (self._subject.entry.name, self._subject.device) != (
-            case.model,
-            case.device,
-        ):
-            self._subject = self._lost = None
+        subject = self._subject
+        if subject is None or (subject.entry.name, subject.device) != (case.model, case.device):
+            subject = self._subject = self._lost = None  # so that it can be collected
             self._collect()
             gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
-            self._subject = Subject(
-                self._zoo[case.model], case.device, self._passes, self._enter, self._timing
-            )
-        return self._subject
+            entry = self._entries[case.model]
+            subject = Subject(entry, case.device, self.passes, self._enter, self.timing)
+            self._subject = subject
+        return subject
 
     def _enter(self, stage: str) -> None:
         assert self._case is not None
-        self._entered(self._case, stage)
+        self.entered(self._case, stage)
 
     def _record(self, finding: Finding, subject: Subject) -> Record:
         assert self._case is not None
@@ -117,12 +105,12 @@ class Runner:
             case=self._case,
             outcome=finding.outcome,
             stage=subject.stage,
-            reason=_portable(finding.reason),
+            reason=portable(finding.reason),
             seconds=time.perf_counter() - self._started,
             dtype=subject.dtype,
             measurements=subject.measurements | finding.measurements,
             refusals=finding.refusals,
-            facts={name: _portable(text) for name, text in subject.facts.items()},
+            facts={name: portable(text) for name, text in subject.facts.items()},
         )
         return marked(subject.entry, judged(subject.entry.known_failures, record))
 
@@ -138,15 +126,6 @@ def in_worker(
     torch.set_num_threads(1)
     gc.freeze()  # cases collect what models leave behind, which is much faster without what is imported
     return Runner(zoo, passes, entered, timing).run
-
-
-def _portable(text: str) -> str:
-    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
-    return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
-
-
-BEFORE = ("load", "run the model", "capture")
-"""The stages before there is anything to check: what one of a sweep ends in, all its cases end in."""
 
 
 def _lost(error: BaseException, finding: Finding, stage: str, check: Check) -> Finding:

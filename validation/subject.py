@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -44,30 +45,26 @@ the way: one unit of float32 of the last bit of float64; and with one that runs 
 """
 
 
+@dataclasses.dataclass(eq=False)
 class Subject:
     """A model of a zoo on a device; `entered` is told the name of each stage that begins, `timing` is as in `TIMING`.
 
     What a check has found so far it may keep in `measurements` and `facts`: the record has it even if the case
-    is thrown out, for example by a time-out.
+    is thrown out, for example by a time-out. In `timed` is what was measured of all pipelines at once.
     """
 
-    def __init__(
-        self,
-        entry: Entry,
-        device: str,
-        passes: Mapping[str, Transformation],
-        entered: Callable[[str], None] = lambda stage: None,
-        timing: float = TIMING,
-    ) -> None:
-        self.entry = entry
-        self.device = device
-        self.passes = passes
-        self.timing = timing
-        self.dtype = "+".join(entry.dtypes)
+    entry: Entry
+    device: str
+    passes: Mapping[str, Transformation]
+    entered: Callable[[str], None] = lambda stage: None
+    timing: float = TIMING
+
+    def __post_init__(self) -> None:
+        self.dtype = "+".join(self.entry.dtypes)
         self.stage = ""
         self.measurements: dict[str, float | int] = {}
         self.facts: dict[str, str] = {}
-        self._entered = entered
+        self.timed: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -90,7 +87,7 @@ class Subject:
     def enter(self, stage: str) -> None:
         """Begin `stage`: all that happens from here on belongs to it."""
         self.stage = stage
-        self._entered(stage)
+        self.entered(stage)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -130,7 +127,10 @@ class Subject:
         key = tuple(sizes.items())
         if key not in self._inputs:
             self._inputs[key] = build.make_inputs(self.entry, self.model(torch.float32), **sizes)
-        return build.cast(self._inputs[key], dtype, self.device)
+        return {
+            name: value.to(self.device, dtype if value.is_floating_point() else None, copy=True)
+            for name, value in self._inputs[key].items()
+        }
 
     def oracle(self, dtype: torch.dtype) -> Oracle:
         """The judge of graphs against the model itself, run eagerly."""
@@ -173,7 +173,10 @@ class Subject:
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
         """Run `module` on `inputs` (those of the entry by default), always under the same seed."""
-        return build.run_seeded(module, self.inputs(dtype) if inputs is None else inputs)
+        given = self.inputs(dtype) if inputs is None else inputs
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            return module(**given)
 
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
         """A copy of the graph with the pipeline applied."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .gather import failure, send
+from .controller import failure, send
 from .records import FAILING, Case, Outcome
 from .run import Runner
 

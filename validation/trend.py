@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -73,17 +72,17 @@ def drift(
         if len(rows) >= 2 * least
     ]
     splits = [_split(values, least) for _, _, values in series]
-    usual = float(np.median([split.variance for split in splits])) if splits else 0.0
+    usual = float(np.median([variance for *_, variance in splits])) if splits else 0.0
     found = []
-    for (case, runs_, values), split in zip(series, splits, strict=True):
+    for (case, runs_, values), (at, distance, within) in zip(series, splits, strict=True):
         degrees = len(values) - 2
-        variance = (degrees * split.variance + PRIOR * usual) / (degrees + PRIOR)
-        error = math.sqrt(variance * (1 / split.at + 1 / (len(values) - split.at)))
-        t = split.distance / error if error else math.inf if split.distance else 0.0
+        variance = (degrees * within + PRIOR * usual) / (degrees + PRIOR)
+        error = math.sqrt(variance * (1 / at + 1 / (len(values) - at)))
+        t = distance / error if error else math.inf if distance else 0.0
         chance = min(1.0, 2 * float(stats.t.sf(t, degrees + PRIOR)) * (len(values) - 2 * least + 1))
-        was, now = (float(np.median(part)) for part in np.split(values, [split.at]))
+        was, now = (float(np.median(part)) for part in np.split(values, [at]))
         relative = (now - was) / abs(was) if was else math.copysign(math.inf, now) if now else 0.0
-        found.append((case, len(values), runs_[split.at], was, now, relative, chance))
+        found.append((case, len(values), runs_[at], was, now, relative, chance))
     table = pd.DataFrame(found, columns=DRIFT)
     if table.empty:
         return table
@@ -96,17 +95,11 @@ PRIOR = 4
 """The degrees of freedom that the usual variance of all cases counts for."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """Where a series is parted, how far its parts are from each other, and the variance within them, both relative."""
+def _split(values: np.ndarray, least: int) -> tuple[int, float, float]:
+    """Where a series is parted, how far its parts are from each other, and the variance within them, both relative.
 
-    at: int
-    distance: float
-    variance: float
-
-
-def _split(values: np.ndarray, least: int) -> _Split:
-    """Part a series where that leaves the least variance within the parts."""
+    That leaves the least variance within the parts.
+    """
     scale = float(np.median(np.abs(values))) or 1.0
     relative = values / scale
 
@@ -115,4 +108,4 @@ def _split(values: np.ndarray, least: int) -> _Split:
 
     at = min(range(least, len(values) - least + 1), key=within)
     before, after = np.split(relative, [at])
-    return _Split(at, abs(float(after.mean() - before.mean())), within(at) / (len(values) - 2))
+    return at, abs(float(after.mean() - before.mean())), within(at) / (len(values) - 2)

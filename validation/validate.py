@@ -14,7 +14,7 @@ import typer
 import pytest_fxopt
 
 from .console import Json, print_json
-from .gather import received
+from .controller import received
 from .records import Record
 
 
@@ -25,9 +25,7 @@ class _Records:
         self.records: list[Record] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        record = received(report.user_properties) if report.when == "call" else None
-        if record is not None:
-            self.records.append(record)
+        self.records += filter(None, [received(report)])
 
 
 EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -81,10 +79,8 @@ def validate(context: typer.Context, as_json: Json = False) -> None:
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *given]
-    out, err = (
-        cast(TextIO, _Command(stream)) for stream in (sys.stderr if as_json else sys.stdout, sys.stderr)
-    )
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    out, err = (_Command(stream) for stream in (sys.stderr if as_json else sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
         ended = pytest.main(arguments, plugins=[found])
     status = STATUS.get(pytest.ExitCode(ended), int(ended))
     if as_json:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
+import torch
 from pydantic import Field
 
 from . import yaml_file
-from .entry import Entry, ZooFile
+from .entry import Entry, Limits, ZooFile, factory
 from .passes import ZooError, name_of
-from .zoo_mistakes import mistakes_in
 
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
@@ -37,7 +39,7 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
                 if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
             ]
         else:
-            mistakes = [*mistakes_in(file, passes)]
+            mistakes = [*_mistakes_in(file, passes)]
     if mistakes:
         raise ZooError("\n".join(yaml_file.message(path, root, where, what) for where, what in mistakes))
     order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
@@ -66,3 +68,114 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     except ValueError as error:
         text = f"not what `fxopt zoo sites` writes: delete it, and record anew ({error})"
         raise ZooError(f"{file}: {' '.join(text.split())}") from error
+
+
+def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
+    taken = {*passes, "all", "exact"}
+    for name in taken & {*file.pipelines}:
+        yield ("pipelines", name), "a pass, or a pipeline that is always there, has this name"
+    unknown = f"no such pass: {{!r}}; there are {', '.join(sorted(passes))}"
+    for index, name in enumerate(file.order):
+        if name not in passes:
+            yield ("order", index), unknown.format(name)
+    seen: set[str] = set()
+    for index, entry in enumerate(file.models):
+        here: tuple[Any, ...] = ("models", index)
+        if entry.name in seen:
+            yield (*here, "name"), "another entry has the same name"
+        seen.add(entry.name)
+        if "sites" in entry.model_fields_set:
+            yield (*here, "sites"), "not written by hand: `fxopt zoo sites` counts and records them"
+        if "pipelines" in entry.model_fields_set:
+            yield (*here, "pipelines"), "they are for all models: name them beside `models`"
+        for field in ("known_failures", "tolerances"):
+            for number, each in enumerate(getattr(entry, field)):
+                for name in each.pipeline.split("+") if each.pipeline else ():
+                    if name not in {*taken, *file.pipelines} and not set(name) & set("*?["):
+                        yield (*here, field, number, "pipeline"), unknown.format(name)
+        for where, what in _wrong_dimensions(entry):
+            yield (*here, *where), what
+        if entry.requires:
+            continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
+        try:
+            function = factory(entry)
+        except ValueError as error:
+            yield (*here, "model"), str(error)
+            continue
+        for where, what in _mismatches(entry, function):
+            yield (*here, *where), what
+
+
+def _wrong_dimensions(entry: Entry) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Free dimensions that the inputs do not have, or not in a size that is allowed."""
+    if entry.dynamic_shapes and "sizes" in entry.model_fields_set:
+        yield ("sizes",), "give `sizes` or `dynamic_shapes`, not both"
+    seen: dict[str, int] = {}
+    for name, free in entry.dynamic_shapes.items():
+        here = ("dynamic_shapes", name)
+        if name not in entry.inputs:
+            yield here, f"no such input; there are {', '.join(entry.inputs)}"
+            continue
+        shape = entry.inputs[name].shape
+        for dim, symbol in free.items():
+            if dim >= len(shape):
+                yield (*here, dim), f"{name} has no dimension {dim}: its shape is {list(shape)}"
+                continue
+            size, limits = shape[dim], entry.dims.get(symbol, Limits())
+            if seen.setdefault(symbol, size) != size:
+                yield (*here, dim), f"{symbol} is {size} here, and {seen[symbol]} elsewhere"
+            elif other := next((s for s, its in seen.items() if its == size and s != symbol), None):
+                text = "give them different sizes, or a pass that takes one for the other is not seen"
+                yield (*here, dim), f"{symbol} and {other} are both {size}: {text}"
+            if not (limits.min or 0) <= size <= (limits.max or size):
+                allowed = f"{limits.min or ''}..{limits.max or ''}"
+                yield (*here, dim), f"{symbol} is {size}, and dims allows {allowed}"
+    for symbol in entry.dims:
+        if symbol not in seen:
+            yield ("dims", symbol), "no such dimension in dynamic_shapes"
+
+
+def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Config overrides and inputs that the model does not know; transformers would ignore a wrong override."""
+    config_class = getattr(function, "config_class", None)
+    if config_class is not None:
+        yield from _unknown_options(entry.config, _defaults(config_class), ("config",))
+    else:
+        try:
+            inspect.signature(function).bind(**entry.config)
+        except (TypeError, ValueError) as error:
+            yield ("config",), f"{entry.model} does not take these arguments: {error}"
+        if entry.weights.source == "pretrained":
+            yield ("weights",), "only classes of transformers have pretrained weights"
+        if entry.sizes == "dynamic" and not entry.dynamic_shapes:
+            text = "only classes of transformers are captured for all sizes: say `sizes: fixed`, or give `dynamic_shapes`"
+            yield ("sizes",), text
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        parameters = _parameters(function.forward)
+        # The forwards of transformers take any keyword, but name those that are tensors.
+        if config_class or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = [name for name in parameters if name != "self"]
+            for name in entry.inputs:
+                if name not in known:
+                    yield ("inputs", name), f"the forward takes no such input; it takes {', '.join(known)}"
+
+
+@functools.cache
+def _defaults(config_class: Callable[[], Any]) -> Any:
+    return config_class()
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _unknown_options(
+    overrides: Mapping[str, Any], config: Any, where: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name, value in overrides.items():
+        if not hasattr(config, name) and not hasattr(config, f"_{name}"):
+            yield (*where, name), f"{type(config).__name__} has no option {name!r}"
+        elif isinstance(value, dict) and hasattr(getattr(config, name), "to_dict"):
+            yield from _unknown_options(value, getattr(config, name), (*where, name))

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+import yaml
 from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError
 
-from . import sites
+from . import store
 from .console import Json, one_line_errors, print_json
 from .entry import why_missing
 from .passes import ZooError, passes_of
 from .plan import plan, unmet
-from .records import counted
+from .records import FAILING, Case, Check, counted
+from .run import Runner
 from .subject import Subject
-from .zoo import load_zoo
+from .zoo import load_zoo, recorded_sites, sites_file
+
+HEADER = """\
+# How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.
+# Written by `fxopt zoo sites`, not by hand.
+"""
 
 zoo_app = typer.Typer(help="Check a zoo file; record the sites of its models.", no_args_is_help=True)
 
@@ -61,10 +69,32 @@ def zoo_sites_command(
     zoo: Zoo = Path("model_zoo.yaml"),
     model: Annotated[list[str] | None, typer.Option(help="Only this, repeatable; default: all.")] = None,
 ) -> None:
-    """Count the sites that each pass rewrites alone in each model, and record them beside the zoo file."""
+    """Count the sites that each pass rewrites alone in each model, and record them beside the zoo file.
+
+    What cannot be counted, such as in a model whose package is missing, stays as it was recorded.
+    """
     with one_line_errors():
-        for line in sites.record(zoo, model or ()):
-            typer.echo(line)
+        passes = passes_of(zoo)
+        entries, found, failed = load_zoo(zoo, passes), recorded_sites(zoo), []
+        names = [entry.name for entry in entries]
+        if unknown := [name for name in model or () if name not in names]:
+            raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
+        runner = Runner(entries, passes)
+        for each in model or names:
+            results = {name: runner.run(Case(each, (name,), "cpu", Check.EFFECT)) for name in passes}
+            lacking = {name: row for name, row in results.items() if "sites" not in row.measurements}
+            kept = {name: count for name, count in found.get(each, {}).items() if name in lacking}
+            new = {n: int(row.measurements["sites"]) for n, row in results.items() if n not in lacking}
+            found[each] = {**kept, **new}
+            failed += [f"{name} in {each}" for name, row in lacking.items() if row.outcome in FAILING]
+            problems = [f"{row.outcome}: {row.reason}" for row in lacking.values()]
+            typer.echo(f"{each}: {problems[0] if problems else 'counted'}")
+        gc.unfreeze()  # the runner freezes what is imported
+        found = {name: counts for name, counts in found.items() if counts and name in names}
+        store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
+        typer.echo(f"{sites_file(zoo)}: recorded")
+        if failed:
+            raise ZooError(f"not counted: {', '.join(failed)}")
 
 
 def captured(zoo: Path, name: str) -> GraphModule:

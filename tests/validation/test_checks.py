@@ -242,7 +242,7 @@ def test_accuracy_measures_a_small_change() -> None:
     ],
 )
 def test_accuracy_judges_a_task_that_was_learned(before: float, after: float, problem: list[str]) -> None:
-    assert accuracy._task_problems({"accuracy_before": before, "accuracy_after": after}) == problem
+    assert accuracy._task_problems(before, after) == problem
 
 
 @pytest.mark.parametrize(

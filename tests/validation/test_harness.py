@@ -61,6 +61,7 @@ class Harness:
                 "name": model.lower(),
                 "model": f"tests.validation.faulty_models.{model}",
                 "sizes": "fixed",
+                "engines": [],  # to export a model for them takes seconds
                 "inputs": {"x": {"shape": [2, 4]}},
                 "tags": ["tame" if model == "Good" else "wild"],
                 "timeout": 2 if "Hang" in model else 300,
@@ -265,17 +266,16 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
     assert not (harness.folder / "stamps").exists()
 
 
-@pytest.mark.parametrize("broken", ["html.document", "markdown.compatibility", "store.write_table"])
-def test_a_fault_in_a_report_costs_the_run_nothing(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+def test_faults_in_a_report_cost_the_run_nothing(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    target = {"html": html, "markdown": markdown, "store": store}[broken.partition(".")[0]]
-    monkeypatch.setattr(target, broken.rpartition(".")[2], fail)
+    for module, name in ((html, "document"), (markdown, "compatibility"), (store, "write_table")):
+        monkeypatch.setattr(module, name, fail)
     assert harness.run() == pytest.ExitCode.TESTS_FAILED
-    assert "not written: OSError: no space left on device" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("not written: OSError: no space left on device") == 3
     (journal,) = (harness.folder / "reports/running").glob("*.jsonl")
     assert len(harness.history()) == 1
     assert len(store.read_run(journal)) == len(store.read_run(harness.history()[0]))

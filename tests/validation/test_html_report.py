@@ -19,7 +19,6 @@ import pytest
 
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
-from validation.report import data
 from validation.report import html as html_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
@@ -41,7 +40,7 @@ def places(steps):
 
 
 def test_the_data_has_every_case_that_ran_and_every_number(table):
-    found = data.data(table, [], None)
+    found = html_view.data(table, [], None)
     words, cases = found["words"], found["cases"]
     ran = table[table["outcome"] != "skip"].reset_index(drop=True)
     assert [words[number] for number in cases["model"]] == ran["model"].tolist()
@@ -76,7 +75,7 @@ def test_the_history_is_of_the_runs_before(records, run, tmp_path):
 def test_numbers_that_json_lacks_are_words(run, tmp_path):
     measured = {"relative_error": math.inf, "tolerance": 1e-9, "cosine": 0.123456}
     table = table_of([Record(CASE, Outcome.FAIL, measurements=measured)], run, tmp_path)
-    numbers = data.data(table, [], None)["numbers"]
+    numbers = html_view.data(table, [], None)["numbers"]
     assert numbers["relative_error"]["values"] == ["inf"]
     assert numbers["cosine"]["values"] == [0.1235]
     json.dumps(numbers, allow_nan=False)

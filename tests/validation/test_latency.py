@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -72,7 +73,7 @@ def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
         "captured, again": [1.2 * t for t in graph],
         "Slow": [1.1 * t for t in graph],
     }
-    latency._MEASURED[subject] = latency.dataclasses.replace(measured, times=times)  # type: ignore[attr-defined]
+    subject.timed = dataclasses.replace(measured, times=times)
     finding = latency.check(subject, ("Slow",))
     assert finding.measurements["latency_ratio_floor"] == pytest.approx(0.2)
     assert subject.facts["latency_effect"] == latency.EFFECTS[0]

@@ -16,7 +16,7 @@ from tests.validation.planted import Inverse, entry
 from validation.checks.effect import AGAIN, COMPUTATION
 from validation.plan import pipelines
 from validation.records import Case, Check, Outcome, Record
-from validation.report.orders import orders
+from validation.report.pipelines import orders
 from validation.rewritten import computation
 from validation.run import Runner
 

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
-from validation.report import fastest, headline, markdown, tables, wording
+from validation.report import headline, markdown, pipelines, tables, wording
 from validation.report import html as html_view
 
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
@@ -394,12 +394,12 @@ def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
         *timed_records("a-b", ("Slower",), 0.8, "faster"),
         *timed_records("c-d", ("Safe",), 0.7, "none above the A/A floor"),
     ]
-    found = fastest.fastest(tables.verdicts(table_of(records, run, tmp_path))).set_index("model")
+    found = pipelines.fastest(tables.verdicts(table_of(records, run, tmp_path))).set_index("model")
     assert found.loc["a-b", "fastest safe"] == "Safe"
     assert found.loc["a-b", "graph = 1"] == "0.700 [0.690, 0.710]"
     assert found.loc["a-b", "grade"] == "within n ULP"
     assert found.loc["a-b", "fastest of all"] == "Rough"
-    assert found.loc["c-d", "fastest safe"] == fastest.NONE
+    assert found.loc["c-d", "fastest safe"] == pipelines.NONE
 
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path):

@@ -11,7 +11,7 @@ from validation.entry import Entry
 from validation.plan import ALL
 from validation.records import Case, Check, Outcome, Record
 from validation.report import markdown
-from validation.report.step_table import steps
+from validation.report.pipelines import steps
 from validation.run import Runner
 from validation.steps import FACT, LATENCY, noted
 

@@ -13,8 +13,8 @@ import fxopt.passes
 from validation.expectations import KnownFailure, judged
 from validation.passes import ZooError
 from validation.records import Case, Check, Outcome, Record
-from validation.sites import HEADER
 from validation.zoo import load_zoo, recorded_sites, sites_file
+from validation.zoo_commands import HEADER
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]

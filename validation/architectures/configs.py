@@ -41,9 +41,8 @@ def small_config(
         elif name not in changes:
             values[name] = _small(name, value, tokens)
     values = _consistent(values, config)
-    values |= {
-        name: value for name, value in changes.items() if not isinstance(values.get(name), PreTrainedConfig)
-    }
+    nested = {name for name, value in values.items() if isinstance(value, PreTrainedConfig)}
+    values |= {name: value for name, value in changes.items() if name not in nested}
     return type(config)(**values)
 
 
@@ -70,12 +69,17 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
         actual = vars(config).get(stored)
         declared = field.default if field.default is not dataclasses.MISSING else actual
         # lists of widths and depths are computed too, but from nothing that gets smaller
-        computed = declared is None and not isinstance(actual, PreTrainedConfig) and not _scales(field.name)
+        computed = (
+            declared is None
+            and not isinstance(actual, PreTrainedConfig)
+            and not re.search(_SCALES, field.name)
+        )
         if actual is not None and not (computed and actual == defaults.get(stored)):
             given[field.name] = actual
     return given
 
 
+_SCALES = r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$"
 _GENERAL = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"is_encoder_decoder"}
 
 
@@ -84,20 +88,15 @@ def _small(name: str, value: Any, tokens: Tokens) -> Any:
         value = ResNetConfig(out_indices=[*range(1, 5)][-len(value.out_indices or [4]) :])
     if isinstance(value, PreTrainedConfig):
         return small_config(value, {}, tokens)
-    if isinstance(value, bool):
-        return (
-            value and name != "use_cache"
-        )  # a cache that nobody reads on is not what an architecture is about
+    if isinstance(value, bool):  # a cache that nobody reads on is not what an architecture is about
+        return value and name != "use_cache"
     if isinstance(value, int):
         return _small_integer(name, value, tokens)
-    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
-        return type(value)(_small_list(name, list(value), tokens))
-    if (
-        isinstance(value, (list, tuple))
-        and value
-        and all(isinstance(item, PreTrainedConfig) for item in value)
-    ):
-        return type(value)(small_config(item, {}, tokens) for item in value)
+    if isinstance(value, (list, tuple)) and value:
+        if all(type(item) is int for item in value):
+            return type(value)(_small_list(name, list(value), tokens))
+        if all(isinstance(item, PreTrainedConfig) for item in value):
+            return type(value)(small_config(item, {}, tokens) for item in value)
     return value
 
 
@@ -150,21 +149,13 @@ _INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
 """The meaning of an integer, by the name of its field; the first pattern that is found decides. `None`: a token id."""
 
 
-def _scales(name: str) -> bool:
-    return (
-        re.search(r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$", name)
-        is not None
-    )
-
-
 def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
     if re.search(r"depths|num_blocks|num_layers|layers?$", name):
         return [min(value, 1) for value in values]
     if re.search(r"heads", name):
         return [max(1, value // values[0]) for value in values]
-    if re.search(
-        r"embed_dim_per_stage|backbone_channel_list", name
-    ):  # the first stage has the width of the model
+    # The first stage has the width of the model.
+    if re.search(r"embed_dim_per_stage|backbone_channel_list", name):
         return [value * WIDTH // max(WIDTH, min(values)) for value in values]
     if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths|stem_dims", name):
         return [value if value <= 4 else max(4, value // 4) for value in values]
@@ -256,19 +247,11 @@ def _sections(values: dict[str, Any], config: PreTrainedConfig, names: set[str])
     """Multimodal rotary embeddings share the frequencies of a head among time, height and width."""
     ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
     rope = vars(config).get("rope_parameters") or {}
-    if (
-        "rope_parameters" not in names
-        or not rope
-        or not ("mrope_section" in ignored or "mrope_section" in rope)
-    ):
+    if "rope_parameters" not in names or not rope or "mrope_section" not in {*ignored, *rope}:
         return
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     third = frequencies // 3
     sections = {"mrope_section": [frequencies - 2 * third, third, third]}
-    by_kind = any(isinstance(value, Mapping) for value in rope.values())  # of layer
-    values["rope_parameters"] = (
-        {kind: {**value, **sections} if isinstance(value, Mapping) else value for kind, value in rope.items()}
-        if by_kind
-        else {**rope, **sections}
-    )
+    kinds = {kind: {**value, **sections} for kind, value in rope.items() if isinstance(value, Mapping)}
+    values["rope_parameters"] = {**rope, **(kinds or sections)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,21 +11,18 @@ from torch import Tensor, nn
 from transformers.exporters.utils import precompute_export_inputs
 
 from .configs import VOCABULARY
-from .request import GRID, Request, audio_length, dimension, image_size, special_tokens
+from .request import GRID, Request, audio_length, dimension, image_size, mel_bins, special_tokens
 
 Inputs = dict[str, Tensor]
 
 
-def make_inputs(
-    model: nn.Module, batch: int, sequence: int, seed: int, changes: Mapping[str, Any] | None = None
-) -> Inputs:
+def make_inputs(model: nn.Module, batch: int, sequence: int, changes: Mapping[str, Any]) -> Inputs:
     """Every input that the forward requires, its main input, and those that its architecture is about.
 
     `changes` is what an override says: `with` and `without` are names of inputs, `shapes` replaces what the
     documentation says about their dimensions, and `sizes` gives the sizes of dimensions.
     """
-    changes = changes or {}
-    request = Request(model, batch, sequence, torch.Generator().manual_seed(seed), changes)
+    request = Request(model, batch, sequence, torch.Generator().manual_seed(0), changes)
     parameters = inspect.signature(model.forward).parameters
     wanted = _wanted(model, parameters) | {*changes.get("with", ())}
     wanted -= {*changes.get("without", ())}
@@ -88,10 +85,7 @@ def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
     text = {
         "input_ids": torch.cat([ids.new_full((request.batch, images), image_id), ids], dim=1),
         "attention_mask": _mask(request.batch, length, padding=request.sequence // 4),
-        "mm_token_type_ids": (torch.arange(length) < images)
-        .long()
-        .expand(request.batch, length)
-        .contiguous(),
+        "mm_token_type_ids": (torch.arange(length) < images).long().repeat(request.batch, 1),
     }
     return {name: text[name] for name in names}
 
@@ -99,17 +93,15 @@ def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
 def _placeholders(request: Request, others: Inputs) -> int:
     """How many tokens an image takes the place of: as many as the model makes features of it."""
     features = getattr(request.model, "get_image_features", None)
-    if features is None or "pixel_values" not in others:
-        return 0
-    if request.read("image_token_id", "image_token_index") is None:
+    named = request.read("image_token_id", "image_token_index") is not None
+    if features is None or "pixel_values" not in others or not named:
         return 0
     accepted = inspect.signature(features).parameters
     with torch.no_grad():
         output = features(**{name: value for name, value in others.items() if name in accepted})
     output = getattr(output, "pooler_output", output)
     parts = output if isinstance(output, (list, tuple)) else [output]
-    count: int = sum(part.numel() // part.shape[-1] for part in parts)
-    return count // request.batch
+    return int(sum(part.numel() // part.shape[-1] for part in parts)) // request.batch
 
 
 def _make(name: str, request: Request) -> Tensor:
@@ -143,21 +135,12 @@ def _grid(r: Request) -> Tensor:
     return torch.tensor([[1, GRID, GRID]]).repeat(r.batch, 1)
 
 
-def _spatial_shapes(r: Request) -> Tensor:
-    """(height, width) of each image, in patches."""
-    return torch.tensor([[GRID, GRID]]).repeat(r.batch, 1)
-
-
 def _patches(r: Request) -> Tensor:
     """Images as a list of flat patches, (patches of all images, values of a patch)."""
     channels = r.read("in_channels", "in_chans", "num_channels", default=3)
     depth = r.read("temporal_patch_size", default=1)
     side = r.read("patch_size")
     return r.noise(r.batch * GRID * GRID, channels * depth * side * side)
-
-
-def _image_sizes(r: Request) -> Tensor:
-    return torch.tensor([image_size(r)]).repeat(r.batch, 1)
 
 
 def _pixels(r: Request) -> Tensor:
@@ -181,13 +164,8 @@ def _audio(r: Request) -> Tensor:
 
 def _features(r: Request) -> Tensor:
     """Spectrograms: (batch, mel, time) where the length is fixed as in Whisper, else (batch, time, mel)."""
-    mel = r.read("num_mel_bins", "input_feat_per_channel", "feature_size", default=80)
-    time = _feature_length(r)
+    mel, time = mel_bins(r), _feature_length(r)
     return r.noise(r.batch, mel, time) if _whisper(r) else r.noise(r.batch, time, mel)
-
-
-def _features_mask(r: Request) -> Tensor:
-    return torch.ones(r.batch, _feature_length(r), dtype=torch.long)
 
 
 def _feature_length(r: Request) -> int:
@@ -198,30 +176,27 @@ def _whisper(r: Request) -> bool:
     return r.read("max_source_positions") is not None and r.read("input_feat_per_channel") is None
 
 
-def _merge_sizes(r: Request) -> Tensor:
-    """How many patches along a side become one, by image."""
-    return torch.full((r.batch,), 2)
-
-
 def _boxes(r: Request) -> Tensor:
     """(left, top, right, bottom), in thousandths of the page."""
     corners = r.integers(0, 40, r.batch, r.sequence, 2)
     return torch.cat([corners, corners + r.integers(1, 20, r.batch, r.sequence, 2)], dim=-1)
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[Request], Tensor]] = {
     "bbox": _boxes,
     "decoder_input_ids": _tokens,
     "grid_thw": _grid,
     "hidden_states": _patches,
     "image_grid_thw": _grid,
-    "image_sizes": _image_sizes,
+    "image_sizes": lambda r: torch.tensor([image_size(r)]).repeat(r.batch, 1),
     "input_features": _features,
-    "input_features_mask": _features_mask,
+    "input_features_mask": lambda r: torch.ones(r.batch, _feature_length(r), dtype=torch.long),
     "input_values": _audio,
-    "image_merge_sizes": _merge_sizes,
-    "merge_sizes": _merge_sizes,
+    # How many patches along a side become one, by image.
+    "image_merge_sizes": lambda r: torch.full((r.batch,), 2),
+    "merge_sizes": lambda r: torch.full((r.batch,), 2),
     "pixel_values": _pixels,
     "qformer_input_ids": _tokens,
-    "spatial_shapes": _spatial_shapes,
+    # (height, width) of each image, in patches.
+    "spatial_shapes": lambda r: torch.tensor([[GRID, GRID]]).repeat(r.batch, 1),
 }

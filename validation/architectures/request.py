@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,42 +76,38 @@ def _parts(config: Any) -> list[Any]:
 
 def dimension(name: str | int, request: Request) -> int:
     """The size of a dimension by the name that the documentation gives it."""
-    if isinstance(name, int):
-        return name
+    if isinstance(name, int) or name.isdecimal():
+        return int(name)
     if name in request.sizes:
         return int(request.sizes[name])
-    if name.isdecimal():
-        return int(name)
-    if name in ("batch_size", "bs"):
-        return request.batch
-    if "image_size" in name or name in ("height", "width", "frame_size"):
-        return image_size(request)[0]
-    if name in ("audio_length", "num_samples", "time_steps"):
-        return audio_length(request)
-    if "seq" in name or name == "episode_length":
-        return request.sequence
-    if name in ("num_images", "num_images_or_videos", "num_tiles", "num_videos"):
-        return request.batch
-    if name == "num_channels":
-        return int(request.read("num_channels", "in_channels", default=3))
-    if name in ("num_patches", "total_patches"):
-        return request.batch * GRID * GRID
-    if "patches" in name:
-        return GRID * GRID
-    if name == "frames":
-        return request.sequence
-    if name == "num_frames":
-        return int(request.read("num_frames", "frames_per_clip", default=2))
-    if name in ("channels", "audio_channels"):
-        return int(request.read("audio_channels", default=1))
-    if name in ("feature_dim", "feature_size", "mel_bins", "num_banks"):
-        return int(
-            request.read("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", default=80)
-        )
+    for pattern, size in _SIZES:
+        if re.search(pattern, name):
+            return int(size(request))
     value = request.read(name.removeprefix("config."))
     if isinstance(value, int):
         return value
     raise LookupError(f"no rule gives the size of dimension {name!r} of {type(request.model).__name__}")
+
+
+_SIZES: tuple[tuple[str, Callable[[Request], Any]], ...] = (
+    (r"^(batch_size|bs|num_images|num_images_or_videos|num_tiles|num_videos)$", lambda r: r.batch),
+    (r"image_size|^(height|width|frame_size)$", lambda r: image_size(r)[0]),
+    (r"^(audio_length|num_samples|time_steps)$", lambda r: audio_length(r)),
+    (r"seq|^(episode_length|frames)$", lambda r: r.sequence),
+    (r"^num_channels$", lambda r: r.read("num_channels", "in_channels", default=3)),
+    (r"^(num|total)_patches$", lambda r: r.batch * GRID * GRID),
+    (r"patches", lambda r: GRID * GRID),
+    (r"^num_frames$", lambda r: r.read("num_frames", "frames_per_clip", default=2)),
+    (r"^(audio_)?channels$", lambda r: r.read("audio_channels", default=1)),
+    (r"^(feature_dim|feature_size|mel_bins|num_banks)$", lambda r: mel_bins(r, "input_dim")),
+)
+"""The size of a dimension, by the name that the documentation gives it; the first pattern that is found decides."""
+
+
+def mel_bins(r: Request, *others: str) -> int:
+    """Values of a spectrogram at one time."""
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", *others)
+    return int(r.read(*names, default=80))
 
 
 def image_size(r: Request) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import fxopt
 
 from ..timing import of_runs, spread
 from .memory import memory_table
-from .models import SUBJECTS, Subject, bert_base, llama, text_inputs
+from .workloads import SUBJECTS, Workload, bert_base, llama
 
 LAYERS = (12, 24, 48, 96)
 CHECKS = 100
@@ -51,7 +51,7 @@ def capture(
     console.print(_of_guards(rounds))
 
 
-def _times(measured: Sequence[Subject], rounds: int) -> Table:
+def _times(measured: Sequence[Workload], rounds: int) -> Table:
     """One row a model and kind of sizes."""
     table = Table(
         *("model", "sizes", "runs", "fxopt.trace", "verified", "torch.export", "ratio"),
@@ -68,7 +68,7 @@ def _times(measured: Sequence[Subject], rounds: int) -> Table:
     return table
 
 
-def _symbolic_trace(subject: Subject, rounds: int) -> str:
+def _symbolic_trace(subject: Workload, rounds: int) -> str:
     """The time of `torch.fx.symbolic_trace`, which knows no sizes, for the same inputs, or why it cannot."""
     parameters = inspect.signature(subject.model.forward).parameters.values()
     defaults = {
@@ -101,9 +101,8 @@ def _by_layers(rounds: int) -> Table:
 
 def _of_guards(rounds: int) -> Table:
     """The check of the inputs beside the forward: BERT-base at batch 1 and sequence 128, captured with both free."""
-    inputs = text_inputs(1, 128)
-    subject = bert_base()
-    traced = fxopt.trace(subject.model, (), inputs, dynamic_shapes=subject.free)
+    subject = bert_base(1, 128)
+    inputs, traced = subject.inputs, subject.captured(fxopt.trace, free=True)()
     guard: Any = traced.input_guard
 
     def check() -> None:

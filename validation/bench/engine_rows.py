@@ -82,7 +82,16 @@ def compare(
     found: dict[str, dict[str, Any]] = {name: {} for name in engines}
 
     def each(step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
-        _tried(found, step, lambda name: say(f"{model}, {precision}, {threads} threads, {doing}: {name}"))
+        """Take a step with each engine that has not failed; one that fails now has its reason and nothing else."""
+        for name in [name for name, values in found.items() if "reason" not in values]:
+            say(f"{model}, {precision}, {threads} threads, {doing}: {name}")
+            try:
+                with quiet():
+                    found[name] |= step(name)
+            except Exception as error:  # whatever an engine makes of a model
+                if name == EAGER:
+                    raise
+                found[name] = {"reason": reason(error)}
 
     if alone:  # before engines hold memory here
         each(lambda name: _of_first_call(alone(name)), "first call")
@@ -108,28 +117,12 @@ def compare(
     peak, idle = max(peak, gemm_peak()), max(before, during) < BUSY
     for name, measured in times.items():
         found[name] |= _of_times(measured, times[EAGER], flops, peak)
-        found[name]["error_ratio"] = _ratio(found[name]["error"], found[EAGER]["error"])
+        error, own = found[name]["error"], found[EAGER]["error"]
+        found[name]["error_ratio"] = error / own if own else math.nan
     return [
         Row(model, precision, threads, name, idle=idle, busy_before=before, busy_during=during, **values)
         for name, values in found.items()
     ]
-
-
-def _tried(
-    found: dict[str, dict[str, Any]],
-    step: Callable[[str], Mapping[str, Any]],
-    begun: Callable[[str], object],
-) -> None:
-    """Take a step with each engine that has not failed; one that fails now has its reason and nothing else."""
-    for name in [name for name, values in found.items() if "reason" not in values]:
-        begun(name)
-        try:
-            with quiet():
-                found[name] |= step(name)
-        except Exception as error:  # whatever an engine makes of a model
-            if name == EAGER:
-                raise
-            found[name] = {"reason": reason(error)}
 
 
 def _ready(
@@ -182,7 +175,3 @@ def _of_times(times: list[float], eager: list[float], flops: int, peak: float) -
         "gflops": flops / median / 1e9,
         "gemm_gflops": peak / 1e9,
     }
-
-
-def _ratio(value: float, other: float) -> float:
-    return value / other if other else math.nan

@@ -55,7 +55,9 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
     chosen: dict[str, Prepare] = {
         EAGER: eager,
         AGAIN: eager,
-        f"fxopt{_suffix(precision)}": functools.partial(_fxopt, precision=precision),
+        "fxopt" if precision == "float32" else f"fxopt {precision}": functools.partial(
+            _fxopt, precision=precision
+        ),
     }
     if precision == "float32":
         chosen |= {
@@ -209,7 +211,3 @@ def _openvino_int8(model: nn.Module, inputs: Mapping[str, Any], threads: int) ->
 
 def _arrays(inputs: Mapping[str, Any]) -> list[Any]:
     return [tensor.numpy() for tensor in tensors(inputs)]
-
-
-def _suffix(precision: str) -> str:
-    return "" if precision == "float32" else f" {precision}"

@@ -18,10 +18,9 @@ from rich.table import Table
 import fxopt
 from fxopt.optimizing.prepare import MEMORIES
 
-from .models import WEIGHED, llama
 from .nested import fresh
 from .quiet import quiet
-from .workloads import SMALL, WORKLOADS, build
+from .workloads import SMALL, WEIGHED, WORKLOADS, build, llama, named
 
 _STATUS = Path("/proc/self/status")
 
@@ -50,9 +49,7 @@ def memory(
         *("model", "memory", "weights, MB", "resident", "after a call", "peak", "peak of eager", "report"),
         title=f"{precision}: memory above what was there before the model, by the memory of its weights",
     )
-    for name in models.split(","):
-        if name not in (SMALL if small else WORKLOADS):
-            raise typer.BadParameter(f"there is no model {name!r}")
+    for name in named(models, SMALL if small else WORKLOADS):
         for mode in MEMORIES:
             weights, *ratios = _alone(_of_optimized, name, small, precision, mode)
             table.add_row(name, mode, f"{weights / 1e6:.0f}", *(f"{ratio:.2f}" for ratio in ratios))

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+
+from fxopt.objects import tensors_in
+from fxopt.testing.differences import mapped
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in mappings, sequences and caches, in order; arrays of numpy become tensors without a copy."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, np.ndarray):
-        return [torch.from_numpy(value)]
-    if isinstance(value, Cache):
-        return [tensor for layer in value.layers for tensor in (layer.keys, layer.values)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
+    """Every tensor in nested containers and caches, in order; a list may hold arrays of numpy, which are not copied."""
+    if isinstance(value, list):
+        value = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in value]
+    return list(tensors_in(value))
 
 
 def with_tensors(inputs: Mapping[str, Any], leaves: Iterator[Tensor]) -> dict[str, Any]:
     """The same inputs by name with other tensors; a cache is a new one, so that a run leaves the old one as it was."""
-    return {name: _rebuilt(value, leaves) for name, value in inputs.items()}
-
-
-def mapped(inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The same inputs with every tensor changed."""
-    return with_tensors(inputs, iter([change(tensor) for tensor in tensors(inputs)]))
+    return mapped(dict(inputs), lambda tensor: next(leaves))  # type: ignore[no-any-return]
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The same inputs for one more run, which may add to a cache: no tensor is copied."""
-    return mapped(inputs, lambda tensor: tensor)
+    return with_tensors(inputs, tensors_in(inputs))
 
 
 def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same inputs with floating-point tensors in another dtype."""
-    return mapped(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    leaves = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors_in(inputs))
+    return with_tensors(inputs, leaves)
 
 
 class Flat(nn.Module):
@@ -55,15 +46,3 @@ class Flat(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensors(self.model(**with_tensors(self.inputs, iter(leaves)))))
-
-
-def _rebuilt(value: Any, leaves: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(leaves)
-    if isinstance(value, Cache):
-        cache = copy.copy(value)
-        cache.layers = [copy.copy(layer) for layer in value.layers]
-        for layer in cache.layers:
-            layer.keys, layer.values = next(leaves), next(leaves)
-        return cache
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -42,8 +43,9 @@ def times(passes: Mapping[str, Any], layers: list[int], rounds: int) -> Times:
     found: Times = {}
     for count in layers:
         for name, pass_ in passes.items():
+            fresh = traced(kind_for(name), count)
             for _ in range(rounds + 1):  # the first one imports and warms up
-                graph_module = traced(kind_for(name), count)
+                graph_module = copy.deepcopy(fresh)
                 runs: dict[str, dict[str, bool]] = {f"{name} apply": {}}
                 if hasattr(pass_, "reverse"):
                     runs[f"{name} undo"] = {"reverse": True}

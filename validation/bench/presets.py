@@ -27,6 +27,7 @@ from ..zoo import load_zoo
 from . import machine
 from .pages import write
 from .quiet import quiet
+from .workloads import named
 
 _LONG = 2e-3  # seconds that a turn takes at least, so that the clock does not matter
 
@@ -45,10 +46,8 @@ def presets(
     """
     torch.set_num_threads(threads or machine.all_threads())
     entries = {entry.name: entry for entry in load_zoo(zoo, fxopt.passes.available())}
-    kinds, rows = [k for k in precision.split(",") if k] or [*PRECISIONS], []
-    for name in [n for n in models.split(",") if n] or [*entries]:
-        if name not in entries:
-            raise typer.BadParameter(f"there is no model {name!r}: it is one of {', '.join(entries)}")
+    kinds, rows = named(precision, PRECISIONS, "precision"), []
+    for name in named(models, entries):
         package = entries[name].requires
         if package is not None and importlib.util.find_spec(package) is None:
             rows.append({"model": name, "eager, ms": f"left out: {package} is not installed"})

@@ -86,25 +86,16 @@ def _timed(traced: TracedModule, inputs: Mapping[str, Any], seconds: float) -> p
     begun = time.perf_counter()
     while len(run.rounds) < 2 * _ROUNDS or time.perf_counter() - begun < seconds:
         given = fresh(inputs)
-        values: list[Any] = [
-            given.get(str(node.target), *node.args) for node in traced.graph.find_nodes(op="placeholder")
-        ]
+        placeholders = traced.graph.find_nodes(op="placeholder")
         run.rounds.append({})
-        run.run(*values)
+        run.run(*(given.get(str(node.target), *node.args) for node in placeholders))
     median = pd.DataFrame(run.rounds[_ROUNDS:]).median()
-    nodes = {node.name: node for node in traced.graph.nodes}
-    return pd.DataFrame(
-        [
-            {
-                "operator": _operator(traced, nodes[str(name)]) if name in nodes else name,
-                "layer": _layer(traced, nodes[str(name)]) if name in nodes else "",
-                "input": run.shapes.get(str(name), ""),
-                "flops": run.flops.get(str(name), 0),
-                "seconds": took,
-            }
-            for name, took in median.items()
-        ]
-    )
+    rows = []
+    for name, took in median.items():
+        node = run.nodes.get(str(name))
+        operator, layer = (_operator(traced, node), _layer(traced, node)) if node else (name, "")
+        rows.append((operator, layer, run.shapes.get(str(name), ""), run.flops.get(str(name), 0), took))
+    return pd.DataFrame(rows, columns=["operator", "layer", "input", "flops", "seconds"])
 
 
 class _Timed(Interpreter):
@@ -115,7 +106,7 @@ class _Timed(Interpreter):
         self.rounds: list[dict[str, float]] = []
         self.shapes: dict[str, str] = {}
         self.flops: dict[str, int] = {}
-        self._nodes = {node.name: node for node in traced.graph.nodes}
+        self.nodes = {node.name: node for node in traced.graph.nodes}
 
     def run_node(self, n: Node) -> Any:
         if n.op in ("placeholder", "output"):
@@ -124,13 +115,8 @@ class _Timed(Interpreter):
         start = time.perf_counter()
         value = getattr(self, n.op)(n.target, args, kwargs)
         self.rounds[-1][n.name] = time.perf_counter() - start
-        node = self._nodes.get(n.name)
-        if (
-            node is not None
-            and node.op == "call_module"
-            and isinstance(value, Tensor)
-            and isinstance(args[0], Tensor)
-        ):
+        node = self.nodes.get(n.name)
+        if node is not None and node.op == "call_module" and isinstance(value, Tensor):
             layer = self.fetch_attr(str(node.target))
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 self.shapes[n.name] = " x ".join(map(str, args[0].shape))

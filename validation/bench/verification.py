@@ -19,7 +19,7 @@ from fxopt.rewriting.rewrite import Rewrite
 from fxopt.submodules import sharing_copy
 
 from ..timing import of_runs, spread
-from .models import bert_base
+from .workloads import bert_base
 
 
 def verification(
@@ -31,11 +31,9 @@ def verification(
     In processor time of one thread, which other work on the machine changes little.
     """
     torch.set_num_threads(1)
-    subject = bert_base()
+    subject = bert_base(batch, 128)
     free = fxopt.symbolic_trace(subject.model, list(subject.inputs))
-    ids = torch.ones(batch, 128, dtype=torch.long)
-    inputs = dict.fromkeys(subject.inputs, ids)
-    fixed = fxopt.trace(subject.model, (), inputs)
+    fixed = fxopt.trace(subject.model, (), subject.inputs)
     table = Table(
         *("pass", "sites", "free sizes, runs", "fixed sizes, runs"),
         title=f"time of verification by runs of BERT-base on {batch} x 128, median (least to greatest) of {rounds}",
@@ -45,7 +43,7 @@ def verification(
             continue
         sites = len(cls().explain(fixed).sites)
         cells = [
-            spread(_runs(cls(), traced, functools.partial(fixed, **inputs), rounds))
+            spread(_runs(cls(), traced, functools.partial(fixed, **subject.inputs), rounds))
             for traced in (free, fixed)
         ]
         table.add_row(name, str(sites), *cells)

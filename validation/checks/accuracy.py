@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -64,9 +63,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             if subject.entry.given and not cosine >= LEAST_COSINE:
                 problems.append(f"the cosine with the original is {cosine:.4f}")
         if isinstance(subject.entry.weights, TrainedWeights):
-            task = _task(subject, pipeline, dtype)
-            problems += _task_problems(task)
-            measured |= task
+            before, after = _task(subject, pipeline, dtype)
+            problems += _task_problems(before, after)
+            measured |= {"accuracy_before": before, "accuracy_after": after}
         measurements |= per_dtype(dtype, subject.dtypes[0], measured)
     return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), measurements)
 
@@ -92,23 +91,21 @@ def _floating(output: Any) -> dict[str, Tensor]:
     }
 
 
-def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
-    modules = {"before": subject.traced(dtype), "after": subject.rewritten(pipeline, dtype).module}
-    result: dict[str, float | int] = {}
+def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> tuple[float, float]:
+    """The shares of images that the graph classifies right, before and after a pipeline."""
     batch = len(subject.inputs(dtype)["pixel_values"])
+
+    def right(module: nn.Module) -> float:
+        def classify(images: Tensor) -> Any:
+            return subject.run(module, dtype, {"pixel_values": images})
+
+        return digits.accuracy(classify, dtype, subject.device, batch)
+
     with subject.entering("task"):
-        for when, module in modules.items():
-            classify = functools.partial(_classify, subject, module, dtype)
-            result[f"accuracy_{when}"] = digits.accuracy(classify, dtype, subject.device, batch)
-    return result
+        return right(subject.traced(dtype)), right(subject.rewritten(pipeline, dtype).module)
 
 
-def _classify(subject: Subject, module: nn.Module, dtype: torch.dtype, images: Tensor) -> Any:
-    return subject.run(module, dtype, {"pixel_values": images})
-
-
-def _task_problems(task: dict[str, float | int]) -> list[str]:
-    before, after = task["accuracy_before"], task["accuracy_after"]
+def _task_problems(before: float, after: float) -> list[str]:
     if before < LEAST_ACCURACY:
         return [f"the model did not learn its task: {before:.1%} right"]
     if before - after > MOST_ACCURACY_LOST:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fxopt.errors import GuardError
 from fxopt.testing.probes import SIZES
 
@@ -61,23 +63,35 @@ def _became(subject: Subject) -> dict[str, str]:
 
 def _at(subject: Subject, sizes: dict[str, int]) -> str:
     """Say what became of one size; raises `AssertionError` where the graph takes it, and gives something else."""
-    dtype = subject.wide
-    given = {name: value.shape for name, value in subject.inputs(dtype).items()}
+    graph = subject.traced(subject.wide)
     with subject.entering("other sizes"):
-        try:
-            inputs = subject.inputs(dtype, **sizes)
-            if {name: value.shape for name, value in inputs.items()} == given:
-                return NONE
-            expected = subject.run(subject.model(dtype), dtype, inputs)
-        except Exception:  # whatever it raises, the model itself does not take this size
-            subject.enter("other sizes")
-            return FIXED_BY_MODEL
-        try:
-            actual = subject.run(subject.traced(dtype), dtype, subject.inputs(dtype, **sizes))
-        except GuardError as error:
-            return f"{GUARDED}{' '.join(str(error).split())}"
-    where = f"with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+        fate, why = fate_of(subject, graph, sizes, GuardError)
+    if fate == FIXED:
+        return f"{GUARDED}{why}"
     with subject.entering("compare"):
-        if wrong := difference(expected, actual, subject.rtol):
-            raise AssertionError(f"{where}, {wrong}")
-    return FREE
+        if why:
+            where = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise AssertionError(f"with {where}, {why}")
+    return fate
+
+
+def fate_of(
+    subject: Subject, graph: nn.Module, sizes: dict[str, int], refusal: type[Exception]
+) -> tuple[str, str]:
+    """Try sizes in a graph: their fate, and why it refuses them, or how what it gives differs from the model."""
+    dtype, stage = subject.wide, subject.stage
+    given = {name: value.shape for name, value in subject.inputs(dtype).items()}
+    try:
+        inputs = subject.inputs(dtype, **sizes)
+        if {name: value.shape for name, value in inputs.items()} == given:
+            return NONE, ""
+        expected = subject.run(subject.model(dtype), dtype, inputs)
+    except Exception:  # whatever it raises, the model itself does not take this size
+        subject.enter(stage)
+        return FIXED_BY_MODEL, ""
+    try:
+        actual = subject.run(graph, dtype, subject.inputs(dtype, **sizes))
+    except refusal as error:
+        kind = "" if isinstance(error, GuardError) else f"{type(error).__name__}: "
+        return FIXED, " ".join(f"{kind}{error}".split())
+    return FREE, difference(expected, actual, subject.rtol)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import nn
 
 from ..build import free_sizes
 from ..comparison import difference
 from ..records import Finding
 from ..subject import Subject
 from ..sweep import FIXED, FREE
-from .parity import OTHER_SIZES
+from .parity import OTHER_SIZES, fate_of
 
 
 @torch.no_grad()
@@ -32,7 +31,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             continue
         found, sizes = difference(expected, actual, subject.rtol), FIXED
         if shapes and not found:
-            found, sizes, why = _at_another_batch(subject, model, exported)
+            fate, why = fate_of(subject, exported, OTHER_SIZES["batch"][0], Exception)
+            if fate != FIXED:
+                found, sizes = why, FREE
             reason = reason or why
         subject.facts |= {
             "peer": "wrong" if found else "right",
@@ -43,17 +44,3 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     else:
         subject.facts |= {"peer": "failed", "peer_reason": reason}
     return Finding(measurements={"peer_work_seconds": time.perf_counter() - started})
-
-
-def _at_another_batch(subject: Subject, model: nn.Module, exported: nn.Module) -> tuple[str, str, str]:
-    """How the exported program differs from the model at another batch, whether it takes one, and why not."""
-    dtype, sizes = subject.wide, OTHER_SIZES["batch"][0]
-    try:
-        expected = subject.run(model, dtype, subject.inputs(dtype, **sizes))
-    except Exception:  # whatever it raises, the model itself does not take this batch
-        return "", FREE, ""
-    try:
-        actual = subject.run(exported, dtype, subject.inputs(dtype, **sizes))
-    except Exception as error:  # its guards, or what it calls
-        return "", FIXED, " ".join(f"{type(error).__name__}: {error}".split())
-    return difference(expected, actual, subject.rtol), FREE, ""

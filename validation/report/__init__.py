@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from .. import store
-from . import architectures, changes, headline, html, markdown
-from .since import earlier, since
-from .terminal import terminal_summary
-
-__all__ = ["Written", "changes", "terminal_summary", "write_run", "write_views"]
+from . import architectures, headline, html, markdown, tables
+from .changes import earlier, since
 
 T = TypeVar("T")
+
+MOST_REASONS = 20
 
 
 @dataclasses.dataclass
@@ -45,7 +44,7 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
     that are still `planned`, or all where that is not known. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
     written, frame = Written(), table.to_pandas()
-    latest = directory / ("architectures" if architectures.is_sweep(frame) else "latest")
+    latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
     if not store.missing(frame):
         history = directory / "history"
         file = written.attempt(lambda: store.append_history(table, history), history)
@@ -73,7 +72,7 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     changed = written.attempt(lambda: since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
     pages = directory / "compatibility"
-    if architectures.is_sweep(table):
+    if headline.is_sweep(table):
         views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
         views[directory / "summary.md"] = functools.partial(markdown.summary, table, changed)
@@ -93,3 +92,21 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     store.replace(file, view().encode("utf-8"))
     return file
+
+
+def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
+    """Failures with their reasons, the counts of each model, the headline, and where the reports are, as plain text."""
+    problems = tables.problems(table)
+    lines = [_failure(row) for row in problems.head(MOST_REASONS).to_dict("records")]
+    if len(problems) > MOST_REASONS:
+        lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
+    swept = headline.is_sweep(table)
+    counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
+    told = [headline.verdict(table), *headline.not_run(table)]
+    parts = ["\n".join(lines), counts.to_string(index=False), "\n".join(told), "\n".join(map(str, files))]
+    return "\n\n".join(filter(None, parts))
+
+
+def _failure(row: dict[Hashable, Any]) -> str:
+    where = f" in {row['stage']}" if row["stage"] else ""
+    return f"{row['outcome'].upper()} {row['case']}{where}: {' '.join(row['reason'].split())}"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from ..capturing import DEFAULT, SPECIALIZE
-from ..records import FAILING, Outcome
+from ..records import FAILING, WORST_FIRST, Check, Outcome
 from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
 from . import tables, wording
-from .architecture_rows import NUMBERS, by_architecture, is_sweep
 from .markdown import page, pipes
-
-__all__ = ["document", "is_sweep", "summary"]
 
 SWEPT = {
     "architectures": (
@@ -118,6 +115,44 @@ def by_library(rows: pd.DataFrame) -> pd.DataFrame:
     )
     counts = counted.groupby("library").sum().astype(int)
     return pd.concat([counts, counts.sum().to_frame("all").T]).rename_axis("library").reset_index()
+
+
+NUMBERS = (
+    *("nodes", "modules", "relative_error"),
+    *("forward_runs", "trace_seconds", "peer_seconds", "peer_work_seconds"),
+)
+FACTS = ("captured", "refusal", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
+
+
+def by_architecture(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a sweep, one for each case, as one for each architecture, sorted by name.
+
+    `outcome`, `stage` and `reason` are those of its worst case, `runs` says whether the model itself does, and `right`
+    whether its graph gives what it gives. `sites_<pass>` is how many sites the pass rewrote. `relative_error` is the
+    largest of any case, where it is judged.
+    """
+    rank = {outcome: place for place, outcome in enumerate(WORST_FIRST)}
+    # What found nothing to rewrite is right; what could not be run, because of a case that says why, is no news.
+    outcomes = table["outcome"].replace(Outcome.NO_OP, Outcome.PASS)
+    table = table.assign(outcome=outcomes, rank=outcomes.map(rank), parity=table["check"] == Check.PARITY)
+    worst = table.sort_values(["rank", "parity"], ascending=[True, False], kind="stable").groupby("model")
+    parity = table[table["parity"]].drop_duplicates("model").set_index("model")
+    rows = worst.first()[["outcome", "stage", "reason"]].copy()
+    silent = parity.index[parity["outcome"] == Outcome.SKIP]
+    rows.loc[silent, ["outcome", "stage", "reason"]] = parity.loc[silent, ["outcome", "stage", "reason"]]
+    rows["runs"] = rows["outcome"] != Outcome.SKIP
+    rows["right"] = (parity["outcome"] == Outcome.PASS).reindex(rows.index, fill_value=False)
+    rows["seconds"] = table.groupby("model")["seconds"].sum()
+    facts = table.reindex(columns=FACTS).astype(object).where(lambda each: each != "")
+    rows = rows.join(facts.groupby(table["model"]).first().fillna(""))
+    judged = table.drop(columns="relative_error", errors="ignore")
+    numbers = judged.rename(columns={"relative_error_float64": "relative_error"}).reindex(columns=NUMBERS)
+    rows = rows.join(numbers.groupby(table["model"]).max())
+    effects = table[(table["check"] == Check.EFFECT) & table["pipeline"].ne("")]
+    if "sites" in effects:
+        sites = effects.pivot_table("sites", "model", "pipeline", aggfunc="first")
+        rows = rows.join(sites.add_prefix("sites_"))
+    return rows.rename_axis("architecture").reset_index()
 
 
 def _details(rows: pd.DataFrame) -> pd.DataFrame:

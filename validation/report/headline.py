@@ -6,6 +6,7 @@ import pandas as pd
 
 from ..records import FAILING, Outcome, counted
 from ..store import missing
+from ..sweep import SOURCE
 
 MOST = 10
 """Reasons for not running cases that are told one by one."""
@@ -48,3 +49,8 @@ def ends(table: pd.DataFrame) -> dict[str, int]:
 def ran(table: pd.DataFrame) -> pd.DataFrame:
     """The cases that were run; views leave out the others, but for the headline."""
     return table[table["outcome"] != Outcome.SKIP].reset_index(drop=True)
+
+
+def is_sweep(table: pd.DataFrame) -> bool:
+    """Tell whether the run was a sweep."""
+    return SOURCE in table and bool(table[SOURCE].fillna("").ne("").any())

@@ -11,11 +11,9 @@ import pandas as pd
 from ..records import AGAIN, FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
-from .fastest import fastest
-from .orders import orders
-from .since import Since
-from .since import headline as changes_headline
-from .step_table import steps
+from .changes import Since
+from .changes import headline as changes_headline
+from .pipelines import fastest, orders, steps
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -28,6 +26,10 @@ def summary(table: pd.DataFrame, since: Since | None = None) -> str:
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
     composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
     accuracy = tables.accuracy(ran)
+    compositions = []
+    if len(composed):
+        compositions = ["## Compositions", pipes(tables.matrix(composed))]
+        compositions += ["## Where the order matters", ORDERS, pipes(orders(ran)) or "Nowhere."]
     stems = file_stems(ran["model"].unique())
     pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
     return page(
@@ -44,11 +46,7 @@ def summary(table: pd.DataFrame, since: Since | None = None) -> str:
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(single)) or "None.",
-        "## Compositions" if len(composed) else "",
-        pipes(tables.matrix(composed)) if len(composed) else "",
-        "## Where the order matters" if len(composed) else "",
-        ORDERS if len(composed) else "",
-        (pipes(orders(ran)) or "Nowhere.") if len(composed) else "",
+        *compositions,
         "## Latency, by that of the graph, with 95 % intervals",
         pipes(tables.speed(table)) or "Nothing was timed.",
         "## Accuracy" if len(accuracy) else "",
@@ -120,6 +118,22 @@ LEGEND = (
     "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does. "
     "A dash: not planned, or nothing to measure."
 )
+
+
+def comparison(changes: pd.DataFrame, most: int = 100) -> str:
+    """The changes between two runs, as the summary of a job on GitHub takes it: regressions, and behind a click the others."""
+    table = changes.drop(columns="regression")
+    worse, others = table[changes["regression"]], table[~changes["regression"]]
+    folded = []
+    if len(others):
+        counts = others["kind"].value_counts().rename_axis("other changes").reset_index(name="rows")
+        lines = _first(others, most)
+        folded = [pipes(counts), "<details><summary>one by one</summary>", *lines, "</details>"]
+    return page(f"# {changes_headline(changes)}", *_first(worse, most), *folded)
+
+
+def _first(rows: pd.DataFrame, most: int) -> list[str]:
+    return [pipes(rows.head(most)), f"... and {len(rows) - most:,} more" if len(rows) > most else ""]
 
 
 def headline(table: pd.DataFrame) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pandas as pd
 
+from ..metric import metric_of
 from ..records import FAILING, WORST_FIRST, Check, Outcome
 from ..store import COLUMNS, measurements_of, missing
-from .wording import ABSENT, heading, is_error, is_share, limit_of, pipeline_label, ratio, shown, with_limit
+from .wording import ABSENT, heading, limit_of, pipeline_label, ratio, shown, with_limit
 
 
 def errors_of(table: pd.DataFrame) -> list[str]:
     """The errors to look at first: those that are held against a limit; all of them when none is."""
-    names = [name for name in measurements_of(table) if is_error(name) and table[name].notna().any()]
+    names = [
+        name
+        for name in measurements_of(table)
+        if metric_of(name).kind == "error" and table[name].notna().any()
+    ]
     return [name for name in names if limit_of(name) in table.columns] or names
 
 
@@ -19,7 +24,7 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
     """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
     devices = table.groupby("device")["device_name"].first()
     started, lacking = table["started"].min(), missing(table)
-    return {
+    found = {
         "run": _all(table["run"]),
         "started": f"{started:%Y-%m-%d %H:%M} UTC",
         "commit": _all(table["commit"]) or "unknown",
@@ -30,12 +35,10 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
         "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
-        **(
-            {"partial": f"{lacking:,} of {lacking + len(table):,} planned cases were not run"}
-            if lacking > 0
-            else {}
-        ),
     }
+    if lacking:
+        found["partial"] = f"{lacking:,} of {lacking + len(table):,} planned cases were not run"
+    return found
 
 
 def counts(table: pd.DataFrame) -> pd.DataFrame:
@@ -76,7 +79,7 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
     """
     measured = measurements_of(table)
     facts = [str(name) for name in table.columns if name not in COLUMNS and name not in measured]
-    how = {name: "max" if is_error(name) else "first" for name in [*measured, *facts]}
+    how = {name: "max" if metric_of(name).kind == "error" else "first" for name in [*measured, *facts]}
     key = ["model", "device", "pipeline"]
     ranked = table.assign(rank=table["outcome"].map({str(o): rank for rank, o in enumerate(WORST_FIRST)}))
     merged = ranked.groupby(key, sort=False).agg({"rank": "min", **how})
@@ -100,20 +103,15 @@ def matrix(verdict: pd.DataFrame) -> pd.DataFrame:
 def compatibility(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """Pass × device for one model: verdict, sites, refusals with their reasons, errors, and speed."""
     rows = verdicts(table[table["model"] == model])
-    view = pd.DataFrame(
-        {
-            "passes": rows["pipeline"].map(pipeline_label),
-            "device": rows["device"],
-            "verdict": rows["verdict"],
-        }
-    )
+    view = pd.DataFrame({"passes": rows["pipeline"].map(pipeline_label)})
+    view[["device", "verdict"]] = rows[["device", "verdict"]]
     measured = [name for name in measurements_of(table) if rows[name].notna().any()]
     for name in ["sites", "refused"]:
         if name in measured:
             view[heading(name)] = [shown(name, value) for value in rows[name]]
     for name in errors_of(rows):
         view[f"{heading(name)} (limit)"] = [with_limit(row, name) for _, row in rows.iterrows()]
-    for name in filter(is_share, measured):
+    for name in [name for name in measured if metric_of(name).kind == "accuracy"]:
         view[heading(name)] = [shown(name, value) for value in rows[name]]
     if "latency_ratio" in measured:
         view[f"{heading('latency_ratio')} (95 % interval)"] = [ratio(row) for _, row in rows.iterrows()]

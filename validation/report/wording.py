@@ -14,6 +14,9 @@ ABSENT = "-"
 NO_PASS = "(no pass)"
 RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
 
+FORMATS = {"error": ".1e", "limit": ".1e", "accuracy": ".6g"}
+"""Of errors the magnitude matters; of shares of right answers, and of a cosine, how much is missing."""
+
 # How measurements are called in headings; other names are spelled out, with their unit.
 HEADINGS = {
     "latency_ratio": "latency, transformed / original",
@@ -46,26 +49,10 @@ def shown(name: str, value: float) -> str:
     """
     if math.isnan(value):
         return ABSENT
-    if value == 0 or (float(value).is_integer() and not is_error(name)):
+    kind = metric_of(name).kind
+    if value == 0 or (float(value).is_integer() and kind != "error"):
         return f"{value:,.0f}"
-    if is_error(name) or is_limit(name):
-        return f"{value:.1e}"
-    return f"{value:.6g}" if is_share(name) else f"{value:.4g}"
-
-
-def is_error(name: str) -> bool:
-    """Tell whether a measurement is an error: smaller is better, and magnitudes matter."""
-    return metric_of(name).kind == "error"
-
-
-def is_share(name: str) -> bool:
-    """Tell whether a measurement is a share of right or equal answers, or a cosine: larger is better."""
-    return metric_of(name).kind == "accuracy"
-
-
-def is_limit(name: str) -> bool:
-    """Tell whether a measurement is what an error is held against."""
-    return metric_of(name).kind == "limit"
+    return f"{value:{FORMATS.get(kind, '.4g')}}"
 
 
 def limit_of(name: str) -> str:
