@@ -30,7 +30,7 @@ class Controller:
         cases: those that may be run, by id.
         planned: the ids of the whole plan that they are of; a run without some of these is a part.
         devices: that the cases run on.
-        directory: where the reports go.
+        place: where the reports go.
         root: of the repository whose commit the run is of.
         pool: runs the cases, in processes of this machine or on a cluster.
         workers: how many of them at once.
@@ -45,7 +45,7 @@ class Controller:
         cases: Mapping[str, Case],
         planned: Sequence[str],
         devices: Sequence[str],
-        directory: Path,
+        place: store.Place,
         root: Path,
         pool: Pool | Fleet,
         workers: int,
@@ -53,7 +53,7 @@ class Controller:
         budget: float | None = None,
         resume: bool = False,
     ) -> None:
-        self._cases, self._planned, self._devices, self._directory = cases, planned, devices, directory
+        self._cases, self._planned, self._devices, self._place = cases, planned, devices, place
         self._root, self._pool, self._workers, self._content = root, pool, workers, content
         self._end = time.monotonic() + budget if budget else math.inf
         self._resume = resume
@@ -69,7 +69,8 @@ class Controller:
         plan = store.plan_of(self._planned)
         run = store.Run.now(threads=timing_threads(), devices=self._devices, plan=plan, root=self._root)
         try:
-            self._journal = store.Journal(self._directory, run, self._resume)
+            self._journal = store.Journal(self._place.path, run, self._resume)
+            self._place.send()
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
         for case, record in [*self._journal.earlier.items()]:
@@ -137,6 +138,7 @@ class Controller:
         try:
             if record.case not in self._journal.earlier:
                 self._journal.append(record)
+                self._place.send_soon()
         except OSError as error:  # such as a full disk: what was found before is in the journal
             pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
 
@@ -150,6 +152,7 @@ class Controller:
             self._write(session)
         left = {case.id for case in self._journal.earlier} - {*self._records}
         self._journal.close(written=not self._problems and not left and not self._is_cut(session))
+        self._send(session)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -162,9 +165,9 @@ class Controller:
         try:
             records = list(self._records.values())
             table = store.table_of(records, self._journal.run)
-            written = report.write_run(table, self._directory, self._planned)
+            written = report.write_run(table, self._place.path, self._planned)
             whole = self._records.keys() >= {*self._planned}
-            written.files += repro.write(records, self._directory / "latest" / repro.FOLDER, whole)
+            written.files += repro.write(records, self._place.path / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
@@ -177,6 +180,15 @@ class Controller:
                 self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def _send(self, session: pytest.Session) -> None:
+        """Sends all that was written to where it belongs, and calls it in what is said as it is called there."""
+        self._message, *self._problems = map(self._place.named, [self._message, *self._problems])
+        try:
+            self._place.send()
+        except store.ReportError as error:
+            self._problems.append(str(error))
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
