@@ -81,9 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--fx-report-dir",
-        type=Path,
         metavar="FOLDER",
-        help="latest/ and history/ are written here; default: reports/ of this repository",
+        help="latest/ and history/ are written here: a folder, or a URL such as s3://bucket/reports; default: reports/ of this repository",
     )
 
 

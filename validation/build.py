@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.export import Dim
 from fxopt.testing import randomise
 
 from . import digits
-from .entry import Entry, Input, PretrainedWeights, TrainedWeights, factory
+from .entry import Entry, Input, PretrainedWeights, TrainedWeights, factory, why_missing
 from .sweep import Architecture
 
 
@@ -41,6 +42,30 @@ def build_model(entry: Entry) -> nn.Module:
     return model.float().eval()
 
 
+BASE, FACTOR = 1.5e9, 12.0
+"""The memory of a case: so many bytes, and so many times those of the weights; docs/fleet.md says of what cases that is the peak."""
+
+
+def memory_of(entry: Entry) -> float:
+    """The bytes that a case of an entry may need: as it says, else reckoned from its weights, which are not made for that.
+
+    A model of a sweep is small. One that cannot be made without its weights is taken for small, with a warning.
+    """
+    if entry.memory is not None:
+        return entry.memory * 1e9
+    if isinstance(entry, Architecture) or (entry.requires and why_missing(entry.requires)):
+        return BASE
+    try:
+        with torch.device("meta"):
+            model = _from_config(entry)
+        weights = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    except Exception as error:  # the boundary: a model may do anything when it is made
+        text = f"cannot be reckoned ({type(error).__name__}: {error}): say `memory`, in GB, in the zoo"
+        warnings.warn(f"{entry.name}: the memory that its cases need {text}", stacklevel=2)
+        return BASE
+    return BASE + FACTOR * 4 * int(weights)
+
+
 def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> dict[str, Tensor]:
     """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
     if isinstance(entry, Architecture):
@@ -66,8 +91,11 @@ def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | No
 
 
 def _from_config(entry: Entry) -> Any:
-    function = factory(entry)
+    function, weights = factory(entry), entry.weights
     config_class: Any = getattr(function, "config_class", None)
+    if isinstance(weights, PretrainedWeights):
+        place = weights.folder or weights.hub
+        return function(config_class.from_pretrained(place, revision=weights.revision, **entry.config))
     return function(config_class(**entry.config)) if config_class else function(**entry.config)
 
 

@@ -24,9 +24,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.command("validate", context_settings=EVERYTHING_ELSE, epilog=HELP)(validate)
 app.add_typer(zoo_app, name="zoo")
 
-Run = Annotated[
-    Path, typer.Argument(help="A run: its Parquet file or journal, or the directory with records.parquet.")
-]
+
+def _fetched(name: str) -> Path:
+    """A file or folder; of a URL, a copy of what is there."""
+    try:
+        place = store.Place(name)
+    except store.ReportError as error:
+        raise typer.BadParameter(str(error)) from error
+    if place.empty:
+        raise typer.BadParameter(f"{name}: no such file or folder")
+    return place.path
+
+
+HELP_OF_A_RUN = (
+    "A run: its Parquet file or journal, or the directory with records.parquet; or the URL of one."
+)
+Run = Annotated[Path, typer.Argument(parser=_fetched, help=HELP_OF_A_RUN)]
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -84,7 +97,10 @@ def compare_command(
 @app.command("merge")
 def merge_command(
     runs: Annotated[
-        list[Path], typer.Argument(help="Parts of a run, reruns, and journals of runs that were cut.")
+        list[Path],
+        typer.Argument(
+            parser=_fetched, help="Parts of a run, reruns, and journals of runs that were cut; or their URLs."
+        ),
     ],
     output: Annotated[
         Path, typer.Option(help="The folder of reports that gets latest/, and history/ of a whole run.")
@@ -147,7 +163,9 @@ def baseline_command(
 
 @app.command("history")
 def history_command(
-    directory: Annotated[Path, typer.Argument(help="The directory with one Parquet file a run.")],
+    directory: Annotated[
+        Path, typer.Argument(parser=_fetched, help="The directory, or URL, with one Parquet file a run.")
+    ],
     case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
     measurement: Annotated[str | None, typer.Option(help="What to follow. Default: latency_ratio.")] = None,
     as_json: Json = False,

@@ -127,6 +127,9 @@ class Entry(Strict):
     )  # timed beside, on the CPU
     tags: tuple[str, ...] = ()
     timeout: PositiveFloat = 300.0  # seconds a case may take
+    memory: PositiveFloat | None = (
+        None  # GB that a case may need, on a cluster; else reckoned from the weights
+    )
     sites: dict[str, int | None] = {}
     pipelines: dict[str, tuple[str, ...]] = {}
     known_failures: tuple[KnownFailure, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import platform
 import socket
@@ -37,11 +38,12 @@ class FleetError(RuntimeError):
 
 @dataclasses.dataclass
 class _Chunk:
-    """Cases of one model on one device, all or none of them timed, that one task runs, and how often it was lost."""
+    """Cases of one model on one device, all or none of them timed, that one task runs, how often it was lost, and the bytes set aside for it."""
 
     cases: deque[Case]
     timed: bool
     lost: int = 0
+    memory: int = 0
 
 
 class Fleet:
@@ -54,6 +56,7 @@ class Fleet:
     Args:
         address: of the cluster, as for `ray.init`; empty starts one on this machine.
         make, limit, expected, judged, preload: as for `Pool`; they are pickled.
+        memory: the bytes that a case of a model may need, which Ray sets aside on its node; 0 where that is not known.
 
     Raises:
         FleetError: Ray is not installed, the cluster does not answer, or its nodes have other versions.
@@ -67,9 +70,10 @@ class Fleet:
         judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED_THERE,
         address: str = "",
+        memory: Callable[[str], float] = lambda model: 0.0,
     ) -> None:
         self._ray = _connected(address)
-        self._expected, self._judged = expected, judged
+        self._expected, self._judged, self._memory = expected, judged, functools.cache(memory)
         self._parts = self._ray.put((make, limit, judged, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
         self._gone: set[str] = set()
@@ -95,6 +99,11 @@ class Fleet:
                     time.sleep(1.0)  # no node is there for what waits; Ray may be starting one
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
+                if not ready:
+                    for task in [
+                        t for t, (chunk, _) in running.items() if self._set_aside(chunk) < chunk.memory
+                    ]:
+                        self._ray.cancel(task)  # the node that it waits for is lost: it is placed anew
                 for task in ready:
                     chunk, place = running[task]
                     for record in self._heard(task, chunk, place):
@@ -136,14 +145,25 @@ class Fleet:
         if any(not place for _, place in running.values()):
             return None
         taken = {place for _, place in running.values()}
+        memory = self._set_aside(chunk)
+        fit = (node["NodeID"] for node in self._nodes(chunk) if _memory_of(node) >= memory)
+        return next((node for node in fit if node not in taken), None)
+
+    def _nodes(self, chunk: _Chunk) -> list[Any]:
+        """The nodes that can run a chunk, the busy ones as well."""
         needed = "GPU" if _on_gpu(chunk) else "CPU"
-        nodes = [
-            node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(needed)
-        ]
-        return next((node for node in nodes if node not in taken | self._gone), None)
+        alive = (node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self._gone)
+        return [node for node in alive if node["Resources"].get(needed)]
+
+    def _set_aside(self, chunk: _Chunk) -> int:
+        """The bytes of memory for a chunk; no more than the largest node has, where it is then alone."""
+        if not (wanted := self._memory(chunk.cases[0].model)):
+            return 0
+        return int(min(wanted, max(map(_memory_of, self._nodes(chunk)), default=0)))
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
+        options["memory"] = chunk.memory = self._set_aside(chunk)
         if place:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
@@ -159,7 +179,7 @@ class Fleet:
             yield None
         except self._ray.exceptions.RayTaskError as error:
             raise FleetError(f"the harness failed on a node: {error}") from error
-        except self._ray.exceptions.TaskUnschedulableError:
+        except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.TaskCancelledError):
             self._gone.add(place)  # Ray lists a lost node for some seconds more
             yield None
         except self._ray.exceptions.RayError as error:
@@ -180,6 +200,10 @@ class Fleet:
 
 def _on_gpu(chunk: _Chunk) -> bool:
     return chunk.cases[0].device.partition(":")[0] == "cuda"
+
+
+def _memory_of(node: Any) -> float:
+    return node["Resources"].get("memory", 0.0)  # type: ignore[no-any-return]
 
 
 def _run(

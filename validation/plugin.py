@@ -16,6 +16,7 @@ import fxopt.passes
 from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
+from .build import memory_of
 from .controller import Controller, is_timed, received
 from .entry import Entry
 from .expectations import judged
@@ -25,7 +26,7 @@ from .plan import content, members, plan, unmet
 from .pool import Pool
 from .records import Case, Outcome, counted
 from .run import Runner, in_worker
-from .store import seconds_by_group
+from .store import Place, ReportError, seconds_by_group
 from .subject import TIMING
 from .sweep import SOURCES, architectures, marked
 from .zoo import load_zoo
@@ -89,8 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"no case is chosen: the options leave {len(zoo)} of {counted(len(whole), 'model')}"
         )
-    directory = config.getoption("--fx-report-dir") or root(config) / "reports"
-    seconds = seconds_by_group(directory / "baseline")
+    place = _place(config)
+    seconds = seconds_by_group(place.path / "baseline")
     limit: float | None = config.getoption("--fx-timeout")
     config.stash[CASES] = cases
     timing: float = config.getoption("--fx-timing") or TIMING
@@ -107,9 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
         devices=devices,
-        directory=directory,
+        place=place,
         root=root(config),
-        pool=_engine(config, arguments),
+        pool=_engine(config, arguments, entries),
         workers=config.stash[WORKERS],
         content=lambda case: content(case, entries[case.model], passes),
         budget=config.getoption("--fx-budget"),
@@ -136,7 +137,15 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
 
 
-def _engine(config: pytest.Config, arguments: dict[str, Any]) -> Pool | Fleet:
+def _place(config: pytest.Config) -> Place:
+    """Where the reports go."""
+    try:
+        return Place(config.getoption("--fx-report-dir") or root(config) / "reports")
+    except ReportError as error:
+        raise pytest.UsageError(f"--fx-report-dir {error}") from error
+
+
+def _engine(config: pytest.Config, arguments: dict[str, Any], entries: Mapping[str, Entry]) -> Pool | Fleet:
     """The processes of this machine, or the nodes of a cluster, that run the cases."""
     address = config.getoption("--fx-address")
     if config.getoption("--fx-engine") is None:
@@ -144,7 +153,7 @@ def _engine(config: pytest.Config, arguments: dict[str, Any]) -> Pool | Fleet:
             raise pytest.UsageError("--fx-address: only with --fx-engine ray")
         return Pool(**arguments)
     try:
-        return Fleet(**arguments, address=address or "")
+        return Fleet(**arguments, address=address or "", memory=lambda model: memory_of(entries[model]))
     except FleetError as error:
         raise pytest.UsageError(f"--fx-engine ray: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .files import SCHEMA, ReportError, file_of, replace
 from .journal import Journal
 from .past import accept, append_history, history, seconds_by_group, write_table
+from .place import Place
 from .provenance import Run, version
 from .reading import read_run, read_table
 from .table import COLUMNS, measurements_of, merge, missing, plan_of, table_of
@@ -13,6 +14,7 @@ __all__ = [
     "COLUMNS",
     "SCHEMA",
     "Journal",
+    "Place",
     "ReportError",
     "Run",
     "accept",

@@ -1,0 +1,111 @@
+"""The place of reports: a folder, or a URL that a folder of this machine stands in for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .files import ReportError, first_line
+
+PAUSE, SHARE = 10.0, 0.05
+"""Seconds between two times that a run sends what it has found, and the most of its time that sending may take."""
+
+
+class Place:
+    """A folder, or a URL of fsspec such as `s3://bucket/reports`, whose files are fetched to a folder and sent from there.
+
+    Storage that is reached by a URL seldom has locks, or files that grow or are renamed: all of that happens in the folder,
+    and what is sent is whole files.
+
+    Attributes:
+        name: as it was given.
+        path: the folder, or the file where it is one.
+        far: whether `path` stands in for a URL.
+        empty: whether there was nothing at the URL.
+
+    Raises:
+        ReportError: the URL cannot be read, or its kind is not known here.
+    """
+
+    def __init__(self, name: str | Path) -> None:
+        self.name, self.path, self.far, self.empty = str(name), Path(name), "://" in str(name), False
+        if not self.far:
+            return
+        with self._asked("read"):
+            import fsspec
+
+            self._files, root = fsspec.url_to_fs(self.name)
+            if self._files.protocol == ("file", "local"):
+                self.path, self.far = Path(root), False
+                return
+            self._files.invalidate_cache()
+            found = [file for file in self._files.find(root) if not _name(file).startswith(".")]
+            self._folder = self.path = Path(tempfile.mkdtemp(prefix="fxopt-reports-"))
+            self._root: str = root
+            if found == [root]:
+                self._root, self.path = root.removesuffix(f"/{_name(root)}"), self._folder / _name(root)
+            if found:
+                names = [file.removeprefix(self._root).lstrip("/") for file in found]
+                self._files.get(found, [str(self._folder / name) for name in names])
+        self._sent, self._next, self.empty = self._stamps(), 0.0, not found
+        atexit.register(self._remove)
+
+    def send(self) -> None:
+        """Has the URL follow the folder: sends what is new there, and then removes what is gone.
+
+        Raises `ReportError` when that fails; what was sent before stays, and the next time sends the rest.
+        """
+        if not self.far:
+            return
+        began, now = time.monotonic(), self._stamps()
+        new = [name for name, stamp in now.items() if self._sent.get(name) != stamp]
+        try:
+            with self._asked(f"written, so that {self._folder} keeps what is not there"):
+                if new:
+                    self._files.put(
+                        [str(self._folder / name) for name in new], [f"{self._root}/{name}" for name in new]
+                    )
+                for name in self._sent.keys() - now.keys():
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm_file(f"{self._root}/{name}")
+                self._sent = now
+        finally:
+            took = time.monotonic() - began
+            self._next = time.monotonic() + max(PAUSE, took / SHARE)
+
+    def send_soon(self) -> None:
+        """Sends what is new, where that was not done a moment ago; the next time makes up for what goes wrong."""
+        if self.far and time.monotonic() >= self._next:
+            with contextlib.suppress(ReportError):
+                self.send()
+
+    def named(self, text: object) -> str:
+        """A text with the files of the folder as they are called there."""
+        return str(text).replace(str(self._folder), self.name.rstrip("/")) if self.far else str(text)
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Changes with a file, by its name; hidden files are locks, and files that are not finished."""
+        files = [file for file in self._folder.rglob("[!.]*") if file.is_file()]
+        facts = {file.relative_to(self._folder).as_posix(): file.stat() for file in files}
+        return {name: (fact.st_mtime_ns, fact.st_size) for name, fact in facts.items()}
+
+    def _remove(self) -> None:
+        if self._stamps() == self._sent:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the boundary: the packages behind fsspec have errors of their own
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise ReportError(f"{self.name}: cannot be {what} ({text})") from error
+
+
+def _name(file: str) -> str:
+    return file.rpartition("/")[2]
