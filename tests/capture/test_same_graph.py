@@ -363,7 +363,7 @@ class MaskedByValues(nn.Module):
         assert len(mask) != 1 or x is not None
         y = x.clone()
         y[mask > 0] = 0.0
-        return y
+        return y if y.sum() > -1e9 else x
 
 
 def test_sizes_that_meet_in_an_index_alone_are_one_together():
