@@ -101,6 +101,11 @@ def trace(
             return capture_graph(Request(model, inputs, dimensions, layers, specialize), verify)
         except TraceError:
             raise
+        except RecursionError as error:
+            raise TraceError(
+                f"an input or output of {type(model).__name__} holds itself, as a list does after `l.append(l)`, which a graph "
+                "cannot describe: leave out the part that leads back."
+            ) from error
         except Exception as error:
             raise TraceError(
                 f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {error}. Please report it; until "

@@ -289,3 +289,37 @@ def test_a_leaf_that_changes_a_dict_is_refused():
 
     with pytest.raises(fxopt.TraceError, match="the layer 'leaf' changes a list or dict"):
         fxopt.trace(module(forward, leaf=Leaf()), (X, {}), leaf_modules=[Leaf], verify=False)
+
+
+def test_a_defaultdict_keeps_its_factory():
+    def forward(self, found):
+        return found["a"] + 1, found
+
+    model, given = Does(forward), collections.defaultdict(list, a=X)
+    traced = fxopt.trace(model, (given,))
+    _, returned = traced(given)
+    assert (type(returned), returned.default_factory) == (collections.defaultdict, list)
+    with pytest.raises(fxopt.GuardError, match="default_factory"):
+        traced(collections.defaultdict(set, a=X))
+
+
+def list_in_itself(x):
+    made = [x]
+    made.append(made)
+    return made
+
+
+def dict_in_itself(x):
+    made = {"x": x}
+    made["made"] = made
+    return made
+
+
+@pytest.mark.parametrize("make", [list_in_itself, dict_in_itself])
+def test_what_holds_itself_is_one_clear_error(make):
+    for model, args in (
+        (Does(lambda self, held: self.linear.weight), (make(X),)),
+        (Does(lambda self, x: make(x)), (X,)),
+    ):
+        with pytest.raises(fxopt.TraceError, match="holds itself.*leave out the part that leads back"):
+            fxopt.trace(model, args)

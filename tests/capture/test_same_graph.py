@@ -318,3 +318,57 @@ def test_attention_over_chunks_whose_lengths_are_listed_three_times():
     gm = fxopt.trace(model, (x, torch.tensor([2, 4])))
     for lengths in (torch.tensor([2, 4]), torch.tensor([3, 3])):
         assert torch.equal(gm(x, lengths), model(x, lengths))
+
+
+class MaskedByProducts(nn.Module):
+    """Tokens and a mask of one batch, which only a view of the mask says."""
+
+    def forward(self, x, mask):
+        scores = torch.matmul(x, x.transpose(-1, -2))
+        assert len(x) != 1 or scores is not None
+        return scores + mask.view(len(x), -1)[:, None]
+
+
+def test_sizes_that_are_equal_in_products_alone_are_one_together():
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    x, mask, model = torch.randn(2, 5, 4), torch.randn(2, 5), MaskedByProducts()
+    traced = fxopt.trace(model, (x, mask), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, free))
+    for batch, length in ((3, 7), (1, 5), (1, 6), (2, 1)):
+        x, mask = torch.randn(batch, length, 4), torch.randn(batch, length)
+        assert torch.equal(traced(x, mask), model(x, mask))
+
+
+class Pooled(nn.Module):
+    """Means of four rows each, of which a single row has none."""
+
+    def forward(self, x):
+        assert len(x) != 1 or x is not None
+        rows = x[: len(x) // 4 * 4]
+        return rows.view(len(x) // 4, 4, -1).mean(1) if len(rows) > 0 else rows
+
+
+def test_a_size_that_is_divided_by_another_is_none_at_one():
+    x, model = torch.randn(8, 3), Pooled()
+    traced = fxopt.trace(model, (x,), dynamic_shapes=({0: Dim.AUTO},))
+    assert not any(right_or_refused(traced, model, x, torch.randn(12, 3)))
+    with pytest.raises(fxopt.GuardError):
+        traced(torch.randn(1, 3))
+
+
+class MaskedByValues(nn.Module):
+    """Tokens and a mask of one batch, which meet in an index alone."""
+
+    def forward(self, x, mask):
+        assert len(x) != 1 or mask is not None
+        assert len(mask) != 1 or x is not None
+        y = x.clone()
+        y[mask > 0] = 0.0
+        return y if y.sum() > -1e9 else x
+
+
+def test_sizes_that_meet_in_an_index_alone_are_one_together():
+    x, mask, model = torch.randn(2, 5), torch.randn(2, 5), MaskedByValues()
+    traced = fxopt.trace(model, (x, mask), specialize=True, dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    for batch in (1, 3):
+        x, mask = torch.randn(batch, 5), torch.randn(batch, 5)
+        assert torch.equal(traced(x, mask), model(x, mask))

@@ -14,6 +14,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.patches.tensor_types import _hands_on_int
 from fxopt.errors import GuardError
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
 from tests.capture.test_silent_changes import module
@@ -352,3 +353,74 @@ def test_a_free_size_is_at_least_one_in_a_sum_with_a_number_that_only_a_run_know
     traced = fxopt.trace(LoopsOfItsOwn(), (x, edges), dynamic_shapes=free)
     x, edges = torch.randn(5, 2), torch.tensor([[0, 1, 4, 2], [0, 1, 3, 2]])
     torch.testing.assert_close(traced(x, edges), LoopsOfItsOwn()(x, edges))
+
+
+class Parts(nn.Module):
+    """Sizes by `int`, as interpolation and strided convolutions compute them."""
+
+    def forward(self, x):
+        return x[: int(len(x) * 0.5)], x.new_zeros(int((len(x) - 1) / 3 + 1), len(x))
+
+
+def test_the_whole_part_of_a_free_size_is_free():
+    traced = fxopt.trace(Parts(), (torch.randn(6, 2),), dynamic_shapes=({0: Dim.AUTO},))
+    for rows in (6, 7, 20, 2):
+        x = torch.randn(rows, 2)
+        assert_same(traced(x), Parts()(x))
+
+
+class Graphs(nn.Module):
+    """Sums over graphs of a batch, as many as the largest number of one."""
+
+    def forward(self, x, batch):
+        return x.new_zeros(int(batch.max()) + 1, x.shape[1]).index_add(0, batch, x)
+
+
+def test_the_number_in_a_tensor_is_a_size():
+    x, batch = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
+    traced = fxopt.trace(Graphs(), (x, batch), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    x, batch = torch.randn(5, 2), torch.tensor([0, 3, 1, 1, 2])
+    assert_same(traced(x, batch), Graphs()(x, batch))
+
+
+class AsksForIntegers(nn.Module):
+    """Comparisons with the type `int`, and calls of it."""
+
+    def forward(self, x):
+        three, half = 3, 0.5
+        numbers = [int("12"), int(2.7), int("f", 16), int(three)]
+        kinds = [
+            isinstance(three, int),
+            isinstance(half, (int, str)),
+            issubclass(bool, int),
+            isinstance(int, type),
+        ]
+        types = [
+            type(three) is int,
+            type(len(x)) is int,
+            type(half) is int,
+        ]
+        return x + 1, numbers, kinds, types
+
+
+def test_int_is_what_it_is_otherwise():
+    model, x = AsksForIntegers(), torch.randn(3, 4)
+    assert fxopt.trace(model, (x,))(x)[1:] == model(x)[1:]
+    given = ("x.to(int)", "torch.ones(2, dtype=int)", "{int: x}", "map(int, x)")
+    compared = ("isinstance(x, (int, float))", "type(x) is int", "int(x) + int('1')")
+    codes = [compile(f"def f(x): return {text}", "", "exec") for text in (*given, *compared)]
+    assert list(map(_hands_on_int, codes)) == [True] * len(given) + [False] * len(compared)
+
+
+def test_a_number_that_sympy_would_round_otherwise_is_fixed():
+    def forward(self, x):
+        return x.new_zeros(math.floor(x.shape[0] * 0.29 * 100))
+
+    model = module(forward)
+    rounded = [n for n in range(2, 99) if math.floor(n * 0.29 * 100) != math.floor(n * (0.29 * 100))]
+    traced = fxopt.trace(model, (torch.ones(50, 1),), dynamic_shapes=({0: Dim.AUTO},))
+    assert rounded
+    assert 50 not in rounded
+    for n in rounded:
+        with pytest.raises(fxopt.GuardError):
+            traced(torch.ones(n, 1))

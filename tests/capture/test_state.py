@@ -225,3 +225,81 @@ def test_what_is_kept_of_a_free_size_and_never_used_is_left_out(forward):
     traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim("rows")},))
     for x in (X, X[:2], X):
         assert torch.equal(traced(x), x * 2)
+
+
+class KeepsWhatItMade(nn.Module):
+    """Keeps results of its layers, which nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.kept = nn.Linear(4, 4), {}
+
+    def forward(self, x):
+        self.last = self.dense(x)
+        self.kept["mean"] = [self.last.mean()]
+        return self.last * 2
+
+
+def test_results_that_an_earlier_run_has_left_have_no_history():
+    model = KeepsWhatItMade()
+    model(X)
+    kept = model.last, model.kept["mean"][0]
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), model(X))
+    assert all(tensor.grad_fn is not None for tensor in kept)
+
+
+class KeepsForOneBranch(nn.Module):
+    """Adds experts where they are hit, and keeps something that a call may read where one is not hit."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.kept = reads, "nothing"
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        if self.reads:
+            y = torch.zeros_like(x) if self.kept is None else torch.zeros_like(x) + 1
+            self.kept = None
+        else:
+            self.kept = x.dtype
+            y = torch.zeros_like(x).to(self.kept)
+        hit = (x > 0).sum(0)[:2].nonzero()
+        for index in hit:
+            (rows,) = torch.where(x[:, index[0]] > 0)
+            y.index_add_(0, rows, self.experts[index[0]](x[rows]))
+        return y
+
+
+def test_what_no_call_reads_takes_one_second_call():
+    model = KeepsForOneBranch(reads=False)
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), model(X))
+    assert (
+        traced.meta["forward_runs"] == 5
+    )  # up to the loop, with its body, after that call, without, and in turn
+
+
+def test_what_is_compared_with_none_alone_is_read():
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(KeepsForOneBranch(reads=True), (X,), verify=False)
+
+
+def counts_and_logs(self, x):
+    self.calls += 1
+    self.seen = self.seen * 0.9 + 0.1
+    return x * 2
+
+
+def counts_for_later(self, x):
+    self.calls += 1
+    return x * 2 if self.calls % 2 else x
+
+
+def test_a_counter_that_nothing_else_reads_is_no_state():
+    model = module(counts_and_logs, calls=0, seen=0.5)
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), X * 2)
+    assert torch.equal(traced(X), X * 2)
+    with pytest.raises(fxopt.TraceError, match="calls"):
+        fxopt.trace(module(counts_for_later, calls=0), (X,), verify=False)

@@ -76,7 +76,7 @@ CAPTURE = (
     Fault("model copy: closures are shared with the user's model", "capture/fakes/model_copy.py", "    if not function.__closure__ or _is_global(function):", "    if True:"),
     Fault("left behind: caches keep fakes", "capture/runs/left_behind.py", "                value.cache_clear()", "                pass"),
     Fault("left behind: what is found elsewhere is no reason to refuse", "capture/runs/forward_run.py", "        if fakes_left and not changed_outside:", "        if False:"),
-    Fault("tensor types: a fake is of its own class", "capture/patches/tensor_types.py", "                if found is FakeTensor:", "                if False:"),
+    Fault("tensor types: a fake is of its own class", "capture/patches/tensor_types.py", "            if found is FakeTensor:", "            if False:"),
     Fault("input guard: which inputs are one tensor is not checked", "capture/runtime/input_guard.py", "    if first != expected.same_as:", "    if False:"),
     Fault("rewrites: what backward needs is overwritten in place", "capture/recording/rewrites.py", "if torch.is_grad_enabled() and written.requires_grad and call.name not in _KEEP_NO_INPUT:", "if False:"),
     Fault("traced module: the training mode is not checked", "capture/runtime/traced_module.py", "            if module.training != flag:", "            if False:"),

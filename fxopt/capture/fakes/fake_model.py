@@ -13,34 +13,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState
 from fxopt.capture.fakes.layer_settings import settings_of
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.tensor_attributes import set_on
-from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
 
-# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
-Changes = dict[tuple[str, str], Any]
 # Stands for a tensor that the forward has made.
 MADE = object()
 
 _PLAIN = (bool, int, float, str)
 # Attributes that every module has: parameters, children and hooks among them.
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeptState:
-    """All that earlier calls have left in a model: what they changed of its state, and the hooks of each module.
-
-    `known` are the values of tensors and sizes in it, by identity.
-    """
-
-    changes: Changes = dataclasses.field(default_factory=dict)
-    known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +54,7 @@ class FakeModel:
         earlier: KeptState,
         refuse: Callable[[], None],
     ) -> None:
-        self._fake_mode = fake_mode
+        self._fake_mode, self._refuse = fake_mode, refuse
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
@@ -109,6 +96,7 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
+        self.unread: set[tuple[int, str]] = set()  # attributes of modules
         self._leave(earlier, refuse)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
@@ -123,12 +111,24 @@ class FakeModel:
                     )
                 stand_ins = self._stand_ins(value, earlier.known, refuse)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
+            elif isinstance(value, Counted):
+                value = CountedNumber(refuse, value.kind)
+            elif value is UNREAD:
+                module = self.model.get_submodule(name)
+                vars(module).pop(key, None)
+                self.unread.add((id(module), key))
+                continue
             holder = self._tensors.get(name)
-            if holder is not None or type(value) is UnusableNumber:
+            if holder is not None or is_unusable(value):
                 # `nn.Module` would ask what the number is
                 vars(self.model.get_submodule(name) if holder is None else holder)[key] = value
             else:
                 setattr(self.model.get_submodule(name), key, value)
+
+    def refuse_unread(self, module: torch.nn.Module, name: str) -> None:
+        """Refuse an attribute that is missing because this call may not read it."""
+        if (id(module), name) in self.unread:
+            self._refuse()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
@@ -171,7 +171,7 @@ class FakeModel:
         contents = SnapshotMaker(named)
         for name, module in self._containers:
             for key, value in _attributes(module):
-                if type(value) is UnusableNumber:
+                if is_unusable(value):
                     state[name, key] = contents(value)
                 elif isinstance(value, _PLAIN):
                     state[name, key] = value
@@ -242,14 +242,6 @@ class FakeModel:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
         return fake
-
-
-def refused_change(change: tuple[str, str]) -> TraceError:
-    """The error for state that a later call would read."""
-    return TraceError(
-        f"the forward assigns to {'.'.join(change).lstrip('.')!r}: state that is replaced from call to call cannot live in "
-        "a graph. Write into a buffer with `.copy_()`, or make the module that does this a leaf."
-    )
 
 
 def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType, weakref.ref)
+_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType, weakref.ref, torch.Tensor)
 
 
 def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
@@ -38,7 +38,7 @@ def _functions_copied() -> Iterator[None]:
     before = {kind: dispatch.get(kind) for kind in _PATCHED}
     thread = threading.get_ident()
     in_order: tuple[Callable[[Any, Any], Any], ...] = (
-        *(_copy_function, _copy_cache, lambda module, memo: module, _copy_reference),
+        *(_copy_function, _copy_cache, lambda module, memo: module, _copy_reference, _copy_tensor),
     )
     copiers = dict(zip(_PATCHED, in_order, strict=True))
     for kind, copier in copiers.items():
@@ -89,6 +89,13 @@ def _copy_reference(reference: weakref.ref[Any], memo: dict[int, Any]) -> weakre
     """A weak reference to the copy of a module; to anything else, which the model need not hold, it is itself."""
     target = reference()
     return weakref.ref(copy.deepcopy(target, memo)) if isinstance(target, torch.nn.Module) else reference
+
+
+def _copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A tensor; one that an earlier call has left, with the history of that, is copied without it, as torch copies none."""
+    if tensor.is_leaf:
+        return tensor.__deepcopy__(memo)  # type: ignore[no-any-return]
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _copied_or_same(value: Any, memo: dict[int, Any]) -> Any:

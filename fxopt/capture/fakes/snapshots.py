@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.capture.fakes.unusable_number import is_unusable
 from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
@@ -62,7 +62,7 @@ class SnapshotMaker:
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
-        if type(value) is UnusableNumber:
+        if is_unusable(value):
             self._sizes.append(value)
             return "a size of an earlier call"
         if isinstance(value, _PLAIN):

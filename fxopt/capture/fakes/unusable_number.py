@@ -27,6 +27,28 @@ def _use(number: UnusableNumber, *args: Any, **kwargs: Any) -> None:
     object.__getattribute__(number, "refuse")()
 
 
+class CountedNumber(UnusableNumber):
+    """Stands for a number of this `kind` that later calls may make others of, as counters do, and use for nothing else."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, refuse: Callable[[], None], kind: type) -> None:
+        super().__init__(refuse)
+        object.__setattr__(self, "kind", kind)
+
+    def __getattribute__(self, name: str) -> Any:
+        # `isinstance` asks for it, and `nn.Module` so before it takes an attribute.
+        return object.__getattribute__(self, "kind") if name == "__class__" else _use(self)
+
+
+def is_unusable(value: Any) -> bool:
+    """Tell whether a value is such a number, without asking it."""
+    return type(value) in (UnusableNumber, CountedNumber)
+
+
 # Python looks for what operators and builtins do in the class.
 for _name in {*dir(float), *dir(int)} - {*vars(UnusableNumber), *_OF_CLASSES}:
     setattr(UnusableNumber, _name, _use)
+for _name in ("add", "sub", "mul", "truediv", "floordiv"):
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(CountedNumber, _form, lambda number, other: number)

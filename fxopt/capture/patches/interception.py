@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from fxopt.capture.patches.compilation import patch_compilation
+from fxopt.capture.patches.fake_kernels import patch_kernels
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
 from fxopt.capture.patches.random_numbers import patch_random_numbers
@@ -37,7 +38,10 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     def active() -> bool:
         return threading.get_ident() == thread and recorder.recording
 
-    with Patches(active) as patch:
+    def in_forward() -> bool:
+        return threading.get_ident() == thread and not recorder.below
+
+    with Patches(active, in_forward) as patch:
         patch.set(torch.compiler, "_is_compiling_flag", True)
         patch.set(torch.compiler, "_is_exporting_flag", True)
         # It logs each error of an operator before raising it, and some only decide a condition here.
@@ -48,5 +52,6 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
         patch_random_numbers(patch, recorder.draws, recorder.fail)
         patch_masks(patch, writer, decisions.specialised, recorder.fail)
         patch_loops(patch, writer, decisions)
-        patch_types(patch, model)
+        patch_types(patch, model, decisions.specialised)
+        patch_kernels(patch)
         yield

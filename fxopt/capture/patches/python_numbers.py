@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import functools
+import operator
 import sys
 import types
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.sym_node import SymNode
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
@@ -25,6 +27,7 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
     _extremes(patch, decisions)
     _keys(patch, decisions)
     _types(patch, decisions)
+    _floats(patch)
 
     @patch(torch.SymFloat, "__round__")
     def __round__(original: Any, self: Any, digits: int | None = None) -> Any:
@@ -113,6 +116,28 @@ def _types(patch: Patches, decisions: BranchDecisions) -> None:
             return str(kind(self.node.hint if is_diagnostic(frame) else self))
 
         patch(cls, "__repr__")(__repr__)
+
+
+def _floats(patch: Patches) -> None:
+    """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: such a number is fixed."""
+    for name, operation in (("_add", operator.add), ("_sub", operator.sub), ("_mul", operator.mul)):
+
+        def compute(
+            self: Any, other: Any, original: Any = SymNode.__dict__[name], operation: Any = operation
+        ) -> Any:
+            made = original(self, other)
+            if made.pytype is not float or not patch.in_forward() or _rounds_once(made, self, other):
+                return made
+            return self.wrap_float(operation(self.guard_float("", 0), other.guard_float("", 0)))
+
+        patch.set(SymNode, name, compute)
+
+
+def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:
+    """Tell whether a float is one sum, difference or product of two others, or one of these."""
+    parts = {one.expr, other.expr}
+    whole = made.expr.is_number or made.expr in parts
+    return whole or set(made.expr.args) in (parts, {one.expr, -other.expr})
 
 
 def _hint(value: Any) -> int:

@@ -19,11 +19,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes until it is closed. A patch is called while `active()` is true, and the original else."""
+    """Replaces attributes until it is closed. A patch is called while `active()` is true, and the original else.
 
-    def __init__(self, active: Callable[[], bool]) -> None:
+    `in_forward()` is true inside of the calls of the forward, too, but where a transform of torch.func is taken apart.
+    """
+
+    def __init__(self, active: Callable[[], bool], in_forward: Callable[[], bool]) -> None:
         super().__init__()
-        self.active = active
+        self.active, self.in_forward = active, in_forward
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute; `value` asks by itself whether the patches are active."""

@@ -1,13 +1,17 @@
-"""`type(x) is torch.Tensor`: the type of a fake is that of the tensor for which it stands, to the code of a model.
+"""`type(x) is torch.Tensor` and `int(x)`: the type of a fake is that of the tensor for which it stands, and a free size stays free.
 
-`type` cannot be replaced in Python's builtins, as torch asks there what is a fake. The modules that define the model, and
-those of whose functions and classes they know, get a `type` of their own among their globals, while a run lasts.
+`type` and `int` cannot be replaced in Python's builtins, as torch asks there what is a fake, and everybody what is an int. The
+modules that define the model, and those of whose functions and classes they know, get their own among their globals, while a run lasts; `int` alone where
+none of their code hands it on, as `x.to(int)` does.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,15 +21,40 @@ from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.capture.patches.replaced import Patches
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+# Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
+_COMPARES = {"BUILD_TUPLE", "BINARY_OP", "IS_OP", "COMPARE_OP", "CONTAINS_OP"}
+_LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
+_DECORATED = (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def patch_types(patch: Patches, model: torch.nn.Module) -> None:
-    """Let the model's code see ordinary types."""
-    stand_in = _type_of_ordinary_values(patch.active)
+def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
+    """Let the model's code see ordinary types; unbacked numbers are `decided` by the example inputs, or stay as they are."""
+
+    def type_of(*args: Any, **kwargs: Any) -> Any:
+        found = type(*args, **kwargs)
+        if len(args) == 1 and patch.active():
+            if found is FakeTensor:
+                return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
+            found = _NUMBERS.get(found, found)
+        known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
+        return known.get(found.__name__, found) if found in (type, int) else found
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
+        if type(value) is FakeTensor and value.dtype in _INTEGERS and value.constant is None and not decided:
+            value = value.item()
+        symbolic = type(value) in (torch.SymInt, torch.SymFloat) and not (
+            decided and not value.node.has_hint()
+        )
+        return torch.sym_int(value) if symbolic else int(*args, **kwargs)
+
+    stand_ins = {"type": _stand_in(type, type_of), "int": _stand_in(int, whole)}
     for known in _globals(model):
-        if "type" not in known:
-            known["type"] = stand_in
-            patch.callback(known.pop, "type", None)
+        left = {"int"} if any(map(_hands_on_int, _codes(known))) else set()
+        for name in stand_ins.keys() - known.keys() - left:
+            known[name] = stand_ins[name]
+            patch.callback(known.pop, name, None)
 
 
 def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -42,31 +71,48 @@ def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _type_of_ordinary_values(active: Any) -> type:
-    """A class that is `type` in all that Python code can ask, but for the types of fakes."""
+def _stand_in(kind: type, call: Callable[..., Any]) -> type:
+    """A class that is `kind` in all that Python code can ask, but for what a call of it gives."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            found = type(*args, **kwargs)
-            if len(args) == 1 and active():
-                if found is FakeTensor:
-                    return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
-                found = _NUMBERS.get(found, found)
-            return stand_in if found is type else found
+            return call(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, type)
+            return isinstance(value, kind)
 
         def __subclasscheck__(cls, value: Any) -> bool:
-            return issubclass(value, type)
+            return issubclass(value, kind)
 
         def __eq__(cls, other: object) -> bool:
-            return other is type or other is cls
+            return other is kind or other is cls
 
         def __hash__(cls) -> int:
-            return hash(type)
+            return hash(kind)
 
-    class stand_in(type, metaclass=Meta):
-        pass
+    return Meta(kind.__name__, (kind,), {"__module__": kind.__module__})
 
-    return stand_in
+
+def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
+    """The code of the functions and methods that see these globals, also below decorators."""
+    for value in list(known.values()):
+        for held in list(vars(value).values()) if isinstance(value, type) else [value]:
+            while isinstance(held, (property, *_DECORATED)):
+                if isinstance(held, types.FunctionType) and held.__globals__ is known:
+                    yield held.__code__
+                held = held.fget if isinstance(held, property) else getattr(held, "__wrapped__", None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hands_on_int(code: types.CodeType) -> bool:
+    """Tell whether code gives the type `int` to others, as `x.to(int)` does, rather than calls it or compares with it."""
+    given = False  # to nobody yet
+    for instruction in dis.get_instructions(code) if "int" in code.co_names else ():
+        loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == "int"
+        compared = instruction.opname in _COMPARES or (
+            instruction.opname in ("PRECALL", "CALL") and instruction.arg == 2  # `isinstance`
+        )
+        if given and not compared and instruction.opname not in _LOADS:
+            return True
+        given = (given and not compared) or (loaded and not (instruction.arg or 0) & 1)
+    return any(_hands_on_int(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))

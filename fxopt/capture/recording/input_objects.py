@@ -53,8 +53,15 @@ def hides_tensors(value: Any, depth: int = 3) -> bool:
     return any(hides_tensors(item, depth - 1) for item in [*items, *getattr(value, "__dict__", {}).values()])
 
 
-def filled(cls: Any, items: dict[str, Any]) -> Any:
-    """A mapping with these keys, or a dataclass with these fields, also where its `__init__` does not take them."""
+def filled(value: Any, items: dict[Any, Any]) -> Any:
+    """A container like `value` with these items; a dataclass also where its `__init__` does not take all fields."""
+    cls: Any = type(value)
+    if isinstance(value, (tuple, list)):
+        return cls(*items.values()) if hasattr(value, "_fields") else cls(items.values())
+    if cls is collections.defaultdict:
+        return cls(value.default_factory, items)
+    if cls in (dict, collections.OrderedDict):
+        return cls(items)
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     later = {field.name for field in fields if not field.init}
     made = cls(**{name: item for name, item in items.items() if name not in later})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from typing import Any
@@ -127,6 +128,9 @@ class Placeholders:
             check_keys(value, _where(name, path))
         keys = structure_keys(value)
         self.expected.append(StructureSpec(name, path, type(value), keys))
+        if isinstance(value, collections.defaultdict):
+            factory = ConstantSpec(name, (*path, ("attr", "default_factory")), value.default_factory)
+            self.expected.append(factory)
         if opened or changes:
             return self._fake_object(node, name, path, value, spec, inside)
         items = {}
@@ -134,12 +138,7 @@ class Placeholders:
             item = value[key] if isinstance(value, (tuple, list, dict)) else getattr(value, key)
             part = spec if inside else part_of(spec, key, position)
             items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, inside)
-        container: Any
-        if isinstance(value, (tuple, list)):
-            named_tuple = hasattr(value, "_fields")
-            container = type(value)(*items.values()) if named_tuple else type(value)(items.values())
-        else:
-            container = items if type(value) is dict else filled(type(value), items)
+        container = filled(value, items)
         self._fixed.append((_where(name, path), container, identities(container)))
         return container
 

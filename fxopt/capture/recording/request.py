@@ -11,7 +11,7 @@ import torch
 
 from fxopt.capture.data_dependence.branches import Outcomes
 from fxopt.capture.fakes.call_cache import Earlier
-from fxopt.capture.fakes.fake_model import KeptState
+from fxopt.capture.fakes.kept_state import KeptState
 from fxopt.capture.nodes.source_location import RunningCode
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.errors import TraceError

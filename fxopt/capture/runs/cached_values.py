@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.fake_model import KeptState
+from fxopt.capture.fakes.kept_state import KeptState
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
-from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.capture.fakes.unusable_number import is_unusable
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.equivalence import translation
 from fxopt.capture.runs.partial_evaluation import PartialEvaluation, same_tensors
@@ -199,7 +199,7 @@ def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None
     left = {key: made.state.get(key) for key in sorted(keys)}
     for value in left.values():
         if isinstance(value, Snapshot):
-            sizes = [size for size in value.sizes if type(size) is not UnusableNumber]
+            sizes = [size for size in value.sizes if not is_unusable(size)]
             known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
             values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
             known |= {key: tensor for key, tensor in values.items() if tensor is not None}

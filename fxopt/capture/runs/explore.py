@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
@@ -14,10 +15,11 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
     SizeAsKeyError,
 )
-from fxopt.capture.fakes.fake_model import Changes, KeptState, refused_change
+from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
+from fxopt.capture.fakes.snapshots import Snapshot
 from fxopt.capture.nodes.origin import OutOfSightError
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
@@ -74,6 +76,8 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         try:
             made = run.record()
             if not made.moved:
+                made = _with_unread(made)
+                request = dataclasses.replace(request, earlier=made.unread)
                 tried = general is not None and general.keeps_tables
                 return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
         except SizeAsKeyError:
@@ -91,6 +95,11 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                 raise
             request = dataclasses.replace(request, layers=request.layers - hooked)
             return record(answers)
+        except TraceError:
+            if not run.reads_earlier or not request.earlier.changes:
+                raise
+            request = dataclasses.replace(request, earlier=KeptState())
+            return record(answers)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         request = dataclasses.replace(request, moving=request.moving | made.moved)
         return record(answers)
@@ -102,6 +111,32 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     )
 
 
+def _with_unread(made: RunResult) -> RunResult:
+    """A run, with all that it changes as unread if a call that may not read any of it does the same.
+
+    Then whatever earlier calls have left there makes no difference; runs with other outcomes, or at sizes of 1, start without
+    it, and so need no second call.
+    """
+    if made.changed_outside or not made.changes:
+        return made
+    if made.changes.keys() <= made.request.earlier.changes.keys():
+        return dataclasses.replace(made, unread=made.request.earlier)
+    modules = dict(made.request.model.named_modules())
+    if not all(name in modules and _is_seen_when_read(modules[name], key) for name, key in made.changes):
+        return made
+    again = _second_call(made, dict.fromkeys(made.changes, UNREAD))
+    steady = again is not None and is_steady_state(made, again)
+    return dataclasses.replace(made, unread=again.request.earlier) if steady and again else made
+
+
+def _is_seen_when_read(module: torch.nn.Module, key: str) -> bool:
+    """Tell whether Python asks `nn.Module.__getattr__` for an attribute that the module itself does not have."""
+    cls: Any = type(module)
+    registered = key in module._buffers or key in module._parameters or hasattr(cls, key)
+    plain = cls.__getattr__ is torch.nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+    return plain and not registered and not cls.__module__.startswith("torch.nn.")
+
+
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
@@ -109,6 +144,8 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     same state: then so does every later one. It may read what depends on sizes and constants alone, which is `tried` at
     several sizes.
     """
+    if made.changes.keys() <= made.unread.changes.keys() and not made.changed_outside:
+        return False
     if made.changes:
         refused = refused_change(next(iter(made.changes)))
     elif made.changed_outside:
@@ -118,7 +155,7 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     if any(made.changed_outside.values()):
         raise refused
     again = _second_call(made, made.changes)
-    if again is not None and is_steady_state(made, again):
+    if (again is not None and is_steady_state(made, again)) or _only_counts(made):
         return False
     if made.changed_outside:
         raise refused
@@ -128,6 +165,20 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         except TraceError as reason:
             raise TraceError(f"{refused} It is no table of sizes and constants alone: {reason}") from None
     return True
+
+
+def _only_counts(made: RunResult) -> bool:
+    """Tell whether all that differs from call to call are numbers of which a call makes the next ones, and nothing else."""
+    counted = {
+        key: Counted(type(value)) for key, value in made.changes.items() if type(value) in (int, float)
+    }
+    again = _second_call(made, made.changes | counted) if counted else None
+    if again is None:
+        return False
+    still = [key for key in counted if isinstance(again.state.get(key), Snapshot)]
+    return is_steady_state(
+        made, dataclasses.replace(again, state=again.state | {key: made.state[key] for key in still})
+    )
 
 
 def _tables(made: RunResult) -> set[str]:
@@ -160,36 +211,71 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
     asked = guards_of(made.free.asked(), made.shape_env.replace)
     larger = {guard.symbols for guard in asked if not guard.holds(dict.fromkeys(guard.symbols, 1))}
     # Dimensions that carry one name are of size 1 together.
-    groups: dict[Any, tuple[Any, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for symbol, free in made.free.roots():
         if free.dim is not None:
-            name = free.choice.__name__ if isinstance(free.choice, Dim) else symbol
-            groups[name] = (*groups.get(name, ()), symbol)
-    candidates = []
+            name = free.choice.__name__ if isinstance(free.choice, Dim) else str(symbol)
+            groups[name] = (*groups.get(name, ()), str(symbol))
+    candidates: dict[tuple[str, ...], None] = {}
     for group in groups.values():
-        ones = dict.fromkeys(map(str, group), 1)
-        about = [guard for guard in guards if ones.keys() & set(guard.symbols)]
+        ones = _equal_to(group, guards, hints)
+        about = [guard for guard in guards if set(ones) & set(guard.symbols)]
         allowed = not any((name,) in larger for name in ones)
-        if allowed and not all(guard.holds({**hints, **ones}) for guard in about):
-            candidates.append(group)
+        if allowed and not all(_holds(guard, hints, ones) for guard in about):
+            candidates[ones] = None
     found = [(group, _captured_with_ones(made, group)) for group in candidates]
+    # No guard relates sizes that meet in an index by values alone: those that are equal in the example may be one.
+    failed: dict[int, tuple[str, ...]] = {}
+    for group in (group for group, alternative in found if alternative is None):
+        failed[hints[group[0]]] = (*failed.get(hints[group[0]], ()), *group)
+    joined = [group for group in failed.values() if group not in candidates]
+    found += [(group, _captured_with_ones(made, group)) for group in joined]
     held = [group for group, alternative in found if alternative is not None]
     if len(held) > 1:  # where one alone leads to another graph, so would all of them
-        together = tuple(itertools.chain(*held))
+        together = tuple(dict.fromkeys(itertools.chain(*held)))
         found.append((together, _captured_with_ones(made, together)))
     return [alternative for _, alternative in found if alternative is not None]
 
 
-def _captured_with_ones(made: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
+def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[str, int]) -> tuple[str, ...]:
+    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example.
+
+    The tokens and their mask are of one batch, though one may say so in products of sizes alone.
+    """
+    ones: set[str] = {*group}
+    last: set[str] = set()
+    values = {hints[symbol] for symbol in group}
+    while ones != last:
+        last = set(ones)
+        for guard in guards:
+            if last & {*guard.symbols} and not _holds(guard, hints, last):
+                ones |= {symbol for symbol in guard.symbols if hints[symbol] in values}
+    return tuple(symbol for symbol in hints if symbol in ones)
+
+
+def _holds(guard: SizeGuard, hints: Mapping[str, int], ones: Collection[str]) -> bool:
+    """Tell whether a guard holds for the example where these sizes are 1; one that then means nothing does not."""
+    try:
+        return guard.holds({**hints, **dict.fromkeys(ones, 1)})
+    except ZeroDivisionError:
+        return False
+
+
+def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard] | None:
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
-    narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in ones}
-    request = dataclasses.replace(made.request, at_one=narrowed)
+    symbols = [symbol for symbol, _ in made.free.roots() if str(symbol) in ones]
+    narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in symbols}
+    request = dataclasses.replace(made.request, at_one=narrowed, earlier=made.unread)
     try:
         other = _settled(request, made)
     except TraceError:
         return None  # sizes of 1 stay excluded, and the guard says so
-    if other.changes != made.changes and not made.keeps_tables:
+    unread = other.changes.keys() <= made.unread.changes.keys()
+    if other.changes != made.changes and not (made.keeps_tables or unread):
         again = _second_call(made, other.changes)
         if again is None or not is_steady_state(made, again):
             return None  # other sizes would read what a call at these leaves
-    return size_one_guards(made, other, ones)
+    try:
+        return size_one_guards(made, other, symbols)
+    except ZeroDivisionError:
+        return None  # in a size of the general graph, which divides by another

@@ -58,6 +58,7 @@ class ForwardRun:
         self.sizes = SizeNodes(self.graph, self.shape_env)
         self.free = DynamicDimensions(self.shape_env)
         self._example: ExampleRun | None = None
+        self.reads_earlier = False  # what it started from and may not read
 
     def record(self) -> RunResult:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
@@ -153,6 +154,7 @@ class ForwardRun:
         )
 
     def _refuse_earlier(self) -> None:
+        self.reads_earlier = True
         reason = "the forward reads what an earlier call has left"
         if not hasattr(self, "recorder"):
             raise TraceError(f"{reason}.")  # as the key of a dict, which is being copied

@@ -10,7 +10,8 @@ import sympy
 import torch
 
 from fxopt.capture.data_dependence.branch_decisions import Body, BranchAtLine
-from fxopt.capture.fakes.fake_model import Changes, Written
+from fxopt.capture.fakes.fake_model import Written
+from fxopt.capture.fakes.kept_state import Changes, KeptState
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions
 from fxopt.capture.nodes.size_nodes import SizeNodes
@@ -50,6 +51,8 @@ class RunResult:
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
     # Later calls read what the forward keeps of sizes and constants, as was tried at several sizes.
     keeps_tables: bool = False
+    # What it changes and no call reads, as state that other runs may start from.
+    unread: KeptState = dataclasses.field(default_factory=KeptState)
 
     def relied_on(self) -> list[Condition]:
         """The conditions on sizes under which the forward makes the calls that it has made."""
