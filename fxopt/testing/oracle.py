@@ -276,7 +276,7 @@ class Oracle:
 
 def _apart(worst: Difference) -> str:
     if worst.max_abs == float("inf"):
-        return f"{worst.where} is not NaN or infinite at the same places"
+        return f"{worst.where} is not NaN or infinite where the original is"
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 

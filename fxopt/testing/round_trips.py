@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from fxopt.objects import tensors_in
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.differences import first_difference, same_bits
 
@@ -20,7 +19,7 @@ from fxopt.testing.differences import first_difference, same_bits
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are the nodes (names, order, operations, targets, arguments, shapes and dtypes, marks of passes), the modules
+    Compared are the nodes (names, order, operations, targets, arguments, marks of passes), the modules
     (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
     bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
     generated code.
@@ -46,7 +45,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     views: dict[str, Callable[[GraphModule], Any]] = {
         "nodes": _nodes,
         "targets": lambda gm: [node.target for node in gm.graph.nodes],
-        "metadata": _metadata,
+        "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
         "modules": _modules,
         "hooks": _hooks,
         "tensors": _tensor_facts,
@@ -74,18 +73,6 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
 
 def _nodes(gm: GraphModule) -> list[str]:
     return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
-
-
-def _metadata(gm: GraphModule) -> list[tuple[str, Any, list[tuple[torch.Size, torch.dtype]]]]:
-    """For each node, the passes that marked it, and what later passes are told of its tensors."""
-    return [
-        (
-            node.name,
-            node.meta.get(MARKS, ()),
-            [(tensor.shape, tensor.dtype) for tensor in tensors_in(node.meta.get("val"))],
-        )
-        for node in gm.graph.nodes
-    ]
 
 
 def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
