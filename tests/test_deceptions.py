@@ -231,12 +231,11 @@ def test_inputs_need_not_be_without_gaps_in_memory():
     def copies(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x.contiguous())
 
-    assert "with other values, output differs" in judged(plain, assumes).reason
+    assert "with other values, output is not NaN or infinite where" in judged(plain, assumes).reason
     assert judged(plain, copies).grade is Grade.BIT_EXACT
     sliced = torch.randn(4, 8)[:, ::2]
-    assert (
-        "in float64, output differs" in judged(lambda layer, x: layer(x.view(4, 4)), assumes, sliced).reason
-    )
+    reason = judged(lambda layer, x: layer(x.view(4, 4)), assumes, sliced).reason
+    assert "in float64, output is not NaN or infinite where" in reason
 
 
 def test_ids_are_other_ids():

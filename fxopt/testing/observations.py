@@ -45,9 +45,10 @@ def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     copy = tensor.detach().to(dtype or tensor.dtype, copy=True)
     if tensor.layout != torch.strided or copy.stride() == tensor.stride() or 0 in tensor.stride():
         return copy
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=copy.dtype, device=tensor.device).copy_(
-        tensor.detach()
-    )
+    apart = torch.empty_strided(tensor.shape, tensor.stride(), dtype=copy.dtype, device=tensor.device)
+    # NaN in the gaps, so that who reads them is seen each time.
+    apart.untyped_storage().fill_(255)  # type: ignore[attr-defined]
+    return apart.copy_(copy)
 
 
 @dataclasses.dataclass
