@@ -88,8 +88,8 @@ class Tuples(Wrapped):
 @pytest.mark.parametrize(
     ("candidate", "reason"),
     [
-        (Remembers, "with other values, output differs"),
-        (RemembersShapes, "with other values, output differs"),
+        (Remembers, "with other values, output shares memory with what the module keeps"),
+        (RemembersShapes, "with other values, output shares memory with what the module keeps"),
         (ReusesMemory, "a later call changes the result that this one returned"),
         (Clamps, "with other values, output differs"),
         (WritesItsInput, "writes its inputs, unlike"),
@@ -114,7 +114,7 @@ def test_sizes_that_a_graph_leaves_free_are_varied():
     free = {"x": {0: batch, 1: length}, "mask": {0: batch, 1: length}}
     traced = fxopt.trace(model, kwargs=inputs, dynamic_shapes=free)
     oracle = Oracle(model, kwargs=inputs, captured=traced)
-    assert oracle.probes == ("the given inputs", "other values", "other sizes")
+    assert oracle.probes == ("the given inputs", "other values", "NaN and infinities", "other sizes")
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
     (division,) = traced.graph.find_nodes(op="call_function", target=operator.truediv)
     division.args = (division.args[0], 16)

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from fxopt.errors import UndoError
 from fxopt.rewriting.history import history, undo
 from fxopt.testing.divergence import Divergence
+from fxopt.testing.free_sizes import input_guard
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
-from fxopt.testing.probes import input_guard
 from fxopt.testing.verdicts import Grade, Verdict
 
 Equivalence = Verdict
@@ -33,7 +33,7 @@ def assert_equivalent(
 ) -> Verdict:
     """Assert that two modules do the same: outputs, every tensor of them, and what they write.
 
-    They are called on the inputs, on other and larger values, and, where a graph leaves sizes free, on other
+    They are called on the inputs, on other and larger values, on NaN and infinities, and, where a graph leaves sizes free, on other
     sizes. First both in float64, where a correct rewrite agrees to `rtol` and a wrong one does not. Then in
     their own dtype, where the candidate may be `factor` times as far from the float64 output as the reference
     itself, plus `floor` units in the last place.
@@ -58,7 +58,8 @@ def assert_equivalent(
 
     Raises:
         AssertionError: an output differs in the type of a container, shape, dtype or value, or holds no tensor; a
-            later call changes an earlier result; inputs or buffers differ after the call; or the reference does
+            later call changes an earlier result; inputs or buffers differ after the call; an output shares memory with an
+            input, a weight or another output, and that of the reference does not; a graph takes other inputs; or the reference does
             not repeat itself, or gives nothing but NaN and infinities. Where the reference is a graph, or the candidate one whose passes can be undone, the
             message names the first node that parts, as `first_divergence` finds it.
 

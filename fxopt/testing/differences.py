@@ -35,7 +35,13 @@ class Difference:
 
 
 def compare(
-    expected: object, actual: object, dtypes: bool = True, *, strides: bool = False, path: str = "output"
+    expected: object,
+    actual: object,
+    dtypes: bool = True,
+    *,
+    strides: bool = False,
+    path: str = "output",
+    nan_anywhere: bool = False,
 ) -> Difference:
     """Compare every tensor of two outputs: nested tuples, lists, mappings, model outputs, caches.
 
@@ -45,6 +51,7 @@ def compare(
         dtypes: whether tensors must have the same dtype.
         strides: whether tensors must be laid out alike in memory.
         path: what the outputs are called in `where` and in messages.
+        nan_anywhere: whether a tensor with NaN or infinities may have anything in their places, as long as it has such, too.
 
     Returns:
         The largest differences. Values that are NaN or infinite in both, at the same place, are equal.
@@ -72,7 +79,7 @@ def compare(
             )
         if strides and (text := _other_strides(place, left, right)):
             raise AssertionError(text)
-        absolute, relative = _distance(left, right)
+        absolute, relative = _distance(left, right, nan_anywhere)
         tensors, values = tensors + 1, values + left.numel()
         if not where or not relative <= max_rel:  # also true for NaN, which must not be lost
             max_rel, where = relative, place
@@ -217,7 +224,7 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _distance(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+def _distance(expected: Tensor, actual: Tensor, nan_anywhere: bool) -> tuple[float, float]:
     if not expected.numel():
         return 0.0, 0.0
     if expected.is_complex():
@@ -225,6 +232,8 @@ def _distance(expected: Tensor, actual: Tensor) -> tuple[float, float]:
     # Also integers and booleans in float64: exact up to 2**53, and one rule for all.
     wide, other = expected.detach().double().cpu(), actual.detach().double().cpu()
     same = (wide == other) | (wide.isnan() & other.isnan())
+    if nan_anywhere and all(kind(wide).any() == kind(other).any() for kind in (torch.isnan, torch.isinf)):
+        same |= ~wide.isfinite()
     distance = torch.where(same, 0.0, (wide - other).abs())
     if distance.isnan().any() or distance.isinf().any():
         return float("inf"), float("inf")

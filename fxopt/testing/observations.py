@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.testing.aliases import aliases
 from fxopt.testing.differences import Difference, compare, mapped, other_strides, unchanged
 
-GIVEN = "the given inputs"
+GIVEN, BROKEN = "the given inputs", "NaN and infinities"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Call:
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same with floating tensors in `dtype`: copies, all of them."""
-        return self.changed(lambda t: t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True))
+        return self.changed(lambda t: copied(t, dtype if t.is_floating_point() else t.dtype))
 
     def fresh(self) -> Call:
         """A copy, which the callee may write into."""
-        return self.changed(lambda t: t.detach().clone())
+        return self.changed(copied)
 
     def changed(self, function: Callable[[Tensor], Tensor], name: str = "") -> Call:
         """The same with `function(tensor)` for each tensor."""
@@ -37,6 +38,17 @@ class Call:
             (list(self.args), self.kwargs), lambda t: function(t).requires_grad_(t.requires_grad)
         )
         return Call(tuple(args), kwargs, name or self.name)
+
+
+def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy, laid out in memory as the tensor is, with the gaps between its rows."""
+    copy = tensor.detach().to(dtype or tensor.dtype, copy=True)
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    apart = torch.empty_strided(tensor.shape, tensor.stride(), dtype=copy.dtype, device=tensor.device)
+    # NaN in the gaps, so that who reads them is seen each time.
+    apart.untyped_storage().fill_(255)  # type: ignore[attr-defined]
+    return apart.copy_(copy)
 
 
 @dataclasses.dataclass
@@ -49,7 +61,9 @@ class Observation:
         inputs: the inputs after the call.
         writes: whether the call wrote into its inputs.
         buffers: the buffers that are not what they were before the first call, as they are after this one.
+        aliases: the tensors of the result, each with what its memory is shared with.
         kept: whether the result was still the same after all the calls.
+        parameters: those that the calls wrote into.
     """
 
     output: Any
@@ -57,12 +71,17 @@ class Observation:
     inputs: list[Any]
     writes: bool
     buffers: dict[str, Tensor]
+    aliases: frozenset[tuple[str, str]]
     kept: bool = True
+    parameters: tuple[str, ...] = ()
 
 
 def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     """Call one instance several times, under the same seed; its buffers are put back afterwards."""
     seen: list[Observation] = []
+    versions = {
+        name: (each, each._version) for name, each in module.named_parameters() if not each.is_inference()
+    }
     with restored(module) as before:
         for call in calls:
             given = call.fresh()
@@ -74,9 +93,12 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
             }
             inputs = [list(given.args), given.kwargs]
             writes = not unchanged([list(call.args), call.kwargs], inputs)
-            seen.append(Observation(mapped(result, _copied), result, inputs, writes, after))
+            keeps = [*module.parameters(), *module.buffers(), *(each.result for each in seen)]
+            shared = aliases(result, inputs, keeps)
+            seen.append(Observation(mapped(result, _copied), result, inputs, writes, after, shared))
+        written = tuple(name for name, (each, version) in versions.items() if each._version != version)
         for each in seen:
-            each.kept = unchanged(each.output, each.result)
+            each.kept, each.parameters = unchanged(each.output, each.result), written
     return seen
 
 
@@ -151,8 +173,8 @@ def differences(
         actual: what is judged.
         where: begins messages.
         buffers: the names of those of the original; what else a candidate keeps in buffers is its own.
-        strides: whether outputs must be laid out alike in memory.
-        dtypes: whether tensors must have the same dtype; without that, strides are not compared.
+        strides: whether outputs must be laid out alike in memory, and share it where those of the original do.
+        dtypes: whether tensors must have the same dtype; without that, strides and shared memory are not compared.
         buffer_dtypes: whether buffers must, too.
 
     Raises:
@@ -168,18 +190,28 @@ def differences(
         raise AssertionError(
             f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
         )
+    if actual.parameters and not expected.parameters:
+        raise AssertionError(f"{where}it writes the parameter {actual.parameters[0]}, unlike the original")
     parts = [("output", expected.output, actual.output)]
     if expected.writes:
         parts.append(("input", expected.inputs, actual.inputs))
     if expected.buffers:
         parts.append(("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers}))
+    # Kernels of attention pass NaN on to fewer places than the products that they stand for.
+    broken = call.name == BROKEN
     try:
         found = [
-            compare(left, right, dtypes and (buffer_dtypes or path != "buffer"), path=path)
+            compare(
+                left, right, dtypes and (buffer_dtypes or path != "buffer"), path=path, nan_anywhere=broken
+            )
             for path, left, right in parts
         ]
         if strides and dtypes and (text := other_strides(expected.result, actual.result)):
             raise AssertionError(text)
+        for place, other in sorted(actual.aliases - expected.aliases if dtypes else ()):
+            raise AssertionError(f"{place} shares memory with {other}, unlike that of the original")
+        for place, other in sorted(expected.aliases - actual.aliases if strides and dtypes else ()):
+            raise AssertionError(f"{place} shares no memory with {other}, unlike that of the original")
     except AssertionError as error:
         raise AssertionError(f"{where}{error}") from error
     return found

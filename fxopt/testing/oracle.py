@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,19 +14,12 @@ from torch.fx import GraphModule
 
 from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
 from fxopt.testing.divergence import Divergence
+from fxopt.testing.entrance import entrance_fault
 from fxopt.testing.gradients import gradients_of
 from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.observations import GIVEN, Call, Observation, differences, not_repeated, observe
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
-from fxopt.testing.probes import (
-    first_taken,
-    has_finite,
-    large_values,
-    not_finite,
-    other_sizes,
-    other_values,
-    refused,
-)
+from fxopt.testing.probes import calls_of, has_finite, not_finite
 from fxopt.testing.verdicts import Grade, Verdict
 
 RTOL_FLOAT64 = 1e-9
@@ -50,7 +42,8 @@ class Oracle:
         rtol: tolerance in float64, relative to the largest value of each tensor.
         factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
         floor: and this many units in the last place farther: the reference may be exact by chance.
-        strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice.
+        strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice, and
+            share memory with inputs and with each other where its do; where those do not, they must not in any case.
         gradients: whether the gradients of floating inputs are compared, in float64, and whether outputs have any to
             give; by default, where the reference is in training mode. One without a backward is not asked.
 
@@ -66,7 +59,7 @@ class Oracle:
         >>> oracle = Oracle(layer, [torch.randn(4, 2)])
         >>> twice = torch.nn.Sequential(layer, torch.nn.Identity())
         >>> oracle.judge(twice).probes
-        ('the given inputs', 'other values')
+        ('the given inputs', 'other values', 'NaN and infinities')
         >>> print(oracle.judge(torch.nn.Sequential(layer, torch.nn.ReLU())))
         wrong: in float64, output differs by ... of its largest value (...); a correct rewrite agrees to 1e-09
     """
@@ -89,19 +82,15 @@ class Oracle:
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
         self._wide, self._name = wide, str(wide).removeprefix("torch.")
-        self._tensors = list(floating(reference))
+        self._graph, self._tensors = captured or reference, list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
         cast = given.cast(wide)
         self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
         same = exact is reference and self._is_wide
         again = observe(reference, [given]), [] if same else observe(exact, [cast])
-        refuses = functools.partial(refused, {None: captured, wide: captured_wide})
-        large = first_taken(large_values(given), lambda call: observe(exact, [call.cast(wide)]), refuses)
-        others = itertools.chain(other_sizes(given, captured), other_values(given))
-        other = first_taken(others, lambda call: observe(reference, [call]), refuses)
-        self._calls = [call for call in (given, other) if call is not None]
-        self._wide_calls = [call.cast(wide) for call in (given, large, other) if call is not None]
+        graphs = {None: captured, wide: captured_wide}
+        self._calls, self._wide_calls = calls_of(reference, exact, given, wide, graphs, rtol)
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
         self.expected, self._truth = self._observed(reference, exact)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
@@ -130,6 +119,8 @@ class Oracle:
         failed = functools.partial(Verdict, error=float("inf"), limit=self._rtol, probes=self.probes)
         if self._unstable:
             return failed(Grade.UNSTABLE, reason=self._unstable)
+        if fault := entrance_fault(self._graph, candidate, self._calls[0]):
+            return failed(Grade.WRONG, reason=fault)
         exact = in_float64(candidate) if float64 is None else float64
         seen, wide = self._observed(candidate, exact)
         computed = float64 is None and has_new_weights(self._tensors, candidate)
@@ -284,6 +275,8 @@ class Oracle:
 
 
 def _apart(worst: Difference) -> str:
+    if worst.max_abs == float("inf"):
+        return f"{worst.where} is not NaN or infinite where the original is"
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 

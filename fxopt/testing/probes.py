@@ -1,4 +1,4 @@
-"""The calls on which a module is judged: the inputs at hand, others with large values, and others of other sizes.
+"""The calls on which a module is judged: the inputs at hand, others with large values, NaN and infinities, and of other sizes.
 
 Outputs agree on one input by chance: a graph that has the batch of the example built in, one that remembers its first
 result, a clamp that no value reached. So the inputs are varied as far as the model takes the variations.
@@ -6,40 +6,91 @@ result, a clamp that no value reached. So the inputs are varied as far as the mo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
-from fxopt.capture.runtime.size_guards import SizeExpression
 from fxopt.errors import GuardError
-from fxopt.testing.differences import leaves
-from fxopt.testing.observations import Call, Observation, observe
+from fxopt.testing.differences import FILL, compare, leaves, mapped
+from fxopt.testing.free_sizes import batch_of_one, other_sizes
+from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe
 
-VALUES, SIZES = "other values", "other sizes"
+VALUES = "other values"
 
 
-def first_taken(
-    calls: Iterable[Call], run: Callable[[Call], list[Observation]], refused: Callable[[Call], bool]
+def calls_of(
+    reference: nn.Module,
+    exact: nn.Module,
+    given: Call,
+    wide: torch.dtype,
+    graphs: Mapping[torch.dtype | None, nn.Module | None],
+    rtol: float,
+) -> tuple[list[Call], list[Call]]:
+    """The calls on which candidates are judged in the dtype of the reference, and those in a wide one.
+
+    The first are the first and the last of the second.
+
+    Args:
+        reference: the module that is right.
+        exact: the same in the wide dtype.
+        given: the inputs at hand.
+        wide: the wide dtype.
+        graphs: graphs of the reference, by the dtype that they are called in, `None` for its own: they say which sizes
+            are free, and what they refuse is not asked.
+        rtol: how well two results agree there.
+    """
+    graph, refuses = graphs.get(None), functools.partial(_refused, graphs)
+
+    def wide_run(*calls: Call) -> list[Observation]:
+        return [seen for call in calls for seen in observe(exact, [call.cast(wide)])]
+
+    def twice(call: Call) -> list[Observation]:
+        return wide_run(call, call.cast(wide).changed(_nudged))
+
+    def nan_places(call: Call) -> list[Observation]:
+        # Infinities that the model makes NaN (inf - inf) may become something else in another order of the same steps.
+        seen = wide_run(call, *[*_broken_values(given)][1:])
+        return [dataclasses.replace(each, output=mapped(each.output, Tensor.isnan)) for each in seen]
+
+    large = _first_taken(_far_values(given, graph), twice, refuses, rtol=rtol)
+    large = large or _first_taken(_large_values(given, graph), wide_run, refuses)
+    broken = _first_taken(_broken_values(given), nan_places, refuses)
+    others = itertools.chain(other_sizes(given, graph), _other_values(given))
+    other = _first_taken(others, lambda call: observe(reference, [call]), refuses)
+    return (
+        [call for call in (given, other) if call is not None],
+        [call.cast(wide) for call in (given, large, broken, other) if call is not None],
+    )
+
+
+def _first_taken(
+    calls: Iterable[Call],
+    run: Callable[[Call], list[Observation]],
+    refused: Callable[[Call], bool],
+    *,
+    rtol: float = 0.0,
 ) -> Call | None:
-    """The first call that the reference takes, with a finite result, and that its graphs do not refuse."""
+    """The first call that the reference takes, with a finite result, and that its graphs do not refuse.
+
+    Of several runs, on inputs that hardly differ, the results may be apart by `rtol`.
+    """
     for call in calls:
         try:
-            (seen,) = run(call)
+            seen, *others = run(call)
+            steady = all(compare(seen.output, other.output).max_rel <= rtol for other in others)
         except Exception:  # whatever it raises: the model does not take such inputs
             continue
-        if not not_finite(seen.output) and not refused(call):
+        if steady and not not_finite(seen.output) and not refused(call):
             return call
     return None
 
 
-def refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
+def _refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
     """Tell whether a graph refuses a call, in the dtype that it is given with."""
     for dtype, graph in graphs.items():
         if graph is not None:
@@ -52,93 +103,87 @@ def refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -
     return False
 
 
-def large_values(given: Call) -> Iterator[Call]:
+def _far_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
+    """Calls with values far beyond the limits that clamps have, the boldest first."""
+    for call in (*batch_of_one(given, graph), given):
+        for bold in (True, False):
+            yield call.changed(functools.partial(_other, scale=2.0**20, zeros=True, bold=bold), VALUES)
+
+
+def _large_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     """Calls with large values and zeros, for a model that does not take them with tamer ones; integers in another order."""
+    for call in (*batch_of_one(given, graph), given):
+        yield call.changed(functools.partial(_other, scale=64.0, zeros=True, bold=True), VALUES)
     for scale, zeros in ((64.0, True), (4.0, False)):
         yield given.changed(functools.partial(_other, scale=scale, zeros=zeros), VALUES)
     yield given.changed(lambda t: _other(t, 4.0, False) if t.is_floating_point() else t.clone(), VALUES)
 
 
-def other_values(given: Call) -> Iterator[Call]:
+def _nudged(tensor: Tensor) -> Tensor:
+    """Floating numbers a few units in the last place off, up and down in turn, but for masks."""
+    if not _breakable(tensor):
+        return tensor.clone()
+    signs = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape) % 2 * 2 - 1
+    return tensor * (1 + 4 * torch.finfo(tensor.dtype).eps * signs.to(tensor.dtype))
+
+
+def _broken_values(given: Call) -> Iterator[Call]:
+    """Calls with NaN in the first row of each floating input: one with infinities in the next two, one without."""
+    if any(isinstance(t, Tensor) and _breakable(t) for _, t in leaves([given.args, given.kwargs])):
+        for values in ((math.nan, math.inf, -math.inf), (math.nan,)):
+            yield given.changed(functools.partial(_broken, values=values), BROKEN)
+
+
+def _other_values(given: Call) -> Iterator[Call]:
     """Calls with the same numbers in another order; ids as they were, for a model where they stand for places."""
     yield given.changed(_other, VALUES)
     yield given.changed(lambda t: _other(t) if t.is_floating_point() else t.clone(), VALUES)
 
 
-def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
-    """Calls with other sizes where the graph leaves them free, as far as its own guards allow."""
-    guard = input_guard(graph)
-    if graph is None or guard is None:
-        return
-    tensors = _guarded_tensors(given, graph, guard)
-    fixed = {str(each.value) for each in guard.inputs if isinstance(each, NumberSpec)}
-    known: dict[str, int] = {}
-    for expected, tensor in tensors:
-        if len(expected.shape) == tensor.ndim:
-            known |= {s: n for s, n in zip(expected.shape, tensor.shape, strict=True) if isinstance(s, str)}
-    symbols = [symbol for symbol in sorted(known) if symbol.isidentifier() and symbol not in fixed]
-    # Sizes that are equal stay so: a graph may have a symbol for the batch of each input.
-    distinct = sorted({known[symbol] for symbol in symbols})
-    smaller = {n: n // 2 - 1 if n >= 6 else n + 1 for n in distinct}
-    larger = {n: n + 1 + i for i, n in enumerate(distinct)}
-    for new in (smaller, larger, *({n: larger[n]} for n in distinct), *({n: smaller[n]} for n in distinct)):
-        sizes = {symbol: new[known[symbol]] for symbol in symbols if known[symbol] in new}
-        wanted = {s: n for s, n in known.items() if s.isidentifier()} | sizes
-        if sizes and any(all(g.holds(wanted) for g in guards) for guards in guard.alternatives):
-            shapes = {
-                id(tensor): [
-                    SizeExpression(n).value(wanted) if isinstance(n, str) else n for n in expected.shape
-                ]
-                for expected, tensor in tensors
-            }
-            yield given.changed(functools.partial(_resized, shapes=shapes), SIZES)
+def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False, bold: bool = False) -> Tensor:
+    """The same numbers in another order; floating ones larger, but for those between 0 and 1, such as masks.
 
-
-def input_guard(graph: nn.Module | None) -> InputGuard | None:
-    """The check of inputs in a captured graph, if it is one."""
-    modules = graph.modules() if isinstance(graph, GraphModule) else ()
-    return next((module for module in modules if isinstance(module, InputGuard)), None)
-
-
-def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False) -> Tensor:
-    """The same numbers in another order; floating ones larger, but for those between 0 and 1, such as masks."""
+    Bold: those between 0 and 1, too, but for masks; ids that may not be among those of the example; a mask that hid
+    nothing hides the end; gaps in memory between rows.
+    """
     numbers = tensor.detach().flatten().flip(0)
-    if tensor.is_floating_point() and not bool(((tensor >= 0) & (tensor <= 1)).all()):
+    if tensor.is_floating_point() and (_breakable(tensor) if bold else _scalable(tensor)):
         numbers *= scale
         if zeros:
             numbers[::7] = 0
-    return torch.empty_like(tensor).copy_(numbers.reshape(tensor.shape))
+    if not bold or not tensor.numel():
+        return torch.empty_like(tensor).copy_(numbers.reshape(tensor.shape))
+    if tensor.dtype in _INTEGERS and tensor.max() > 1:
+        numbers = tensor.min() + tensor.max() - numbers
+    numbers = numbers.reshape(tensor.shape)
+    if tensor.ndim and tensor.shape[-1] > 1 and bool((tensor == 1).all()):
+        numbers[..., -1] = 0
+    if tensor.ndim < 2:
+        return numbers
+    wide = numbers.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 1))
+    return wide[..., :-1].copy_(numbers)
 
 
-def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
-    """The tensor with some entries left out, or repeated, in their order: a mask hides the end; but for the first dimension,
-    where they change places.
-    """
-    resized = tensor.detach().clone()
-    for dim, size in enumerate(shapes.get(id(tensor), ())):
-        old = tensor.shape[dim]
-        entries = torch.arange(size, device=tensor.device) * old // size
-        resized = resized.index_select(dim, (entries + (dim == 0)) % old)
-    return resized
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorSpec, Tensor]]:
-    """Each tensor of a call, beside what the graph expects there."""
-    try:
-        named: Mapping[str, Any] = (
-            inspect.signature(graph.forward).bind(*given.args, **given.kwargs).arguments
-        )
-    except TypeError:  # not the signature of the graph: nothing is known of its sizes
-        return []
-    found = []
-    for expected in guard.inputs:
-        if isinstance(expected, TensorSpec) and expected.name in named:
-            value = named[expected.name]
-            for kind, key in expected.path:
-                value = value[key] if kind == "item" else getattr(value, key)
-            if isinstance(value, Tensor):
-                found.append((expected, value))
-    return found
+def _scalable(tensor: Tensor) -> bool:
+    return _breakable(tensor) and not bool(((tensor >= 0) & (tensor <= 1)).all())
+
+
+def _breakable(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds floating numbers that are no mask: not 0 and 1 alone, and none that hides a place."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return not bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor.abs() < FILL).all())
+
+
+def _broken(tensor: Tensor, values: Sequence[float]) -> Tensor:
+    broken = copied(tensor)
+    if tensor.ndim and _breakable(tensor):
+        for row, value in enumerate(values[: len(tensor)]):
+            broken[(row, *[0] * (tensor.ndim - 1))] = value
+    return broken
 
 
 def not_finite(output: object) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from fxopt.rewriting.record import RECORD
+from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.differences import first_difference, same_bits
 
 
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are the nodes (names, order, operations, targets, arguments), the modules (names, order, types,
-    options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
+    Compared are the nodes (names, order, operations, targets, arguments, marks of passes), the modules
+    (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
     bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
     generated code.
 
@@ -42,6 +44,8 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """
     views: dict[str, Callable[[GraphModule], Any]] = {
         "nodes": _nodes,
+        "targets": lambda gm: [node.target for node in gm.graph.nodes],
+        "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
         "modules": _modules,
         "hooks": _hooks,
         "tensors": _tensor_facts,
@@ -71,9 +75,12 @@ def _nodes(gm: GraphModule) -> list[str]:
     return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
 
 
-def _modules(gm: GraphModule) -> list[tuple[str, str, str, bool]]:
-    named = gm.named_modules(remove_duplicate=False)
-    return [(name, type(m).__qualname__ if name else "", m.extra_repr(), m.training) for name, m in named]
+def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
+    return [
+        # Each graph module has a class of its own.
+        (name, GraphModule if isinstance(m, GraphModule) else type(m), m.extra_repr(), m.training)
+        for name, m in gm.named_modules(remove_duplicate=False)
+    ]
 
 
 def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
@@ -115,6 +122,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE | _CACHES}
 
 
+_NEVER_COPIED = (types.FunctionType, type, enum.Enum, torch.dtype, torch.layout, torch.memory_format)
+
+
 def _same(left: Any, right: Any) -> bool:
     """Tell whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
     if left is right:
@@ -127,10 +137,15 @@ def _same(left: Any, right: Any) -> bool:
         return [*left] == [*right] and all(_same(item, right[key]) for key, item in left.items())
     if isinstance(left, tuple | list):
         return len(left) == len(right) and all(map(_same, left, right))
-    plain = isinstance(
-        left, int | float | complex | str | bytes | frozenset | set | torch.dtype | torch.device
-    )
-    return not plain or left == right or left != left
+    if isinstance(left, _NEVER_COPIED):
+        return False
+    by_identity = type(left).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
+        return True
+    try:
+        return bool(left == right or left != left)
+    except Exception:  # whatever an `__eq__` raises, or an array of truths
+        return True
 
 
 def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:

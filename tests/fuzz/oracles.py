@@ -38,7 +38,10 @@ def check(program: Program, plan: Plan) -> collections.Counter[str]:
         reference = model if plan.own_trace else copy.deepcopy(traced)
         # In the dtype of the program, whose statements may name it: what is narrower may be off by more.
         dtype = {"wide": getattr(torch, program.dtype), "rtol": RTOL[program.dtype]}
-        oracle = Oracle(reference, inputs, float64=reference, gradients=plan.gradients, **dtype)
+        captured = copy.deepcopy(traced)
+        oracle = Oracle(
+            reference, inputs, float64=reference, captured=captured, gradients=plan.gradients, **dtype
+        )
     except Exception as error:
         raise Invalid(f"{type(error).__name__}: {error}") from error
     keeping = {*plan.passes} <= {*KEEPING}

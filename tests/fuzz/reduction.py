@@ -63,7 +63,7 @@ def script(program: Program, plan: plans.Plan, fault: str) -> str:
         f"{', '.join(program.inputs)},)]",
         f"traced = {trace}",
         f"reference = {'model' if plan.own_trace else 'copy.deepcopy(traced)'}",
-        f"oracle = Oracle(reference, inputs, float64=reference, gradients={plan.gradients}, "
+        f"oracle = Oracle(reference, inputs, float64=reference, captured=copy.deepcopy(traced), gradients={plan.gradients}, "
         f"wide=torch.{program.dtype}, rtol={oracles.RTOL[program.dtype]})",
         "same_outputs(traced)" if plan.own_trace else "",
         f"{variant}(traced)" if variant else "",

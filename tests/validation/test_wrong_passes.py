@@ -106,4 +106,4 @@ class Bakes(Transformation):
 def test_a_pass_that_builds_batch_and_length_in_is_caught() -> None:
     record = found(Check.EQUIVALENCE, Bakes(), **BERT)
     assert record.outcome is Outcome.ERROR
-    assert "(with other sizes)" in record.reason
+    assert "(with other values)" in record.reason  # of a batch of one

@@ -219,6 +219,40 @@ def _doubled(gm: GraphModule) -> None:
     node.replace_all_uses_with(wide, lambda user: user is not wide)
 
 
+def _with_another_input(gm: GraphModule) -> None:
+    with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+        gm.graph.placeholder("added", default_value=None)
+
+
+def _without_check(gm: GraphModule) -> None:
+    gm.graph.erase_node(_find(gm, "input_guard"))
+
+
+class WritesItsWeights(nn.Module):
+    """Does at each call what once would do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.fill_(1)
+        return x * self.scale
+
+
+class Repeats(nn.Module):
+    """Gives back memory that it keeps, with the right values in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = x.clone()
+        return self.memory
+
+
 EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     "a clamp that the inputs do not reach is dropped": dropped("clamp"),
     "a clamp is tighter": replaced("clamp", lambda _: nn.Hardtanh(-5.9, 6)),
@@ -258,6 +292,16 @@ EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     ),
     "it is right for positive inputs alone": after("first", lambda: Function(lambda x: x.where(x > -9, -x))),
     "small values become zero": after("first", lambda: Function(lambda x: x.where(x.abs() > 1e-2, 0 * x))),
+    "values above 1000 are cut off": after("first", lambda: nn.Hardtanh(-1e3, 1e3)),
+    "values beyond those of float16 are cut off": after("first", lambda: nn.Hardtanh(-65504, 65504)),
+    "NaN becomes zero": after("first", lambda: Function(lambda x: x.masked_fill(x.isnan(), 0))),
+    "infinities become numbers": after(
+        "first", lambda: Function(lambda x: x.where(~x.isinf(), x.sign() * 1e30))
+    ),
+    "an output is memory that the module keeps": after(operator.mul, Repeats),
+    "it writes a weight of its own": after("norm", WritesItsWeights),
+    "an input is added": _with_another_input,
+    "the check of inputs is gone": _without_check,
 }
 
 ACCURACY = {

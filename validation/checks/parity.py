@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxopt.errors import GuardError
-from fxopt.testing.probes import SIZES
+from fxopt.testing.free_sizes import SIZES
 
 from ..build import free_sizes
 from ..comparison import difference, judge_graph

@@ -1,0 +1,140 @@
+"""Sizes that a graph leaves free: calls of other sizes, as far as its own guards allow."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
+from fxopt.capture.runtime.size_guards import SizeExpression
+from fxopt.testing.observations import Call
+
+SIZES = "other sizes"
+
+
+def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
+    """Calls with other sizes where the graph leaves them free, as far as its own guards allow.
+
+    First with sizes that differ from each other, and from those of the example: some of these are equal by chance.
+    """
+    free = _FreeSizes(given, graph)
+    ranks = {n: rank for rank, n in enumerate(sorted({free.known[symbol] for symbol in free.symbols}))}
+    wholes = [
+        free.apart(_smaller),
+        free.apart(_larger),
+        # Those that are equal alike, for a graph with a symbol for the batch of each input.
+        {symbol: _smaller(free.known[symbol]) for symbol in free.symbols},
+        {symbol: _larger(free.known[symbol]) + ranks[free.known[symbol]] for symbol in free.symbols},
+    ]
+    parts = [[symbol] for symbol in free.symbols]
+    parts += [[symbol for symbol in free.symbols if free.known[symbol] == n] for n in ranks]
+    tried: list[dict[str, int]] = [{}]
+    for sizes in (*wholes, *({symbol: new[symbol] for symbol in part} for part in parts for new in wholes)):
+        if sizes not in tried and (call := free.call(sizes)):
+            yield call
+        tried.append(sizes)
+
+
+def batch_of_one(given: Call, graph: nn.Module | None) -> Iterator[Call]:
+    """The call with the first dimension of each input cut down to 1, if it is free and the guards of the graph allow that."""
+    free = _FreeSizes(given, graph)
+    firsts = {str(expected.shape[0]) for expected, _ in free.tensors if expected.shape}
+    sizes = dict.fromkeys((s for s in free.symbols if s in firsts and free.known[s] > 1), 1)
+    if sizes and (call := free.call(sizes)):
+        yield call
+
+
+def input_guard(graph: nn.Module | None) -> InputGuard | None:
+    """The check of inputs in a captured graph, if it is one."""
+    modules = graph.modules() if isinstance(graph, GraphModule) else ()
+    return next((module for module in modules if isinstance(module, InputGuard)), None)
+
+
+def _smaller(size: int) -> int:
+    return size // 2 - 1 if size >= 6 else size + 1
+
+
+def _larger(size: int) -> int:
+    return size + 1
+
+
+class _FreeSizes:
+    """The sizes of a call that a graph leaves free: the symbols, and the sizes that they stand for."""
+
+    def __init__(self, given: Call, graph: nn.Module | None) -> None:
+        guard = input_guard(graph)
+        self._given = given
+        self.tensors: list[tuple[TensorSpec, Tensor]] = []
+        self.known: dict[str, int] = {}
+        self.symbols: list[str] = []
+        if graph is None or guard is None:
+            return
+        self._alternatives = guard.alternatives
+        self.tensors = _guarded_tensors(given, graph, guard)
+        fixed = {str(each.value) for each in guard.inputs if isinstance(each, NumberSpec)}
+        for expected, tensor in self.tensors:
+            if len(expected.shape) == tensor.ndim:
+                self.known |= {
+                    s: n for s, n in zip(expected.shape, tensor.shape, strict=True) if isinstance(s, str)
+                }
+        self.symbols = [s for s in sorted(self.known) if s.isidentifier() and s not in fixed]
+
+    def apart(self, first: Callable[[int], int]) -> dict[str, int]:
+        """Other sizes, none of which is that of another symbol."""
+        taken, found = set(self.known.values()), dict[str, int]()
+        for symbol in self.symbols:
+            size = first(self.known[symbol])
+            while size in taken:
+                size += 1
+            found[symbol] = size
+            taken.add(size)
+        return found
+
+    def call(self, sizes: Mapping[str, int]) -> Call | None:
+        """The call with these sizes; `None` where the guards forbid them."""
+        wanted = {s: n for s, n in self.known.items() if s.isidentifier()} | dict(sizes)
+        if not any(all(guard.holds(wanted) for guard in guards) for guards in self._alternatives):
+            return None
+        shapes = {
+            id(tensor): [SizeExpression(n).value(wanted) if isinstance(n, str) else n for n in expected.shape]
+            for expected, tensor in self.tensors
+        }
+        return self._given.changed(functools.partial(_resized, shapes=shapes), SIZES)
+
+
+def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
+    """The tensor with some entries left out, or repeated, in their order: a mask hides the end; but for the first dimension,
+    where they change places.
+    """
+    resized = tensor.detach().clone()
+    for dim, size in enumerate(shapes.get(id(tensor), ())):
+        old = tensor.shape[dim]
+        entries = torch.arange(size, device=tensor.device) * old // size
+        resized = resized.index_select(dim, (entries + (dim == 0)) % old)
+    return resized
+
+
+def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorSpec, Tensor]]:
+    """Each tensor of a call, beside what the graph expects there."""
+    try:
+        named: Mapping[str, Any] = (
+            inspect.signature(graph.forward).bind(*given.args, **given.kwargs).arguments
+        )
+    except TypeError:  # not the signature of the graph: nothing is known of its sizes
+        return []
+    found = []
+    for expected in guard.inputs:
+        if isinstance(expected, TensorSpec) and expected.name in named:
+            value = named[expected.name]
+            for kind, key in expected.path:
+                value = value[key] if kind == "item" else getattr(value, key)
+            if isinstance(value, Tensor):
+                found.append((expected, value))
+    return found

@@ -1,0 +1,348 @@
+"""Modules that are right on the example, and on tame values of other sizes: the oracle sees what else is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fxopt
+from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip, randomise
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Does(nn.Module):
+    """A layer of one's own, and a function of it and the inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = randomise(nn.Linear(4, 4)), function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.layer, *args)
+
+
+def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: bool) -> Verdict:
+    model, candidate = Does(right).eval(), Does(wrong).eval()
+    oracle = Oracle(model, inputs or [X], **options)
+    assert oracle.judge(Does(right)).grade is Grade.BIT_EXACT
+    return oracle.judge(candidate)
+
+
+def plain(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (plain, lambda layer, x: layer(x).clamp(-1e3, 1e3)),
+        (lambda layer, x: layer(x).clamp(-1e3, 1e3), plain),
+        (plain, lambda layer, x: layer(x).clamp(-65504, 65504)),
+    ],
+)
+def test_values_are_far_beyond_what_clamps_allow(right, wrong):
+    assert "with other values, output differs" in judged(right, wrong).reason
+    pixels = X.sigmoid()
+    assert "with other values, output differs" in judged(right, wrong, pixels).reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda layer, x: layer(x).nan_to_num(0, float("inf"), -float("inf")),
+        lambda layer, x: layer(x).nan_to_num(float("nan"), 1e30, -1e30),
+        lambda layer, x: torch.where(layer(x) == layer(x), layer(x), float("inf")),
+        lambda layer, x: layer(x) + 0 * x.sum(),
+    ],
+)
+def test_both_are_nan_and_infinite_at_the_same_places(wrong):
+    reason = judged(plain, wrong).reason
+    assert "with NaN and infinities, output is not NaN or infinite where the original is" in reason
+
+
+def test_nan_may_reach_fewer_places_in_a_kernel():
+    def attends(layer: nn.Module, x: Tensor) -> Tensor:
+        return (x @ x.transpose(-1, -2) / 2).softmax(-1) @ x
+
+    def fused(layer: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    images = torch.randn(4, 2, 5, 4)
+    assert judged(attends, fused, images).grade.passes
+    assert "with NaN" in judged(attends, lambda layer, x: attends(layer, x).nan_to_num(), images).reason
+
+
+def test_nan_is_asked_of_models_that_answer_alone():
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isnan().any():
+                raise ValueError("no numbers")
+            return x + 1
+
+    class Masks(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            assert ((mask == 0) | (mask == 1)).all()
+            return x.masked_fill(mask == 0, 0)
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids)
+
+    assert Oracle(Refuses(), [X]).probes == ("the given inputs", "other values")
+    assert "NaN and infinities" in Oracle(Masks(), [X, (X > 0).float()]).probes
+    assert Oracle(Looks(), [torch.arange(9)]).probes == ("the given inputs", "other values")
+
+
+def test_values_at_which_rounding_decides_are_not_asked():
+    def rounds(layer: nn.Module, x: Tensor) -> Tensor:
+        return (layer(x) * 1e9).sin()
+
+    assert judged(
+        rounds, lambda layer, x: (x @ layer.weight.T + layer.bias).mul(1e9).sin(), X / 1e6
+    ).grade.passes
+
+
+class Means(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum(0) / x.shape[0] + y.sum(0) / y.shape[0]
+
+
+class Lengths(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sum(0) / x.shape[0]).sum(0) + (x.sum(1) / x.shape[1]).sum(0) * 2
+
+
+FREE = {
+    Means: {"x": {0: torch.export.Dim("a")}, "y": {0: torch.export.Dim("b")}},
+    Lengths: {"x": {0: torch.export.Dim("a"), 1: torch.export.Dim("b")}},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("model", "inputs"), [(Means(), (X, X + 1)), (Lengths(), (torch.randn(4, 4, 3),))])
+def test_free_sizes_that_are_equal_in_the_example_are_told_apart(model, inputs, tied):
+    traced = fxopt.trace(model, inputs, dynamic_shapes=FREE[type(model)])
+    oracle = Oracle(model, inputs, captured=copy.deepcopy(traced))
+    assert oracle.judge(traced).grade is Grade.BIT_EXACT
+    one, other = traced.graph.find_nodes(op="call_function", target=operator.truediv)
+    sizes = one.args[1], other.args[1]
+    for late in sizes:
+        one.prepend(late)
+    one.args, other.args = (one.args[0], sizes[1]), (other.args[0], sizes[1 if tied else 0])
+    traced.recompile()
+    assert re.search("with other (sizes|values), output differs", oracle.judge(traced).reason)
+
+
+def test_a_batch_of_one_is_asked_where_it_is_allowed():
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum(1, keepdim=True).squeeze(1) * 2
+
+    free = {"x": {0: torch.export.Dim("batch")}}
+    traced = fxopt.trace(Flat(), (X,), dynamic_shapes=free)
+    oracle = Oracle(Flat(), [X], captured=copy.deepcopy(traced))
+    assert oracle.judge(traced).grade is Grade.BIT_EXACT
+    (squeeze,) = traced.graph.find_nodes(op="call_method", target="squeeze")
+    squeeze.args = squeeze.args[:1]
+    traced.recompile()
+    assert "expected torch.float64 [1], got torch.float64 []" in oracle.judge(traced).reason
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "reason"),
+    [
+        (lambda layer, x: x * 1, lambda layer, x: x, "output shares memory with input[0][0]"),
+        (lambda layer, x: x.t().clone(), lambda layer, x: x.t(), "output shares memory with input[0][0]"),
+        (
+            lambda layer, x: (layer(x), layer(x)),
+            lambda layer, x: (layer(x),) * 2,
+            "output[1] shares memory with output[0]",
+        ),
+        (
+            lambda layer, x: (layer(x), layer(x)[1:, ::2].clone()),
+            lambda layer, x: (out := layer(x), out[1:, ::2]),
+            "output[1] shares memory with output[0]",
+        ),
+        (
+            lambda layer, x: layer.bias * 1,
+            lambda layer, x: layer.bias,
+            "output shares memory with what the module keeps",
+        ),
+        (
+            lambda layer, x: layer.weight[0] * 1,
+            lambda layer, x: layer.weight.detach()[0],
+            "output shares memory with what the module keeps",
+        ),
+        (
+            lambda layer, x: x.sum(0).repeat(3, 1),
+            lambda layer, x: x.sum(0).expand(3, 4),
+            "output shares memory with itself",
+        ),
+    ],
+)
+def test_memory_that_an_output_shares(right, wrong, reason):
+    assert f"{reason}, unlike that of the original" in judged(right, wrong).reason
+    assert judged(wrong, right).grade is Grade.BIT_EXACT  # no view was promised
+    lost = judged(wrong, right, strides=True).reason
+    assert reason.replace("shares memory", "shares no memory") in lost or "expected the strides" in lost
+
+
+def test_slices_of_one_tensor_share_no_memory():
+    def split(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        return layer(x).chunk(2, dim=1)
+
+    def apart(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in split(layer, x))
+
+    assert judged(apart, split).grade is Grade.BIT_EXACT
+
+
+def test_memory_that_is_kept_under_no_name_is_seen():
+    constant = torch.ones(4)
+    assert "what the module keeps" in judged(lambda layer, x: torch.ones(4), lambda layer, x: constant).reason
+
+
+def test_weights_are_not_written_by_a_call():
+    def writes(layer: nn.Linear, x: Tensor) -> Tensor:
+        layer.weight.copy_(layer.weight.clone())
+        return layer(x)
+
+    assert "it writes the parameter layer.weight, unlike the original" in judged(plain, writes).reason
+
+
+def test_inputs_need_not_be_without_gaps_in_memory():
+    def assumes(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.as_strided(x.shape, (x.shape[1], 1)))
+
+    def copies(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.contiguous())
+
+    assert "with other values, output is not NaN or infinite where" in judged(plain, assumes).reason
+    assert judged(plain, copies).grade is Grade.BIT_EXACT
+    sliced = torch.randn(4, 8)[:, ::2]
+    reason = judged(lambda layer, x: layer(x.view(4, 4)), assumes, sliced).reason
+    assert "in float64, output is not NaN or infinite where" in reason
+
+
+def test_ids_are_other_ids():
+    class Looks(nn.Module):
+        def __init__(self, known: int) -> None:
+            super().__init__()
+            self.table = nn.Embedding.from_pretrained(
+                torch.arange(20.0)[:, None] * (torch.arange(20) != known)[:, None]
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids)
+
+    ids = torch.tensor([[1, 2, 12]])
+    assert "with other values" in Oracle(Looks(0), [ids]).judge(Looks(11)).reason
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 4), torch.ones(4, 4, dtype=torch.long), X == X])
+def test_a_mask_that_hides_nothing_in_the_example_hides_something(mask):
+    def masks(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        return layer(x).masked_fill(mask == 0, -1)
+
+    assert (
+        "with other values, output differs" in judged(masks, lambda layer, x, mask: layer(x), X, mask).reason
+    )
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x - y
+
+
+def test_inputs_stay_in_their_order_and_are_checked():
+    inputs = {"x": X, "y": X + 1}
+    traced = fxopt.trace(Two(), kwargs=inputs)
+    oracle = Oracle(Two(), kwargs=inputs, captured=copy.deepcopy(traced))
+    assert oracle.judge(traced).grade is Grade.BIT_EXACT
+    swapped, unchecked = copy.deepcopy(traced), copy.deepcopy(traced)
+    first, second = swapped.graph.find_nodes(op="placeholder")
+    first.prepend(second)
+    swapped.recompile()
+    assert oracle.judge(swapped).reason == "its inputs are (y, x), those of the original (x, y)"
+    (check,) = unchecked.graph.find_nodes(op="call_module", target="input_guard")
+    unchecked.graph.erase_node(check)
+    unchecked.recompile()
+    assert "it takes inputs with a dimension too many" in oracle.judge(unchecked).reason
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+OtherLinear.__qualname__ = "Linear"
+
+
+def _relu(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+def _another() -> Callable[[Tensor], Tensor]:
+    def _relu(x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    _relu.__qualname__ = "_relu"
+    return _relu
+
+
+class Config:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.size == other.size
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def layers() -> GraphModule:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
+    (output,) = traced.graph.find_nodes(op="output")
+    with traced.graph.inserting_before(output):
+        output.args = (traced.graph.call_function(_relu, output.args),)
+    traced.recompile()
+    layer = traced.get_submodule("0")
+    layer.activation, layer.config = _relu, Config(4)
+    return traced
+
+
+def last(traced: GraphModule) -> Any:
+    return next(iter(traced.graph.find_nodes(op="output"))).args[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda traced: setattr(traced.get_submodule("0"), "activation", _another()), "0.activation differs"),
+        (lambda traced: setattr(traced.get_submodule("0"), "config", Config(5)), "0.config differs"),
+        (lambda traced: setattr(traced.get_submodule("0"), "__class__", OtherLinear), "modules: "),
+        (lambda traced: setattr(last(traced), "target", _another()), "targets: "),
+        (lambda traced: last(traced).meta.update(fxopt_marks=("Pass()",)), "marks: "),
+    ],
+)
+def test_a_round_trip_leaves_no_other_function_class_or_mark(change, problem):
+    before = layers()
+    after = copy.deepcopy(before)
+    assert_round_trip(before, after)
+    change(after)
+    after.recompile()
+    with pytest.raises(AssertionError, match=problem):
+        assert_round_trip(before, after)
