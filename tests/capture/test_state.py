@@ -303,3 +303,27 @@ def test_a_counter_that_nothing_else_reads_is_no_state():
     assert torch.equal(traced(X), X * 2)
     with pytest.raises(fxopt.TraceError, match="calls"):
         fxopt.trace(module(counts_for_later, calls=0), (X,), verify=False)
+
+
+def looked_up(self, x):
+    factor = self.__dict__.get("kept", 1)
+    self.kept = 2
+    return x * factor
+
+
+def made_once(self, x):
+    if "kept" not in vars(self):
+        self.kept = x.shape[0]
+    return x * self.kept
+
+
+def listed(self, x):
+    names = [name for name in vars(self) if name == "kept"]
+    self.kept = 2
+    return x * (1 + len(names))
+
+
+@pytest.mark.parametrize("forward", [looked_up, made_once, listed])
+def test_what_is_read_past_getattr_is_read(forward):
+    with pytest.raises(fxopt.TraceError, match="assigns to 'kept'"):
+        fxopt.trace(module(forward), (X,), dynamic_shapes=({0: Dim.AUTO},), verify=False)

@@ -20,10 +20,10 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.call_cache import CallCache
-from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
 from fxopt.capture.patches.replaced import Patches
+from fxopt.capture.patches.unread_attributes import refuse_unread
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
@@ -55,7 +55,7 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _lists(patch)
     _attention(patch)
     _refusals(patch, recorder.fail)
-    _attributes(patch, recorder.shell)
+    refuse_unread(patch, recorder.shell)
 
 
 def _inference_mode(patch: Patches, switches: ModeSwitches) -> None:
@@ -192,19 +192,6 @@ def _attention(patch: Patches) -> None:
         if isinstance(kwargs.get("is_causal"), torch.SymBool):
             kwargs["is_causal"] = bool(kwargs["is_causal"])
         return original(*args, **kwargs)
-
-
-def _attributes(patch: Patches, shell: FakeModel) -> None:
-    """Refuse attributes of modules that the forward may not read."""
-    original = torch.nn.Module.__getattr__
-
-    def read(self: torch.nn.Module, name: str) -> Any:
-        if patch.in_forward():
-            shell.refuse_unread(self, name)
-        return original(self, name)
-
-    if shell.unread:
-        patch.set(torch.nn.Module, "__getattr__", read)
 
 
 def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
