@@ -143,6 +143,10 @@ def _same(left: Any, right: Any) -> bool:
     if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
         return True
     try:
+        if hasattr(
+            left, "to_dict"
+        ):  # a configuration of transformers, of which equality asks for private attributes, too
+            return bool(left.to_dict() == right.to_dict())
         return bool(left == right or left != left)
     except Exception:  # whatever an `__eq__` raises, or an array of truths
         return True
