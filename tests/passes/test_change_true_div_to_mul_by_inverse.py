@@ -267,7 +267,7 @@ def test_complex_and_integer_numerators():
     ],
 )
 def test_what_is_no_division_by_a_constant(function):
-    traced = torch.fx.symbolic_trace(Function(function))
+    traced = fx_trace(Function(function), [X])
     assert not ChangeTrueDivToMulByInverse().explain(traced).sites
 
 
