@@ -185,8 +185,6 @@ def _forward(
             return run(layer._parameters["bias"], input, other, activation, False)
     # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
-    if (weight := layer._parameters.get("weight")) is not None:
-        _shared.pop(weight, None)
     return finished(plain(input), other, activation)
 
 
@@ -226,16 +224,21 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
     seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     if held is None or held[1] != seen:
         known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
-        old, reference = known.get(layer.kernel, (None, lambda: None))
-        packed = reference() if old == seen else None
-        if packed is None:
-            with torch.no_grad():
+        packed = known.get(layer.kernel, lambda: None)()
+        with torch.no_grad():
+            if packed is None or not _holds(packed, weight):
                 packed = kernel.pack(layer, layer.packed_for)
-            known[layer.kernel] = (seen, weakref.ref(packed))
+                known[layer.kernel] = weakref.ref(packed)
         # The old weight is held, too, so that no other one can have its address.
         held = layer.__dict__["_packed"] = (weight.detach(), seen, packed)
     found: Packed = held[2]
     return found
+
+
+def _holds(packed: Packed, weight: Tensor) -> bool:
+    """Tell whether a weight is what was packed: a write that leaves no trace may have come between."""
+    unpacked = None if packed.unpack is None else packed.unpack()
+    return unpacked is not None and unpacked.dtype is weight.dtype and torch.equal(unpacked, weight)
 
 
 def _has_padding(layer: nn.Module) -> bool:

@@ -212,7 +212,7 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
         # It takes the weight beside the packed one, for inputs of other sizes.
         "mkl": Kernel((torch.float32,), _mkl_linear, False, alone=False),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
-        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64, any_shape=True),
+        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64),
     },
     nn.Conv2d: {"onednn": Kernel(_DTYPES, _onednn_conv, True)},
 }

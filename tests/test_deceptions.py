@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -346,3 +348,43 @@ def test_a_round_trip_leaves_no_other_function_class_or_mark(change, problem):
     after.recompile()
     with pytest.raises(AssertionError, match=problem):
         assert_round_trip(before, after)
+
+
+SOUND = {
+    "ill-conditioned": (lambda w, x: torch.cos(6.28 * (x @ w)), lambda w, x: torch.cos(x @ (6.28 * w))),
+    "causal": (
+        lambda w, x: F.scaled_dot_product_attention(x @ w, x, x, is_causal=True),
+        lambda w, x: (
+            ((x @ w) @ x.mT / x.shape[-1] ** 0.5 + torch.full((6, 6), -math.inf).triu(1)).softmax(-1) @ x
+        ),
+    ),
+    "block diagonal": (
+        lambda w, x: torch.cat([x[..., :4] @ w[:4, :4], x[..., 4:] @ w[4:, 4:]], -1),
+        lambda w, x: x @ torch.block_diag(w[:4, :4], w[4:, 4:]),
+    ),
+}
+
+
+class Weighed(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.linspace(-1, 2, 64).reshape(8, 8).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.weight, x)
+
+
+@pytest.mark.parametrize("functions", SOUND.values(), ids=SOUND.keys())
+def test_other_ways_to_the_same_values_are_right(functions):
+    one, other = map(Weighed, functions)
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    for reference, candidate in ((one, other), (other, one)):
+        assert Oracle(reference, [x]).judge(candidate).grade.passes
+
+
+def test_a_wider_capture_is_no_deception():
+    model = nn.Linear(4, 4)
+    fixed = fxopt.trace(model, (X[:, :4],))
+    free = fxopt.trace(model, (X[:, :4],), dynamic_shapes={"input": {0: torch.export.Dim.AUTO}})
+    for wider in (free, torch.fx.symbolic_trace(model)):
+        assert Oracle(fixed, [X[:, :4]]).judge(wider).grade.passes

@@ -57,12 +57,17 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return False
     if one is other or one.data_ptr() == other.data_ptr():
         return True
-    unit = max(one.element_size(), other.element_size())
-    return bool(torch.isin(_entries(one, unit), _entries(other, unit)).any())
+    places = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes(one, places).fill_(True)
+    return bool(_bytes(other, places).any())
 
 
-def _entries(tensor: Tensor, unit: int) -> Tensor:
-    """The places in memory that a tensor has, in units of so many bytes."""
+def _bytes(tensor: Tensor, places: Tensor) -> Tensor:
+    """The places in memory that a tensor has, byte by byte."""
     size = tensor.element_size()
-    places = torch.arange(tensor.untyped_storage().nbytes() // size)
-    return places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten() * size // unit
+    # An expanded dimension has one place for all its entries, and cannot be written as several.
+    dims = [
+        (n if stride else 1, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    shape, strides = [n for n, _ in dims], [step for _, step in dims]
+    return places.as_strided([*shape, size], [*strides, 1], tensor.storage_offset() * size)

@@ -233,7 +233,7 @@ def _distance(expected: Tensor, actual: Tensor, nan_anywhere: bool) -> tuple[flo
     wide, other = expected.detach().double().cpu(), actual.detach().double().cpu()
     same = (wide == other) | (wide.isnan() & other.isnan())
     if nan_anywhere and all(kind(wide).any() == kind(other).any() for kind in (torch.isnan, torch.isinf)):
-        same |= ~wide.isfinite()
+        same |= ~(wide.isfinite() & other.isfinite())
     distance = torch.where(same, 0.0, (wide - other).abs())
     if distance.isnan().any() or distance.isinf().any():
         return float("inf"), float("inf")

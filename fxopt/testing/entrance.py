@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import GuardError
 from fxopt.testing.free_sizes import input_guard
 from fxopt.testing.observations import Call, observe
@@ -20,6 +21,8 @@ def entrance_fault(graph: nn.Module, candidate: nn.Module, given: Call) -> str:
     expected, actual = (_parameters(each) for each in (graph, candidate))
     if expected != actual:
         return f"its inputs are ({', '.join(actual)}), those of the original ({', '.join(expected)})"
+    if not isinstance(candidate, TracedModule) or _checks(candidate):
+        return ""  # another graph of the model, which may take more
     for what, change in (("a dimension", _deeper), ("a row", _longer)):
         strange = given.changed(change)
         if _refused(graph, strange) and _answered(candidate, strange):
@@ -32,6 +35,11 @@ def _parameters(graph: GraphModule) -> list[str]:
         parameter.name + ("" if parameter.default is parameter.empty else "=...")
         for parameter in inspect.signature(graph.forward).parameters.values()
     ]
+
+
+def _checks(graph: GraphModule) -> bool:
+    guard = input_guard(graph)
+    return any(graph.get_submodule(str(n.target)) is guard for n in graph.graph.find_nodes(op="call_module"))
 
 
 def _deeper(tensor: Tensor) -> Tensor:

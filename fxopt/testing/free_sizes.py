@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ from fxopt.capture.runtime.size_guards import SizeExpression
 from fxopt.testing.observations import Call
 
 SIZES = "other sizes"
+APART = "other sizes, each by itself"
+"""Sizes that may not fit each other: an eager model takes them where it never reads one of the inputs."""
 
 
 def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
@@ -38,7 +41,7 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     tried: list[dict[str, int]] = [{}]
     for sizes in (*wholes, *({symbol: new[symbol] for symbol in part} for part in parts for new in wholes)):
         if sizes not in tried and (call := free.call(sizes)):
-            yield call
+            yield dataclasses.replace(call, name=APART) if len(tried) <= 2 else call
         tried.append(sizes)
 
 
@@ -84,7 +87,7 @@ class _FreeSizes:
                 self.known |= {
                     s: n for s, n in zip(expected.shape, tensor.shape, strict=True) if isinstance(s, str)
                 }
-        self.symbols = [s for s in sorted(self.known) if s.isidentifier() and s not in fixed]
+        self.symbols = [s for s, n in sorted(self.known.items()) if n and s.isidentifier() and s not in fixed]
 
     def apart(self, first: Callable[[int], int]) -> dict[str, int]:
         """Other sizes, none of which is that of another symbol."""

@@ -107,14 +107,8 @@ PACKING = (
     Fault(
         "kernels: what another layer has packed outlives training",
         _KERNELS,
-        "        _shared.pop(weight, None)\n",
-        "        pass\n",
-    ),
-    Fault(
-        "kernels: a shared weight is not packed anew",
-        _KERNELS,
-        "reference() if old == seen else None",
-        "reference()",
+        "packed is None or not _holds(packed, weight)",
+        "packed is None",
     ),
     Fault(
         "kernels: what is packed for one shape serves all",

@@ -65,7 +65,7 @@ PASSES = (
     # --- division
     Fault("division: the inverse is the denominator", _DIVISION, "args = (numerator, 1 / denominator)", "args = (numerator, denominator)", SITE),
     Fault("division: 3 / x is taken for x / 3", _DIVISION, "    return numerator, denominator\n", "    return (numerator, denominator) if isinstance(numerator, Node) else (denominator, numerator)\n", SITE),
-    Fault("division: rounding_mode is ignored", _DIVISION, 'len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"other"}', "len(node.args) == 2", SITE),
+    Fault("division: rounding_mode is ignored", _DIVISION, 'len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"other"}', "len(node.args) == 2"),
     Fault("division: integers are taken for floats", _DIVISION, "    if rounding.is_floating(numerator):", "    if True:", BEHIND),
     Fault("division: every denominator counts as a power of two", _DIVISION, "== 0.5:", "<= 1:", BEHIND),
     Fault("division: rounding afterwards is ignored", _DIVISION, "        reason = rounding.obstacle_behind(node)", "        reason = None", BEHIND),

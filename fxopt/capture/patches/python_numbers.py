@@ -131,6 +131,12 @@ def _floats(patch: Patches) -> None:
             return self.wrap_float(operation(self.guard_float("", 0), other.guard_float("", 0)))
 
         patch.set(SymNode, name, compute)
+    for name in ("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
+
+        @patch(torch.SymFloat, name)
+        def divide(original: Any, self: Any, other: Any, name: str = name) -> Any:
+            """Python's is not the floor of the quotient, which is rounded: 0.4 // 0.1 is 3."""
+            return getattr(float(self), name)(float(other)) if patch.in_forward() else original(self, other)
 
 
 def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:

@@ -22,7 +22,7 @@ from fxopt.capture.patches.replaced import Patches
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
-_COMPARES = {"BUILD_TUPLE", "BINARY_OP", "IS_OP", "COMPARE_OP", "CONTAINS_OP"}
+_COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
 _DECORATED = (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -106,13 +106,18 @@ def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=4096)
 def _hands_on_int(code: types.CodeType) -> bool:
     """Tell whether code gives the type `int` to others, as `x.to(int)` does, rather than calls it or compares with it."""
-    given = False  # to nobody yet
+    given, before = False, ""  # to nobody yet
+    of_type = False  # the stand-in is what `type` gives here, but not an `int` that is held from before
     for instruction in dis.get_instructions(code) if "int" in code.co_names else ():
         loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == "int"
-        compared = instruction.opname in _COMPARES or (
-            instruction.opname in ("PRECALL", "CALL") and instruction.arg == 2  # `isinstance`
+        of_type = before == "CALL" and "type" in code.co_names if loaded else of_type
+        before = instruction.opname
+        compared = (
+            before in _COMPARES
+            or (before == "IS_OP" and of_type)
+            or (before in ("PRECALL", "CALL") and instruction.arg == 2)  # `isinstance`
         )
-        if given and not compared and instruction.opname not in _LOADS:
+        if given and not compared and before not in _LOADS:
             return True
         given = (given and not compared) or (loaded and not (instruction.arg or 0) & 1)
     return any(_hands_on_int(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))

@@ -59,5 +59,8 @@ def _asking(name: str, one: bool) -> Callable[..., Any]:
 
 for _name in ("__contains__", "__getitem__", "get", "pop", "setdefault"):
     setattr(_Attributes, _name, _asking(_name, one=True))
-for _name in ("__iter__", "__len__", "__or__", "copy", "items", "keys", "values"):
+for _name in (
+    *("__eq__", "__iter__", "__len__", "__ne__", "__or__", "__repr__", "__reversed__", "__ror__"),
+    *("copy", "items", "keys", "values"),
+):
     setattr(_Attributes, _name, _asking(_name, one=False))
