@@ -117,7 +117,7 @@ UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init_
         (undoing, "undo_steps", everything, "undo history"),
         (undoing, "undo_steps", left_in_training, "refused undo"),
         (undoing, "_check_order", lambda undone, steps: None, "undo"),
-        (undoing, "_unmark", lambda graph_module, undone, standing: [], "partial undo metadata"),
+        (undoing, "_unmark", lambda graph_module, undone, standing: [], "partial undo"),
         (history, "undo", lambda graph_module, steps=1: graph_module, "applied"),
     ],
     ids=[
