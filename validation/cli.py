@@ -25,15 +25,27 @@ app.command("validate", context_settings=EVERYTHING_ELSE, epilog=HELP)(validate)
 app.add_typer(zoo_app, name="zoo")
 
 
-def _fetched(name: str) -> Path:
-    """A file or folder; of a URL, a copy of what is there."""
+def _place(name: str) -> store.Place:
+    """The place of a run, in which there is something."""
     try:
         place = store.Place(name)
     except store.ReportError as error:
         raise typer.BadParameter(str(error)) from error
     if place.empty:
         raise typer.BadParameter(f"{name}: no such file or folder")
-    return place.path
+    return place
+
+
+def _fetched(name: str) -> Path:
+    """A file or folder; of a URL, a copy of what is there."""
+    return _place(name).path
+
+
+def _folder(name: str) -> Path:
+    """A folder to write to, which is no URL."""
+    if "://" in str(name):
+        raise typer.BadParameter(f"{name}: is a URL; name a folder of this machine")
+    return Path(name)
 
 
 HELP_OF_A_RUN = (
@@ -53,14 +65,18 @@ def run(arguments: Sequence[str]) -> int:
 
 @app.command("report")
 def report_command(
-    run: Run,
-    output: Annotated[Path | None, typer.Option(help="Where to write; default: beside the run.")] = None,
+    run: Annotated[store.Place, typer.Argument(parser=_place, help=HELP_OF_A_RUN)],
+    output: Annotated[
+        Path | None, typer.Option(parser=_folder, help="Where to write; default: beside the run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Writes the Markdown and HTML views of a run, from its table alone."""
     with one_line_errors():
-        table = store.read_run(run)
-        written = report.write_views(table, output or _beside(run))
+        if run.far and not output:
+            raise store.ReportError(f"{run.name}: is a URL; name a folder of this machine with --output")
+        table = store.read_run(run.path)
+        written = report.write_views(table, output or _beside(run.path))
     _say_what_is_written(table, written, as_json)
 
 
@@ -103,7 +119,10 @@ def merge_command(
         ),
     ],
     output: Annotated[
-        Path, typer.Option(help="The folder of reports that gets latest/, and history/ of a whole run.")
+        Path,
+        typer.Option(
+            parser=_folder, help="The folder of reports that gets latest/, and history/ of a whole run."
+        ),
     ],
     as_json: Json = False,
 ) -> None:
@@ -118,10 +137,12 @@ def merge_command(
 def accept_command(
     case: Annotated[str, typer.Argument(help="The id of a case.")],
     reason: Annotated[str, typer.Option(help="Why its change is right; the baseline keeps it.")],
-    current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
-    baseline: Annotated[Path, typer.Option(help="The run that others are compared with.")] = Path(
-        "reports/baseline"
-    ),
+    current: Annotated[
+        Path, typer.Option(parser=_fetched, help="The run that has the change, or its URL.")
+    ] = Path("reports/latest"),
+    baseline: Annotated[
+        Path, typer.Option(parser=_folder, help="The run that others are compared with.")
+    ] = Path("reports/baseline"),
 ) -> None:
     """Expects of one case, from now on, what it did in CURRENT: that row takes the place of the one in BASELINE.
 
@@ -136,7 +157,9 @@ def accept_command(
 @app.command("baseline")
 def baseline_command(
     run: Run,
-    directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
+    directory: Annotated[Path, typer.Option(parser=_folder, help="Where baselines are kept.")] = Path(
+        "reports/baseline"
+    ),
 ) -> None:
     """Makes a run the one that others are compared with; refuses a part, and one in which cases failed, unless it is a sweep.
 

@@ -100,10 +100,10 @@ class Fleet:
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
                 if not ready:
-                    for task in [
-                        t for t, (chunk, _) in running.items() if self._set_aside(chunk) < chunk.memory
-                    ]:
-                        self._ray.cancel(task)  # the node that it waits for is lost: it is placed anew
+                    alive = self._alive()
+                    for task, (chunk, _) in running.items():
+                        if chunk.cases and self._set_aside(chunk, alive) < chunk.memory:
+                            self._ray.cancel(task)  # the node that it waits for is lost: it is placed anew
                 for task in ready:
                     chunk, place = running[task]
                     for record in self._heard(task, chunk, place):
@@ -145,25 +145,24 @@ class Fleet:
         if any(not place for _, place in running.values()):
             return None
         taken = {place for _, place in running.values()}
-        memory = self._set_aside(chunk)
-        fit = (node["NodeID"] for node in self._nodes(chunk) if _memory_of(node) >= memory)
+        alive = self._alive()
+        memory = self._set_aside(chunk, alive)
+        fit = (node["NodeID"] for node in _able(chunk, alive) if _memory_of(node) >= memory)
         return next((node for node in fit if node not in taken), None)
 
-    def _nodes(self, chunk: _Chunk) -> list[Any]:
-        """The nodes that can run a chunk, the busy ones as well."""
-        needed = "GPU" if _on_gpu(chunk) else "CPU"
-        alive = (node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self._gone)
-        return [node for node in alive if node["Resources"].get(needed)]
+    def _alive(self) -> list[Any]:
+        """The nodes that are there, the busy ones as well."""
+        return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self._gone]
 
-    def _set_aside(self, chunk: _Chunk) -> int:
+    def _set_aside(self, chunk: _Chunk, alive: list[Any]) -> int:
         """The bytes of memory for a chunk; no more than the largest node has, where it is then alone."""
         if not (wanted := self._memory(chunk.cases[0].model)):
             return 0
-        return int(min(wanted, max(map(_memory_of, self._nodes(chunk)), default=0)))
+        return int(min(wanted, max(map(_memory_of, _able(chunk, alive)), default=0)))
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
-        options["memory"] = chunk.memory = self._set_aside(chunk)
+        options["memory"] = chunk.memory = self._set_aside(chunk, self._alive())
         if place:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
@@ -200,6 +199,12 @@ class Fleet:
 
 def _on_gpu(chunk: _Chunk) -> bool:
     return chunk.cases[0].device.partition(":")[0] == "cuda"
+
+
+def _able(chunk: _Chunk, nodes: list[Any]) -> list[Any]:
+    """The nodes that can run a chunk."""
+    needed = "GPU" if _on_gpu(chunk) else "CPU"
+    return [node for node in nodes if node["Resources"].get(needed)]
 
 
 def _memory_of(node: Any) -> float:

@@ -24,6 +24,8 @@ def read(path: Path) -> tuple[yaml.Node | None, Any]:
         loader = LOADER(text)
         root = loader.get_single_node()
         return root, None if root is None else loader.construct_document(root)
+    except FileNotFoundError as error:
+        raise YamlError(f"{path}: no such file; name one, or write model_zoo.yaml") from error
     except (OSError, UnicodeDecodeError) as error:
         raise YamlError(f"{path}: cannot be read: {error}") from error
     except yaml.MarkedYAMLError as error:

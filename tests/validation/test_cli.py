@@ -296,7 +296,14 @@ def test_zoo_check_says_what_is_planned_and_what_is_wrong(zoo, call):
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 3
     assert result.stderr.startswith(f"error: {zoo}:2: first: sizes: ")
-    assert call("zoo", "check", "nowhere.yaml").exit_code == 2
+
+
+@pytest.mark.parametrize("command", [("zoo", "check"), ("zoo", "sites"), ("validate",)])
+def test_where_there_is_no_zoo_file_all_commands_say_the_same(command, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call(*command)
+    assert result.exit_code == 2
+    assert "model_zoo.yaml: no such file; name one, or write model_zoo.yaml\n" in result.stderr
 
 
 def test_history_and_report_print_json(runs, run, call):

@@ -178,6 +178,30 @@ def test_when_the_node_with_the_memory_is_lost_the_others_do(cluster: Any, giant
     assert len(set(arrived)) == len(arrived) == 13
 
 
+def test_tasks_without_news_are_waited_for_though_all_their_records_are_there(
+    noted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = noted
+    engine._memory = lambda model: 1.0
+    wait, nodes = ray.wait, ray.nodes
+    arrived: list[Record] = []
+    without_news, asked, by_then = {0, 2}, [], []
+
+    def late(tasks: list[Any], timeout: float) -> Any:
+        by_then.append(len(asked))
+        if len(arrived) in without_news:
+            without_news.remove(len(arrived))
+            return [], tasks
+        return wait(tasks, timeout=timeout)
+
+    monkeypatch.setattr(ray, "wait", late)
+    monkeypatch.setattr(ray, "nodes", lambda: asked.append(0) or nodes())
+    for record in engine.run([case("one"), case("two")]):
+        arrived.append(record)
+    assert (len(arrived), without_news) == (2, set())
+    assert by_then[1] - by_then[0] == 1, "the nodes are asked for once, and not for each task"
+
+
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(FleetError, match=r"pip install 'fxopt\[fleet\]'"):

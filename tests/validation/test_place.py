@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,22 @@ from typer.testing import CliRunner
 from tests.validation.test_harness import ONE_PASS, Harness, harness
 from tests.validation.test_resume import RESUMABLE, table
 from validation.cli import app
-from validation.store import Place, ReportError, place
+from validation.records import Outcome, Record
+from validation.store import Place, ReportError, Run, place, table_of, write_table
 
 __all__ = ["harness"]
 
 FAR = ["-p", "tests.validation.far_storage"]
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which folders stand in for URLs; it goes with the test."""
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    made = functools.partial(tempfile.mkdtemp, dir=folder)
+    monkeypatch.setattr(place, "tempfile", types.SimpleNamespace(mkdtemp=made))
+    return folder
 
 
 @pytest.fixture
@@ -155,6 +170,91 @@ def test_what_others_write_to_the_url_meanwhile_stays(memory: Any) -> None:
     (reports.path / "running/cut.jsonl").unlink()
     reports.send()
     assert memory.find("/there") == ["/there/running/other.jsonl"]
+
+
+def test_a_run_removes_no_file_that_another_has_written_and_nothing_that_is_kept(memory: Any) -> None:
+    names = ["running/taken.jsonl", "running/gone.jsonl", "history/run.parquet", "baseline/records.parquet"]
+    for name in names:
+        memory.pipe(f"/there/{name}", b"as it was fetched")
+    reports = Place("memory://there")
+    own = reports.path / "running/own.jsonl"
+    own.write_text("as it was sent")
+    reports.send()
+    memory.pipe("/there/running/taken.jsonl", b"as another wrote it")
+    memory.pipe("/there/running/own.jsonl", b"as another wrote it")
+    for name in [*names, "running/own.jsonl"]:
+        (reports.path / name).unlink()
+    reports.send()
+    left = {"running/taken.jsonl", "running/own.jsonl", "history/run.parquet", "baseline/records.parquet"}
+    assert set(memory.find("/there")) == {f"/there/{name}" for name in left}
+
+
+def test_a_copy_that_is_gone_takes_nothing_with_it(memory: Any) -> None:
+    memory.pipe("/there/running/cut.jsonl", b"a run that was cut")
+    reports = Place("memory://there")
+    shutil.rmtree(reports.path)
+    for _ in range(2):
+        with pytest.raises(
+            ReportError, match=f"{reports.path}: is gone, so that nothing more can be sent to mem"
+        ):
+            reports.send()
+        (reports.path / "latest").mkdir(parents=True, exist_ok=True)  # as a run makes it anew
+    assert memory.find("/there") == ["/there/running/cut.jsonl"]
+
+
+def test_of_what_cannot_be_fetched_no_copy_is_left(
+    memory: Any, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe("/there/running/cut.jsonl", b"a run that was cut")
+    at_exit: list[Any] = []
+    monkeypatch.setattr(place.atexit, "register", at_exit.append)
+    monkeypatch.setattr(memory.__class__, "get_file", refused)
+    with pytest.raises(ReportError, match="memory://there: cannot be read"):
+        Place("memory://there")
+    for remove in at_exit:
+        remove()
+    assert not list(copies.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report memory://there/latest",
+        "report HERE --output memory://there",
+        "merge HERE --output memory://there",
+        "baseline HERE --directory memory://there",
+        "accept case --reason why --current HERE --baseline memory://there",
+    ],
+)
+def test_commands_write_to_no_url_and_say_so(
+    command: str,
+    memory: Any,
+    tmp_path: Path,
+    run: Run,
+    records: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_table(table_of(records, run), tmp_path / "here")
+    memory.put(f"{tmp_path}/here/", "/there/latest/", recursive=True)
+    before = sorted(tmp_path.iterdir())
+    found = CliRunner().invoke(app, command.replace("HERE", "here").split())
+    assert found.exit_code == 2
+    assert "memory://there" in found.stderr
+    assert "folder of this machine" in found.stderr
+    assert len(memory.find("/there")) == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_change_is_accepted_from_a_url(
+    memory: Any, tmp_path: Path, run: Run, records: list[Record]
+) -> None:
+    write_table(table_of(records, run), tmp_path / "here")
+    memory.put(f"{tmp_path}/here/", "/there/latest/", recursive=True)
+    case = next(record.case.id for record in records if record.outcome is Outcome.PASS)
+    places = ["--current", "memory://there/latest", "--baseline", str(tmp_path / "here")]
+    found = CliRunner().invoke(app, ["accept", case, "--reason", "why", *places])
+    assert found.exit_code == 0, found.output
 
 
 def test_a_file_url_is_a_folder_with_its_locks(tmp_path: Path) -> None:

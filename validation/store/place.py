@@ -9,11 +9,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .files import ReportError, first_line
 
 PAUSE, SHARE = 10.0, 0.05
 """Seconds between two times that a run sends what it has found, and the most of its time that sending may take."""
+
+STATED = ("size", "ETag", "etag", "mtime", "created", "LastModified", "last_modified")
+"""The facts by which a file at a URL is known to be still the same; drivers of fsspec give some of them."""
+
+MARK = ".fxopt"
+"""A file of the folder that stands in for a URL; where it is gone, so is the folder, though one may be there anew."""
+
+KEPT = ("history/", "baseline/")
+"""The folders from which nothing is ever removed at a URL."""
 
 
 class Place:
@@ -43,25 +53,30 @@ class Place:
             if self._files.protocol == ("file", "local"):
                 self.path, self.far = Path(root), False
                 return
-            self._files.invalidate_cache()
-            found = [file for file in self._files.find(root) if not _name(file).startswith(".")]
-            self._folder = self.path = Path(tempfile.mkdtemp(prefix="fxopt-reports-"))
             self._root: str = root
-            if found == [root]:
-                self._root, self.path = root.removesuffix(f"/{_name(root)}"), self._folder / _name(root)
-            if found:
-                names = [file.removeprefix(self._root).lstrip("/") for file in found]
-                self._files.get(found, [str(self._folder / name) for name in names])
-        self._sent, self._next, self.empty = self._stamps(), 0.0, not found
-        atexit.register(self._remove)
+            self._there = self._stated()
+            self._folder = self.path = Path(tempfile.mkdtemp(prefix="fxopt-reports-"))
+            self._fetched = False
+            atexit.register(self._remove)
+            (self._folder / MARK).touch()
+            if [*self._there] == [""]:  # a file
+                self._root, _, file = root.rpartition("/")
+                self._there, self.path = {file: self._there[""]}, self._folder / file
+            if self._there:
+                there = [f"{self._root.rstrip('/')}/{name}" for name in self._there]
+                self._files.get(there, [str(self._folder / name) for name in self._there])
+        self._sent, self._next, self.empty, self._fetched = self._stamps(), 0.0, not self._there, True
 
     def send(self) -> None:
         """Has the URL follow the folder: sends what is new there, and then removes what is gone.
 
-        Raises `ReportError` when that fails; what was sent before stays, and the next time sends the rest.
+        What another has written there since, or is kept for good, is not removed. Raises `ReportError` when the folder is
+        gone, or sending fails; what was sent before stays, and the next time sends the rest.
         """
         if not self.far:
             return
+        if not (self._folder / MARK).exists():  # else all at the URL would seem to be gone, too
+            raise ReportError(f"{self._folder}: is gone, so that nothing more can be sent to {self.name}")
         began, now = time.monotonic(), self._stamps()
         new = [name for name, stamp in now.items() if self._sent.get(name) != stamp]
         try:
@@ -70,9 +85,12 @@ class Place:
                     self._files.put(
                         [str(self._folder / name) for name in new], [f"{self._root}/{name}" for name in new]
                     )
+                there = self._stated()
+                self._there |= {name: there[name] for name in new if name in there}
                 for name in self._sent.keys() - now.keys():
-                    with contextlib.suppress(FileNotFoundError):
-                        self._files.rm_file(f"{self._root}/{name}")
+                    if name in there and there[name] == self._there.get(name) and not name.startswith(KEPT):
+                        with contextlib.suppress(FileNotFoundError):
+                            self._files.rm_file(f"{self._root}/{name}")
                 self._sent = now
         finally:
             took = time.monotonic() - began
@@ -88,6 +106,13 @@ class Place:
         """A text with the files of the folder as they are called there."""
         return str(text).replace(str(self._folder), self.name.rstrip("/")) if self.far else str(text)
 
+    def _stated(self) -> dict[str, dict[str, Any]]:
+        """The facts that tell the files at the URL from later ones, by their name; "" is what the URL names, a file."""
+        self._files.invalidate_cache()
+        found = self._files.find(self._root, detail=True).items()
+        named = {file.removeprefix(self._root).lstrip("/"): info for file, info in found if not _hidden(file)}
+        return {name: {fact: info[fact] for fact in STATED if fact in info} for name, info in named.items()}
+
     def _stamps(self) -> dict[str, tuple[int, int]]:
         """Changes with a file, by its name; hidden files are locks, and files that are not finished."""
         files = [file for file in self._folder.rglob("[!.]*") if file.is_file()]
@@ -95,7 +120,7 @@ class Place:
         return {name: (fact.st_mtime_ns, fact.st_size) for name, fact in facts.items()}
 
     def _remove(self) -> None:
-        if self._stamps() == self._sent:
+        if not self._fetched or self._stamps() == self._sent:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -107,5 +132,5 @@ class Place:
             raise ReportError(f"{self.name}: cannot be {what} ({text})") from error
 
 
-def _name(file: str) -> str:
-    return file.rpartition("/")[2]
+def _hidden(file: str) -> bool:
+    return file.rpartition("/")[2].startswith(".")
