@@ -119,7 +119,7 @@ PASSES = (
     Fault("fold scale: 2 - x is taken for x - 2", _SCALE, "return (-one, constant) if first else", "return (one, -constant) if first else", SITE),
     Fault("fold scale: rsub is sub", _SCALE, '"rsub": lambda c, first: _difference(c, not first)', '"rsub": lambda c, first: _difference(c, first)', SITE),
     Fault("fold scale: 3 / x is taken for x / 3", _SCALE, "return None if divides else", "return", SITE),
-    Fault("fold scale: alpha and rounding_mode are ignored", _SCALE, 'len(operands) != 2 or not set(node.kwargs) <= {"other"}', "len(operands) < 2", SITE),
+    Fault("fold scale: alpha and rounding_mode are ignored", _SCALE, 'len(operands) != 2 or not set(node.kwargs) <= {"other"}', "len(operands) < 2"),
     Fault("fold scale: an operator writes", _SCALE, "layer_obstacle(index, layer) or _write_obstacle(index, node)", "layer_obstacle(index, layer)"),
     Fault("fold scale: a constant that is written into is folded", _PARAMETER_CONSTANTS, "        if writer:\n            return f\"{writer.name} may write into the constant", "        if False:\n            return f\"{writer.name} may write into the constant", SITE),
     Fault("fold scale: positions are taken for channels", _SCALE, "constant.numel() != number or constant.shape[dimension] != number:", "constant.numel() != number:", SITE),
