@@ -147,7 +147,7 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
             "missing a required argument: 'in_features'; name a function of your own",
         ),
         (["trance"], 2, "no command 'trance'; there are trace, .*validate"),
-        (["trace", "net", "--zoo", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+        (["trace", "net", "--zoo", "nowhere.yaml"], 2, "nowhere.yaml: no such file"),
     ],
 )
 def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, message: str) -> None:

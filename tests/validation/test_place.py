@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,21 @@ def test_a_run_writes_to_a_url_what_it_writes_to_a_folder(
     assert "\nmemory://there/reports/latest/report.html\n" in capsys.readouterr().out
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for temporary files: in that of a test, the path of a pool's socket is too long."""
+    with tempfile.TemporaryDirectory(prefix="fx") as folder:
+        yield Path(folder)
+
+
 def test_what_a_killed_run_has_found_is_at_the_url_and_another_machine_goes_on_with_it(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.zoo("Good", "Hang")
     options = [*FAR, *RESUMABLE, *ONE_PASS, "-k", "effect or equivalence"]
     assert harness.run(*options, "-n", "1") == pytest.ExitCode.TESTS_FAILED
     here = table(harness)
-    there, temporary = harness.folder / "there", harness.folder / "temporary"
-    temporary.mkdir()
+    there, temporary = harness.folder / "there", short
     monkeypatch.setenv("TMPDIR", str(temporary))
     options += ["--fx-resume", "--fx-report-dir", f"far://{there}"]
     command = [sys.executable, "-m", "pytest", *harness.arguments(), *options]
