@@ -388,3 +388,19 @@ def test_a_wider_capture_is_no_deception():
     free = fxopt.trace(model, (X[:, :4],), dynamic_shapes={"input": {0: torch.export.Dim.AUTO}})
     for wider in (free, torch.fx.symbolic_trace(model)):
         assert Oracle(fixed, [X[:, :4]]).judge(wider).grade.passes
+
+
+class Both(nn.Module):
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        return y, y.t().clone(memory_format=torch.preserve_format) if self.copies else y.t()
+
+
+def test_views_that_become_tensors_are_wrong_but_for_other_values():
+    oracle = Oracle(Both(False), [X], strides=True)
+    assert "shares no memory" in oracle.judge(Both(True)).reason
+    assert oracle.fault(oracle.observe(Both(True))) == ""
