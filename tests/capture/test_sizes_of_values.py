@@ -1,5 +1,6 @@
 """Sizes that tensors of the model, their values and arithmetic give: numbers of the graph, and no decisions."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -424,3 +425,19 @@ def test_a_number_that_sympy_would_round_otherwise_is_fixed():
     for n in rounded:
         with pytest.raises(fxopt.GuardError):
             traced(torch.ones(n, 1))
+
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return torch.zeros(int(x.shape[1] * 0.3 // 0.1))
+
+
+def test_a_quotient_of_floats_that_is_rounded_down_is_pythons():
+    model, x = Divides(), torch.ones(2, 4)
+    traced = fxopt.trace(model, (x,), dynamic_shapes=({1: Dim.AUTO},), verify=False)
+    compared = 0
+    for length in (4, 5, 7):
+        with contextlib.suppress(fxopt.GuardError):
+            assert traced(torch.ones(2, length)).shape == model(torch.ones(2, length)).shape
+            compared += 1
+    assert compared
