@@ -84,7 +84,7 @@ CHANGES = {
     "a hook of a layer": lambda m: m.last.register_forward_hook(lambda module, args, output: output + 1),
     "a forward": lambda m: setattr(m.inner, "forward", lambda x: x),
     "assigned weights": lambda m: m.load_state_dict(
-        {n: torch.randn_like(v) ** 2 if v.is_floating_point() else v for n, v in m.state_dict().items()},
+        {n: torch.rand_like(v) if v.is_floating_point() else v for n, v in m.state_dict().items()},
         assign=True,
     ),
     "float64": lambda m: m.double(),
