@@ -23,7 +23,6 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.runtime.checks import check_value
 from fxopt.objects import mapped
 
 # What takes sizes as arguments, by name.
@@ -50,20 +49,10 @@ class Number:
 
 
 class KnownScalars:
-    """The tensors of one capture that hold a number which is known as an expression of sizes.
+    """The tensors of one capture whose number is known as an expression of sizes; `moving` are those that it writes."""
 
-    `model_tensor` gives the name and the real tensor for a fake one; those called `written`, the forward writes.
-    """
-
-    def __init__(
-        self,
-        writer: GraphWriter,
-        shape_env: CaptureShapeEnv,
-        model_tensor: Callable[[torch.Tensor], tuple[str, torch.Tensor | None]],
-        written: Set[str] = frozenset(),
-    ) -> None:
-        self._writer, self._shape_env = writer, shape_env
-        self._model_tensor, self._written = model_tensor, written
+    def __init__(self, writer: GraphWriter, shape_env: CaptureShapeEnv, moving: Set[str]) -> None:
+        self._writer, self._shape_env, self._moving = writer, shape_env, moving
         self._taken: list[tuple[str, torch.Tensor]] = []
         self._numbers: dict[int, Number] = {}
         self._checked: set[int] = set()
@@ -159,8 +148,8 @@ class KnownScalars:
 
     def _held(self, tensor: torch.Tensor) -> Number | None:
         """Give the numbers in an integer tensor of the model that the forward does not write."""
-        name, real = self._model_tensor(tensor)
-        if name in self._written or _version(tensor):
+        name, real = self._writer.shell.real(tensor)
+        if name in self._moving or _version(tensor):
             return None
         if real is None and isinstance(tensor, FakeTensor):
             real = tensor.constant
@@ -180,11 +169,8 @@ class KnownScalars:
             self._checked.add(id(tensor))
             item = self._writer.create("call_method", "item", (self._writer.argument(tensor),), {}, None)
             expected = self._writer.argument(plain)
-            same = self._writer.create("call_function", operator.eq, (item, expected), {}, None)
-            message = (
-                f"the graph assumes what number a tensor holds that is used as a size. {self._writer.where()}"
-            )
-            self._writer.create("call_function", check_value, (same, message), {}, None)
+            same = self._writer.call(operator.eq, item, expected)
+            self._writer.assume(same, "what number a tensor holds that is used as a size")
         return plain
 
     def _plain(self, value: Any) -> Any:

@@ -1,12 +1,8 @@
 """Running calls on fake tensors, each distinct one once.
 
-A model repeats itself: the same layers and functions on tensors of the same sizes, dozens of times. What comes
-out, as far as a fake tensor knows, is the same each time, and finding it out on free sizes costs thousands of
-operations on sympy expressions; so it is remembered, and later calls make the output tensors alone. Whatever
-the first call asked of the sizes is among the guards by then, and holds for the later ones.
-
-The captures of one forward, with other answers or at other sizes, repeat each other as well. A call whose result follows from
-what is known of the sizes of its arguments gives the same in each capture that knows the same of them.
+Finding out sizes costs thousands of operations on sympy expressions, and a model repeats its layers dozens of times. Whatever
+the first call asked of the sizes is among the guards by then, and holds for the later ones. The captures of one forward repeat
+each other as well: a call gives the same in each that knows the same of the sizes of its arguments.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from fxopt.capture.fakes.call_metadata import UncertainError, argument_key, has_hooks, layer_key, metadata_key
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
@@ -34,14 +31,8 @@ _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sequence:
-    """A tuple, list or named result of outputs."""
-
-    type: Any
-    items: tuple[Any, ...]
-
-
+# The metadata of the tensors in a result, and the structure of it.
+Known = tuple[list[Metadata | None], pytree.TreeSpec]
 # For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
 Earlier = dict[Any, dict[frozenset[Any], Any]]
 
@@ -105,18 +96,16 @@ class CachedCall:
     def __post_init__(self) -> None:
         self._versions = [tensor._version for tensor in self.inputs]
         self._drawn = self.fake_mode.drawn
-        shape_env: Any = self.fake_mode.shape_env
-        self._shape_env, self._state = shape_env, shape_env.state
+        self._shape_env, self._state = self.fake_mode.shape_env, self.fake_mode.shape_env.state
         self.known = self.key in self.results or self._was_made_before()
 
     def recall(self) -> Any:
         """The result of a known call, in new tensors."""
         with self._shape_env.suppress_guards():
-            return self._made(self.results[self.key])
+            tensors, structure = self.results[self.key]
+            return pytree.tree_unflatten(map(self._made, tensors), structure)
 
-    def _made(self, known: Any) -> Any:
-        if isinstance(known, _Sequence):
-            return known.type([self._made(item) for item in known.items])
+    def _made(self, known: Metadata | None) -> Any:
         if known is None:
             return None
         if known.view_of is not None:
@@ -151,11 +140,14 @@ class CachedCall:
         unchanged = unchanged and self._drawn == self.fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(UncertainError):
-                known = self.results[self.key] = self._known(result, {})
+                tensors, structure = pytree.tree_flatten(result, _is_unknown)
+                memories: dict[int, Any] = {}
+                known = [self._known(tensor, memories) for tensor in tensors], structure
+                self.results[self.key] = known
                 if self._state == self._shape_env.state:
                     self._keep(known)
 
-    def _keep(self, known: Any) -> None:
+    def _keep(self, known: Known) -> None:
         """Keep what the call gave for other captures."""
         facts, related = self._shape_env.facts.about(self._symbols)
 
@@ -166,15 +158,10 @@ class CachedCall:
 
         self.earlier.setdefault(self.key, {})[facts] = _with_sizes(known, expression)
 
-    def _known(self, result: Any, memories: dict[int, Any]) -> Any:
-        """The metadata of a result; `memories` holds what is new in it, of which no two may share any."""
+    def _known(self, result: Any, memories: dict[int, Any]) -> Metadata | None:
+        """The metadata of a tensor in a result; `memories` holds what is new in that, of which no two may share any."""
         if result is None:
             return None
-        if isinstance(result, (tuple, list)):
-            named = type(result).__module__ == "torch.return_types"
-            if not named and type(result) not in (tuple, list):
-                raise UncertainError
-            return _Sequence(type(result), tuple(self._known(item, memories) for item in result))
         if type(result) is not FakeTensor or any(result is tensor for tensor in self.inputs):
             raise UncertainError
         metadata_key(result)
@@ -191,16 +178,9 @@ class CachedCall:
             raise UncertainError
         if not owners:
             memories[storage._cdata] = storage
-        return Metadata(
-            tuple(result.shape),
-            result.stride(),
-            result.storage_offset(),
-            storage.nbytes(),
-            result.dtype,
-            result.device,
-            result.requires_grad,
-            owners[0] if owners else None,
-        )
+        sizes = tuple(result.shape), result.stride(), result.storage_offset(), storage.nbytes()
+        view_of = owners[0] if owners else None
+        return Metadata(*sizes, result.dtype, result.device, result.requires_grad, view_of)
 
     def _sources(self) -> list[torch.Tensor]:
         """The tensors on which a new one depends for autograd."""
@@ -230,20 +210,17 @@ def _symbols(key: Any) -> set[Any]:
     return key.free_symbols if isinstance(key, sympy.Basic) else set()
 
 
-def _with_sizes(known: Any, replaced: Callable[[Any], Any]) -> Any:
+def _is_unknown(value: Any) -> bool:
+    """Tell whether a part of a result is more than its items."""
+    named = type(value).__module__ == "torch.return_types"
+    return not (named or type(value) in (tuple, list))
+
+
+def _with_sizes(known: Known, replaced: Callable[[Any], Any]) -> Known:
     """The metadata of a result with its free sizes replaced."""
-    if isinstance(known, _Sequence):
-        return _Sequence(known.type, tuple(_with_sizes(item, replaced) for item in known.items))
-    if known is None:
-        return None
 
     def size(value: Any) -> Any:
         return value if isinstance(value, int) else replaced(value)
 
-    return dataclasses.replace(
-        known,
-        shape=tuple(map(size, known.shape)),
-        stride=tuple(map(size, known.stride)),
-        offset=size(known.offset),
-        bytes=size(known.bytes),
-    )
+    tensors, structure = known
+    return [tensor and tensor.resized(size) for tensor in tensors], structure

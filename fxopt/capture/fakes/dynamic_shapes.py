@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
 
 from fxopt.errors import TraceError
 
@@ -19,6 +19,11 @@ Dimension = Any
 def is_backed(size: Any) -> bool:
     """Tell whether a size is free, and the example says what it is there."""
     return type(size) is torch.SymInt and bool(size.node.has_hint())
+
+
+def is_unbacked(size: Any) -> bool:
+    """Tell whether a size is known only when the graph runs."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def symbolic_context(

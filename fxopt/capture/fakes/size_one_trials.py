@@ -17,9 +17,8 @@ class SizeOneTrials:
     """The trials of one ShapeEnv, each made once: layers repeat each other."""
 
     def __init__(self, shape_env: Any) -> None:
-        self._shape_env: Any = weakref.proxy(
-            shape_env
-        )  # which has this object, and is freed with its last size
+        # It has this object, and is freed with its last size.
+        self._shape_env: Any = weakref.proxy(shape_env)
         self._verdicts: dict[str, bool] = {}
 
     def agree(

@@ -57,11 +57,7 @@ def _value(node: Node) -> Any:
 
 
 def check_names(graph: torch.fx.Graph) -> None:
-    """Raise TraceError for a name that fx would write into code which Python cannot read.
-
-    fx writes `self.dense`, or `getattr(self, "my dense")` where a name is none of Python's. It takes `class` for one of
-    them, and a quotation mark for a part of the name.
-    """
+    """Raise TraceError for a name that fx would write into code which Python cannot read: a keyword, or one with a quotation mark."""
     for node in graph.nodes:
         path = str(node.target)
         if node.op == "placeholder":

@@ -23,6 +23,7 @@ from fxopt.objects import (
     build_object,
     entries,
     find,
+    is_found,
     is_mutable,
     is_open,
     key_kind,
@@ -46,11 +47,8 @@ class _Known:
 class MutableObjects:
     """The open objects of one capture, with the lists and dicts inside them.
 
-    Args:
-        graph: the graph that is written.
-        create: writes a `call_function` node for a target and its arguments.
-        argument: writes a value of any other kind as an argument of a node.
-        bind: takes a value as the entry, of this kind and key, of what a node gives.
+    `create` writes a node for a target and its arguments, `argument` any other value as an argument, and `bind` takes a value as
+    the entry, of this kind and key, of what a node gives.
     """
 
     graph: torch.fx.Graph
@@ -232,11 +230,7 @@ def _parts(value: Any) -> list[Any]:
 
 def _qualified_name(value: Any) -> str:
     name = f"{value.__module__}.{value.__qualname__}"
-    try:
-        found = find(name)
-    except (ImportError, AttributeError):
-        found = None
-    if found is not value:
+    if not is_found(name, value):
         raise TraceError(
             f"{name} cannot be imported by that name, so no graph can make one. Define it at the top level of a module."
         )

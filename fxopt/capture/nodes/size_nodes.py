@@ -1,8 +1,6 @@
-"""The nodes that compute with sizes.
+"""The nodes that compute with sizes: a SymInt that is an argument of a call, as a sympy expression, written as nodes.
 
-A free dimension is a SymInt of a `ShapeEnv`. When one becomes an argument of a call, its sympy expression is
-written as nodes; the leaves are `size` calls on the node of the tensor that has that dimension, or the node
-of the value (`item`) that it came from.
+The leaves are `size` calls on the node of the tensor that has that dimension, or the node of the value that it came from.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from fxopt.errors import TraceError
 
 
 class SizeNodes:
-    """The nodes of one graph that compute sizes.
-
-    `bind` says where a symbol comes from; `node` gives the node for a SymInt, SymFloat or SymBool.
-    """
+    """The nodes of one graph that compute sizes; `bind` says where a symbol comes from."""
 
     def __init__(self, graph: torch.fx.Graph, shape_env: ShapeEnv) -> None:
         self._tracer = GraphAppendingTracer(graph)

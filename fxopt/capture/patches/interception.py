@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fxopt.capture.patches.compilation import patch_compilation
 from fxopt.capture.patches.fake_kernels import patch_kernels
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
@@ -47,7 +46,6 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
         # It logs each error of an operator before raising it, and some only decide a condition here.
         patch.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         patch_torch(patch, recorder)
-        patch_compilation(patch)
         patch_numbers(patch, decisions)
         patch_random_numbers(patch, recorder.draws, recorder.fail)
         patch_masks(patch, writer, decisions.specialised, recorder.fail)

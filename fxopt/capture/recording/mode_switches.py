@@ -32,11 +32,11 @@ class ModeSwitches:
 
     def enter(self, block: Any, function: Callable[..., Any], *args: Any) -> None:
         """Write the node that enters a mode; `leave(block)` restores what it found."""
-        self._blocks[id(block)] = (block, self._writer.create("call_function", function, args, {}, None))
+        self._blocks[id(block)] = (block, self._writer.call(function, *args))
 
     def leave(self, block: Any) -> None:
         """Write the node that leaves the mode that `block` entered."""
-        self._writer.create("call_function", modes.leave, (self._blocks.pop(id(block))[1],), {}, None)
+        self._writer.call(modes.leave, self._blocks.pop(id(block))[1])
 
     def entered(self, block: Any) -> bool:
         """Tell whether `block` has entered a mode and not left it."""
@@ -61,9 +61,9 @@ class ModeSwitches:
         block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
         if frame.f_code in _GRAD_EXITS and self.entered(block):
             previous = self._blocks.pop(id(block))[1]
-            self._writer.create("call_function", modes.set_grad_enabled, (previous,), {}, None)
+            self._writer.call(modes.set_grad_enabled, previous)
             return
-        node = self._writer.create("call_function", modes.set_grad_enabled, (mode,), {}, None)
+        node = self._writer.call(modes.set_grad_enabled, mode)
         if block is not None and not self.entered(block):
             self._blocks[id(block)] = (block, node)
 

@@ -10,12 +10,11 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
-from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.container_values import check_keys
 from fxopt.capture.nodes.dtype_use import takes_any_dtype
@@ -62,8 +61,7 @@ class Placeholders:
     """
 
     writer: GraphWriter
-    fake_mode: FakeTensorMode
-    shape_env: CaptureShapeEnv
+    fake_mode: CaptureFakeMode
     free: DynamicDimensions
     request: Request
     examples: dict[int, Any]
@@ -110,9 +108,7 @@ class Placeholders:
 
     def identity_matters(self, queries: PropertyReads) -> bool:
         """Tell whether the forward has asked which inputs are the same tensor."""
-        return queries.memory_read_at is not None or any(
-            map(compares_identity, self.request.running.functions)
-        )
+        return "memory" in queries.read_at or any(map(compares_identity, self.request.running.functions))
 
     # --- fakes
 
@@ -186,7 +182,7 @@ class Placeholders:
             if not inside:
                 self.writer.add_input(fake, node, path)
             return fake
-        fake = self.fake_mode.from_tensor(
+        fake: torch.Tensor = self.fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
         sizes: Any = fake.shape
@@ -246,10 +242,10 @@ class Placeholders:
             self.expected.append(NumberSpec(name, path, 1))
             return 1
         value = self.request.sizes.get((source.name, None), value)
-        symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        symbol = self.fake_mode.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self.free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
         self.expected.append(NumberSpec(name, path, symbol))
-        number = self.shape_env.create_symintnode(symbol, hint=value, source=source)
+        number = self.fake_mode.shape_env.create_symintnode(symbol, hint=value, source=source)
         self.examples[id(number)] = value
         return number
 
@@ -270,8 +266,8 @@ class Placeholders:
             fixed_by=fixed,
             strict_dtype=expected.dtype in queries.dtypes_read_at,
             any_dtype=self._takes_any_dtype(expected, queries),
-            layout=expected.layout if queries.layout_read_at is not None else None,
-            requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
+            layout=expected.layout if "layout" in queries.read_at else None,
+            requires_grad=expected.requires_grad if "gradients" in queries.read_at else None,
             same_as=expected.same_as if self.identity_matters(queries) else None,
         )
 
@@ -282,7 +278,7 @@ class Placeholders:
         return any(str(n.target) == expected.name and takes_any_dtype(n) for n in placeholders)
 
     def _resolved(self, size: Any) -> int | str:
-        expression = self.shape_env.replace(sympy.sympify(size))
+        expression = self.fake_mode.shape_env.replace(sympy.sympify(size))
         return int(expression) if expression.is_number else python_expression(expression)
 
 

@@ -52,10 +52,10 @@ def _keep_reads(traced: TracedModule, run: RunResult) -> None:
         smallest = min(read, key=torch.numel)  # the graph keeps it alive
         traced.read_parameter = smallest, smallest.dtype
     traced.modes_read = reads.modes_read
-    if reads.gradients_read_at is not None:
+    if "gradients" in reads.read_at:
         named = traced.named_parameters(remove_duplicate=False)
         flags = {name: parameter.requires_grad for name, parameter in named}
-        traced.gradients_read = reads.gradients_read_at, flags
+        traced.gradients_read = reads.read_at["gradients"], flags
 
 
 def _write_checks(run: RunResult) -> list[str]:

@@ -109,19 +109,11 @@ class ForwardRun:
                 request.model, request.layers, self.graph, writer.constants, self.examples
             )
         decisions = BranchDecisions(
-            writer,
-            self.sizes,
-            self.fake_mode,
-            request.answers,
-            self._example,
-            request.raising,
-            request.knows_keys,
+            writer, self.fake_mode, request.answers, self._example, request.raising, request.knows_keys
         )
-        tensor_sizes = KnownScalars(writer, self.shape_env, shell.real, request.moving)
+        tensor_sizes = KnownScalars(writer, self.shape_env, request.moving)
         memo = CallCache(self.fake_mode, request.results)
-        recorder = Recorder(
-            writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
-        )
+        recorder = Recorder(writer, self.fake_mode, decisions, tensor_sizes, memo, rewrites_of)
         shell.report_to(recorder)
         shell.take_hooks(request.earlier.hooks)
         return recorder
@@ -164,7 +156,7 @@ class ForwardRun:
         """Write the placeholders; the arguments of the forward, with fakes for the examples."""
         request = self.request
         self.placeholders = Placeholders(
-            self.recorder.writer, self.fake_mode, self.shape_env, self.free, request, self.examples
+            self.recorder.writer, self.fake_mode, self.free, request, self.examples
         )
         fakes = {
             name: self.placeholders.add(

@@ -57,10 +57,10 @@ class RunResult:
     def relied_on(self) -> list[Condition]:
         """The conditions on sizes under which the forward makes the calls that it has made."""
         conditions = self.free.assumed()
-        if self.reads.layout_read_at is not None:
+        if "layout" in self.reads.read_at:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
             sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
-            conditions += [(sympy.Ne(symbol, 1), self.reads.layout_read_at) for symbol in sizes]
+            conditions += [(sympy.Ne(symbol, 1), self.reads.read_at["layout"]) for symbol in sizes]
         return conditions
 
 
