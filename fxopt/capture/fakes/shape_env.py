@@ -1,9 +1,8 @@
 """A ShapeEnv that does not specialise sizes of 0 and 1, and keeps the model's line for each guard.
 
-torch's operators ask whether a size is 1 (to broadcast, to choose strides) and so put a guard into the ShapeEnv,
-though mostly the answer changes nothing that anybody can see. So the operator is run once more on the same inputs
-with that size set to 1 (`SizeOneTrials`): when its output has the shape and strides that the general run predicts for 1, the graph
-holds there as well. Where the model's own Python asked, the whole forward must be captured again instead.
+torch's operators ask whether a size is 1 (to broadcast, to choose strides), though mostly the answer changes nothing that anybody
+can see. So the operator is run once more with that size set to 1 (`SizeOneTrials`): when its output has the shape and strides
+that the general run predicts, there is no guard. Where the model's own Python asked, the whole forward is captured again.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ def call_autograd_function(
 ) -> Any:
     """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward.
 
-    No node can hold modules, which some functions take; where no gradients are wanted, the calls that such a
-    function makes are recorded in its stead.
+    No node can hold modules, which some take: without gradients, the calls of such a function are recorded in its stead.
     """
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)

@@ -1,9 +1,6 @@
-"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread.
+"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread, under a lock.
 
-`torch.inference_mode`, `sdpa_kernel` and `torch.autograd.Function` report to no mode. Their entry points are
-replaced while a capture runs, under a lock; calls from any other thread go straight to the originals.
-The compiling and exporting states of torch are set for the same time, as `torch.export` does: models that
-branch on them then take the branch that needs no data.
+torch's compiling and exporting states are set for the same time: models that branch on them take the branch that needs no data.
 """
 
 from __future__ import annotations

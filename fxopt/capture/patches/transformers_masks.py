@@ -1,15 +1,12 @@
 """Masks that transformers leaves out for values that it does not read while it is traced.
 
-Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
-not as its module declares. A graph has the mask. Both are the same where the module declares what
-the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
-The graph then computes a mask that lets through what the module declares if padding hides nothing.
+Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or not as its
+module declares. A graph has the mask. Where that says something else, the eager model computes one thing for padded inputs
+and another for full ones; the graph then computes a mask that lets through what the module declares if padding hides nothing.
 
-A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the
-eager model has none; it is refused, or with `specialize=True` decided.
-
-A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
-eager model does. Some models rely on that, and could not use the mask if it were there.
+A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the eager
+model has none; it is refused, or with `specialize=True` decided. A mask in both directions without padding is left out, as in
+the eager model: some models could not use it if it were there.
 """
 
 from __future__ import annotations
@@ -103,7 +100,7 @@ class _SkippableMasks:
     )
 
     def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        """`make`, of the implementation with this name, with note taken of the masks that it makes."""
+        """Take note of the masks that `make` makes, of the implementation with this name."""
 
         def mask(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)

@@ -71,7 +71,5 @@ def filled(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def identities(container: Any) -> list[tuple[Any, int]]:
-    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
-    if items is None:
-        items = (container if isinstance(container, dict) else attributes(container)).items()
-    return [(key, id(value)) for key, value in items]
+    items = entries(list(container) if isinstance(container, tuple) else container)
+    return [(key, id(value)) for key, value in items.items()]

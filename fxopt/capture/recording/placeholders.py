@@ -167,21 +167,13 @@ class Placeholders:
         if inside and is_for_all(spec):
             spec = {dim: choice for dim, choice in spec.items() if -value.dim() <= dim < value.dim()}
         choices = dynamic_dimensions(spec, value, where)
-        with torch.no_grad():
-            # An object of its own: the same tensor given twice is two inputs.
-            example = value.detach().requires_grad_(value.requires_grad)
-            for dim in list(choices):
-                if (where, dim) in self.request.at_one:
-                    example = example.narrow(dim, 0, 1).contiguous()
-                    del choices[dim]
-                elif (where, dim) in self.request.sizes:
-                    example = _resized(example, dim, self.request.sizes[where, dim])
+        example = self._example(value, where, choices)
         if self.request.shared_inputs and id(value) in self._given:
-            fake, first = self._given[id(value)]
+            known, first = self._given[id(value)]
             self.expected.append(dataclasses.replace(first, name=name, path=path))
             if not inside:
-                self.writer.add_input(fake, node, path)
-            return fake
+                self.writer.add_input(known, node, path)
+            return known
         fake: torch.Tensor = self.fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
@@ -207,6 +199,21 @@ class Placeholders:
         if not inside:
             self.writer.add_input(fake, node, path)
         return fake
+
+    @torch.no_grad()
+    def _example(self, value: torch.Tensor, where: str, choices: dict[int, Any]) -> torch.Tensor:
+        """An object of its own, with the sizes of this run: the same tensor given twice is two inputs."""
+        example = value.detach().requires_grad_(value.requires_grad)
+        for dim in list(choices):
+            if (where, dim) in self.request.at_one:
+                example = example.narrow(dim, 0, 1).contiguous()
+                del choices[dim]
+            elif (where, dim) in self.request.sizes:
+                size = self.request.sizes[where, dim]
+                # It begins anew where it ends.
+                places = torch.arange(size, device=example.device) % example.shape[dim]
+                example = example.index_select(dim, places).requires_grad_(example.requires_grad)
+        return example
 
     def _equate(self, size: Any, choice: Any, hint: int) -> None:
         """Take dimensions that carry one `torch.export.Dim` for one size."""
@@ -280,12 +287,6 @@ class Placeholders:
     def _resolved(self, size: Any) -> int | str:
         expression = self.fake_mode.shape_env.replace(sympy.sympify(size))
         return int(expression) if expression.is_number else python_expression(expression)
-
-
-def _resized(example: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The example with another size, in which it begins anew where it ends."""
-    places = torch.arange(size, device=example.device) % example.shape[dim]
-    return example.index_select(dim, places).requires_grad_(example.requires_grad)
 
 
 def _where(name: str, path: Path) -> str:

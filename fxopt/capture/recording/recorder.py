@@ -158,11 +158,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         return True
 
     def distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """`result`, as an object of its own if it is one of the arguments.
-
-        `x.to(dtype)` or dropout in eval mode may return `x` itself. The two are different nodes: what comes out of
-        the call must not be taken for what went in.
-        """
+        """`result`, as an object of its own if it is one of the arguments, as `x.to(dtype)` may be: it has a node of its own."""
         if not any(result is value for value in (*args, *kwargs.values())):
             return result
         alias = result.view_as(result)
@@ -248,8 +244,7 @@ class Recorder(PreDispatchTorchFunctionMode):
     def below_transforms(self) -> Iterator[None]:
         """Record the operators to which the calls of the block come down.
 
-        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which stand for slices or for tensors
-        of another level that no node has; the operators that torch makes of it are calls on whole tensors.
+        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which no node has; operators are on whole ones.
         """
         self.below = True
         operators = DispatchRecorder(self.writer)

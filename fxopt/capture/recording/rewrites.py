@@ -1,7 +1,7 @@
 """Rewrites of a call of torch, tried before it runs as it is: a table by name and by function.
 
-Each rewrite takes the recorder and a call, and gives the value of the call, an equal call to go on with, or
-NotImplemented. A rewrite makes other calls by `recorder.call`, which come through this table, too.
+Each takes the recorder and a call, and gives the value of that, an equal call to go on with, or NotImplemented. A rewrite
+makes other calls by `recorder.call`, which come through this table, too.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxopt.capture.data_dependence.branch_decisions import Body
+from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.capture.nodes.comparison import is_call
 from fxopt.capture.runs.run_result import RunResult, Unproved
 from fxopt.capture.runtime import modes
@@ -62,16 +62,11 @@ class BodyEffects:
         self._source: dict[int, int] = {}
         for node in capture.graph.nodes:
             owners: set[int | None] = {*self._bodies(node)} or {None}
+            given = tensors_in([value.meta.get("val") for value in node.all_input_nodes])
+            source = next(map(storage_of, given), None) if function_name(node) in _MAY_COPY else None
             for tensor in tensors_in(node.meta.get("val")):
-                source = next(
-                    iter(tensors_in([value.meta.get("val") for value in node.all_input_nodes])), None
-                )
-                if (
-                    function_name(node) in _MAY_COPY
-                    and source is not None
-                    and storage_of(source) != storage_of(tensor)
-                ):
-                    self._source[storage_of(tensor)] = storage_of(source)
+                if source is not None and source != storage_of(tensor):
+                    self._source[storage_of(tensor)] = source
                 self._owners.setdefault(self._memory(tensor), set()).update(owners)
 
     def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body | Unproved:
@@ -220,7 +215,7 @@ def _is_harmless(node: torch.fx.Node) -> bool:
 
 
 def _may_be_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(free_unbacked_symbols(value.numel()))
+    return isinstance(value, torch.Tensor) and is_unbacked(value.numel())
 
 
 def _index(node: torch.fx.Node) -> Any:
@@ -235,8 +230,6 @@ def _may_be_nowhere(index: Any) -> bool:
     """Tell whether an index may have no entries: its size is unbacked, or it is a mask."""
     for part in index if isinstance(index, (tuple, list)) else (index,):
         tensor = part.meta.get("val") if isinstance(part, torch.fx.Node) else None
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.dtype in MASKS or free_unbacked_symbols(tensor.numel())
-        ):
+        if isinstance(tensor, torch.Tensor) and (tensor.dtype in MASKS or _may_be_empty(tensor)):
             return True
     return False

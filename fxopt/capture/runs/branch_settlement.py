@@ -34,10 +34,9 @@ def explore_branches(
     """Run the forward until no data-dependent branch is open; TraceError where one makes a difference.
 
     `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script.
-    `agree(one, other)` says whether the graph of one run holds where another run had other outcomes; `leave_out(one, other,
-    line)` gives it with checks that what the other one leaves out, after branches at a line, writes nothing, if that can be
-    shown. `like` is the script of another run, for a graph that is to hold here as well. It has checks of those outcomes and
-    no others: its lines are no open branches, and one beyond those that it settled is raised.
+    `agree` says whether the graph of one run holds where another run had other outcomes; `leave_out` gives it with checks that
+    what the other one leaves out writes nothing. `like` is the script of another run, whose graph is to hold here as well: its
+    lines are no open branches, and a branch beyond those that it settled is raised.
     """
     path = _open_path(capture, like)
     variants = _Variants(capture, path)

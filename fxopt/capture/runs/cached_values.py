@@ -1,10 +1,8 @@
-"""Values that a forward keeps in the model for later calls and makes of sizes, constants and buffers alone: tables of positions,
-grids, masks.
+"""Values that a forward keeps for later calls and makes of sizes, constants and buffers alone: tables of positions, grids, masks.
 
-Where a later call reads what an earlier one made, the graph makes it anew. That is equal if a call gives the same after
-any other call as it gives first. Calls are tried at several sizes, one after the other: each runs on fakes, but for what
-was kept, which is computed. A condition on sizes that a later call asks is tried at sizes where it is true and where it is
-false, other than those at which the state was made.
+The graph makes them anew, which is equal if a call gives the same after any other call as it gives first. Calls are tried one
+after the other at several sizes, on fakes but for what was kept, which is computed. A condition on sizes that a later call
+asks is tried at sizes where it is true and where it is false, other than those at which the state was made.
 """
 
 from __future__ import annotations

@@ -65,10 +65,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
 
 
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
-    """A run with the questions on values settled that can be.
-
-    `general` is another capture of this forward, whose graph is to hold for this one.
-    """
+    """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
     def record(answers: Outcomes) -> RunResult:
         nonlocal request
@@ -114,8 +111,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 def _with_unread(made: RunResult) -> RunResult:
     """A run, with all that it changes as unread if a call that may not read any of it does the same.
 
-    Then whatever earlier calls have left there makes no difference; runs with other outcomes, or at sizes of 1, start without
-    it, and so need no second call.
+    Runs with other outcomes, or at sizes of 1, then start without it, and so need no second call.
     """
     if made.changed_outside or not made.changes:
         return made
@@ -146,12 +142,10 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """
     if made.changes.keys() <= made.unread.changes.keys() and not made.changed_outside:
         return False
-    if made.changes:
-        refused = refused_change(next(iter(made.changes)))
-    elif made.changed_outside:
-        refused = refused_outside(next(iter(made.changed_outside)))
-    else:
+    if not (made.changes or made.changed_outside):
         return False
+    first: Any = next(iter(made.changes or made.changed_outside))
+    refused = refused_change(first) if made.changes else refused_outside(first)
     if any(made.changed_outside.values()):
         raise refused
     again = _second_call(made, made.changes)
@@ -203,9 +197,8 @@ def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
 def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
     """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
-    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
-    the answer often changes nothing in the graph. Whether it does is settled by capturing there too, but for sizes that
-    `dynamic_shapes` says are larger.
+    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where the answer often
+    changes nothing in the graph. Sizes that `dynamic_shapes` says are larger are left out.
     """
     hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
     asked = guards_of(made.free.asked(), made.shape_env.replace)
@@ -238,10 +231,7 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
 
 
 def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[str, int]) -> tuple[str, ...]:
-    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example.
-
-    The tokens and their mask are of one batch, though one may say so in products of sizes alone.
-    """
+    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example."""
     ones: set[str] = {*group}
     last: set[str] = set()
     values = {hints[symbol] for symbol in group}

@@ -1,10 +1,9 @@
 """If-conversion: proves that the body of a data-dependent branch may run unconditionally.
 
-`for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ at
-some places, of which there are none where the answer is the other one. A graph that always does it then holds for both
-answers. What has to be shown: that two captures differ by nothing else, that nothing later uses what is left out, Python's
-variables among it, and that it writes only where an index or a mask says. The graph checks that these are empty whenever
-the forward would have left it out.
+`for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ there;
+there are none where the answer is the other one. To be shown is that two captures differ by nothing else, that nothing later
+uses what is left out, Python's variables among it, and that it writes only where an index or a mask says. The graph checks
+that these are empty whenever the forward would have left it out.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from fxopt.capture.runs.run_result import RunResult, Unproved
 
 
 def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult | Unproved:
-    """`run`, if its graph holds for `other`, which leaves something out after branches at a line.
-
-    It then has in `left_out` what must be checked, unless that is known for the line already.
-    """
+    """`run`, with checks in `left_out`, if its graph holds for `other`, which leaves something out after branches at a line."""
     mine, its = run.branches[line], other.branches[line]
     if len(mine) != len(its):
         return Unproved("the two outcomes lead to different numbers of branches at this line")

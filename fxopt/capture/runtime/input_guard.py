@@ -1,7 +1,6 @@
-"""The first node of a graph: checks on entry what the graph assumes of its inputs.
+"""The first node of a graph, which checks what the graph assumes of its inputs.
 
-The check is a module without parameters, called by the first node after the placeholders: it travels with
-the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.
+As a module without parameters, it travels with the graph through deepcopy, pickle, other passes and other tracers.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from fxopt.objects import is_mutable, is_open
 class InputGuard(torch.nn.Module):
     """Raises GuardError unless the inputs are such as the graph was captured for.
 
-    `alternatives` are sets of guards of which one must hold: a graph that was captured twice with the same
-    result, at sizes of 1 and at larger ones, holds where either capture does. `decisions` says what the graph itself
-    checks while it runs: decisions on values.
+    `alternatives` are sets of guards of which one must hold: a graph that was captured at sizes of 1 and at larger ones
+    holds where either capture does. `decisions` says what the graph itself checks while it runs.
     """
 
     # torch.fx reads this: the call is kept though nothing uses its result.
