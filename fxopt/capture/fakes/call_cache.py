@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from fxopt.capture.fakes.call_metadata import UncertainError, argument_key, has_hooks, layer_key, metadata_key
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
@@ -31,10 +30,19 @@ _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
 
 
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
 # The metadata of the tensors in a result, and the structure of it.
 Known = tuple[list[Metadata | None], pytree.TreeSpec]
 # For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
 Earlier = dict[Any, dict[frozenset[Any], Any]]
+
+
+class _UncertainError(Exception):
+    """Metadata does not tell all about a value."""
 
 
 class CallCache:
@@ -54,13 +62,13 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if layer._modules or has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
+        if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
         try:
-            what = (type(layer), *layer_key(layer))
-        except UncertainError:
+            what = (type(layer), *_layer_key(layer))
+        except _UncertainError:
             return None
         return self._call(what, tuple(layer.parameters()), args, kwargs)
 
@@ -71,8 +79,8 @@ class CallCache:
             return None
         inputs: list[torch.Tensor] = []
         try:
-            arguments = argument_key(args, inputs), argument_key(kwargs, inputs)
-        except UncertainError:
+            arguments = _argument_key(args, inputs), _argument_key(kwargs, inputs)
+        except _UncertainError:
             return None
         key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
         return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
@@ -139,7 +147,7 @@ class CachedCall:
         unchanged = self._versions == [tensor._version for tensor in self.inputs]
         unchanged = unchanged and self._drawn == self.fake_mode.drawn
         if unchanged and result is not None:
-            with contextlib.suppress(UncertainError):
+            with contextlib.suppress(_UncertainError):
                 tensors, structure = pytree.tree_flatten(result, _is_unknown)
                 memories: dict[int, Any] = {}
                 known = [self._known(tensor, memories) for tensor in tensors], structure
@@ -153,7 +161,7 @@ class CachedCall:
 
         def expression(size: Any) -> Any:
             if not size.node.expr.free_symbols <= related:
-                raise UncertainError
+                raise _UncertainError
             return size.node.expr
 
         self.earlier.setdefault(self.key, {})[facts] = _with_sizes(known, expression)
@@ -163,19 +171,19 @@ class CachedCall:
         if result is None:
             return None
         if type(result) is not FakeTensor or any(result is tensor for tensor in self.inputs):
-            raise UncertainError
-        metadata_key(result)
+            raise _UncertainError
+        _metadata_key(result)
         if free_unbacked_symbols(result) - self._symbols:
-            raise UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
+            raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
         owners = [i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage._cdata]
         sources = [self.inputs[owners[0]]] if len(owners) == 1 else self._sources()
         if len(owners) > 1 or storage._cdata in memories:
-            raise UncertainError
+            raise _UncertainError
         if owners and result.dtype != sources[0].dtype:
-            raise UncertainError
+            raise _UncertainError
         if result.requires_grad != (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
-            raise UncertainError
+            raise _UncertainError
         if not owners:
             memories[storage._cdata] = storage
         sizes = tuple(result.shape), result.stride(), result.storage_offset(), storage.nbytes()
@@ -224,3 +232,62 @@ def _with_sizes(known: Known, replaced: Callable[[Any], Any]) -> Known:
 
     tensors, structure = known
     return [tensor and tensor.resized(size) for tensor in tensors], structure
+
+
+def _argument_key(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """All of an argument that metadata of a result can depend on; its tensors are added to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        for position, other in enumerate(tensors):
+            if other is value:
+                return position
+        key = _metadata_key(value)
+        tensors.append(value)
+        return key
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return type(value), value.node.expr
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
+        return type(value), tuple(_argument_key(item, tensors) for item in value)
+    if type(value) is dict:
+        return dict, tuple((key, _argument_key(item, tensors)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _argument_key((value.start, value.stop, value.step), tensors)
+    raise _UncertainError
+
+
+def _metadata_key(tensor: Any) -> tuple[Any, ...]:
+    plain = type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
+        raise _UncertainError
+    return (
+        tuple(map(_expression, tensor.shape)),
+        tuple(map(_expression, tensor.stride())),
+        _expression(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """All of a layer that the metadata of its output can depend on."""
+    attributes = tuple(
+        (name, _argument_key(value, [])) for name, value in layer.__dict__.items() if not name.startswith("_")
+    )
+    tensors = tuple(
+        (name, None if tensor is None else _metadata_key(tensor))
+        for registry in (layer._parameters, layer._buffers)
+        for name, tensor in registry.items()
+    )
+    return attributes, tensors
+
+
+def _has_hooks(layer: torch.nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )

@@ -17,7 +17,6 @@ from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, p
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.container_values import check_keys
-from fxopt.capture.nodes.dtype_use import takes_any_dtype
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import compares_identity
 from fxopt.capture.recording.input_objects import (
@@ -27,6 +26,7 @@ from fxopt.capture.recording.input_objects import (
     identities,
     is_taken_apart,
     snapshot,
+    takes_any_dtype,
 )
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request

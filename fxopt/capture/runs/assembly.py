@@ -34,7 +34,8 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
     root.get_submodule(guard_name).training = root.training
     if placeholders:
         with run.graph.inserting_after(placeholders[-1]):
-            run.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
+            named = {str(node.target).lstrip("*"): node for node in placeholders}
+            run.graph.call_module(guard_name, (), named)
     complete_metadata(run.graph, f"{type(model).__module__}.{type(model).__qualname__}")
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
@@ -88,7 +89,3 @@ def _check_left_out(branches: Sequence[BranchAtLine], bodies: Sequence[Body]) ->
             yield f"what it leaves out would write nothing: {branch.where}"
         if not branch.node.users:
             branch.node.graph.erase_node(branch.node)
-
-
-def _plain_name(node: torch.fx.Node) -> str:
-    return str(node.target).lstrip("*")

@@ -11,7 +11,7 @@ import torch
 from fxopt.capture.data_dependence.branch_decisions import Body
 from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.capture.nodes.comparison import is_call
-from fxopt.capture.runs.run_result import RunResult, Unproved
+from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import CHECKS, MASKS
 from fxopt.effects import written_by, written_parameters
@@ -69,12 +69,12 @@ class BodyEffects:
                     self._source[storage_of(tensor)] = source
                 self._owners.setdefault(self._memory(tensor), set()).update(owners)
 
-    def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body | Unproved:
-        """The writes of a body to what is not its own."""
+    def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body:
+        """The writes of a body to what is not its own; UnprovedError where it may not run always."""
         writes: Body = []
         for node in body:
             if reason := self._refused(number, node):
-                return Unproved(f"the body of the branch {reason}, at {node.format_node()}")
+                raise UnprovedError(f"the body of the branch {reason}, at {node.format_node()}")
             if node.target in CHECKS | modes.SWITCHES:
                 continue
             written = written_by(node, self._module(node)) or ()
@@ -84,7 +84,7 @@ class BodyEffects:
                 continue
             index = _index(node)
             if written != node.args[:1] or not _may_be_nowhere(index):
-                return Unproved(
+                raise UnprovedError(
                     f"the body of the branch writes more than a mask selects, at {node.format_node()}"
                 )
             writes.append((node, index))

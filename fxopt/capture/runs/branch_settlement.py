@@ -16,7 +16,7 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
-from fxopt.capture.runs.run_result import RunResult, Unproved
+from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.errors import TraceError
 
 # Each branch that is settled by looking at both sides costs two runs.
@@ -28,7 +28,7 @@ _MOST_LINES = 3
 def explore_branches(
     capture: Callable[[Outcomes], RunResult],
     agree: Callable[[RunResult, RunResult], bool],
-    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult],
     like: Outcomes | None = None,
 ) -> RunResult:
     """Run the forward until no data-dependent branch is open; TraceError where one makes a difference.
@@ -42,7 +42,7 @@ def explore_branches(
     variants = _Variants(capture, path)
     try:
         return _of_any_outcome(variants, agree) or _of_most(variants, leave_out, alternating=like is None)
-    except NotSettledError as error:
+    except UnprovedError as error:
         raise (path.pending.because(str(error)) if path.pending else error) from None
     except TraceError as error:
         raise (path.pending or error) from None
@@ -124,18 +124,14 @@ def _of_any_outcome(variants: _Variants, agree: Callable[[RunResult, RunResult],
     return None
 
 
-class NotSettledError(TraceError):
-    """It could not be shown that a branch makes no difference."""
-
-
 def _of_most(
     variants: _Variants,
-    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult],
     alternating: bool,
 ) -> RunResult:
     """The run that does most after the branches at each line, if leaving that out makes no difference.
 
-    Raises NotSettledError where it does. With `alternating`, a run that does it every other time must agree, too, as
+    Raises UnprovedError where it does. With `alternating`, a run that does it every other time must agree, too, as
     one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
     """
     run, lines = variants.run, variants.lines
@@ -145,7 +141,9 @@ def _of_most(
         return run([*outcomes[:position], given, *outcomes[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
-        if isinstance(leave_out(run(most), replaced(most, position, NEVER), line), Unproved):
+        try:
+            leave_out(run(most), replaced(most, position, NEVER), line)
+        except UnprovedError:
             most[position] = NEVER
     made = run(most)
     for position, line in enumerate(lines):
@@ -160,11 +158,11 @@ def _of_most(
         if alternating:
             pairs.append((made, replaced(most, position, every_other)))
         for more, less in pairs:
-            shown = leave_out(more, less, line)
-            if isinstance(shown, Unproved):
-                raise NotSettledError(f"{shown.reason}: {line}")
-            if more is made:
-                made = shown
+            try:
+                shown = leave_out(more, less, line)
+            except UnprovedError as error:
+                raise UnprovedError(f"{error}: {line}") from None
+            made = shown if more is made else made
     return made
 
 

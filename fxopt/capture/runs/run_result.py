@@ -18,6 +18,7 @@ from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
+from fxopt.errors import TraceError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,8 +65,5 @@ class RunResult:
         return conditions
 
 
-@dataclasses.dataclass(frozen=True)
-class Unproved:
-    """Why it could not be shown that a branch makes no difference."""
-
-    reason: str
+class UnprovedError(TraceError):
+    """It could not be shown that a branch makes no difference."""

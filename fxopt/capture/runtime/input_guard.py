@@ -180,13 +180,17 @@ def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], defer
                 "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
                 "with this size fixed."
             )
-        elif not wanted.isidentifier():
-            deferred.append((f"{subject}, dimension {dim}", size, wanted))
-        elif sizes.setdefault(wanted, size) != size:
-            raise GuardError(
-                f"{subject}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
-                "as in the inputs before it."
-            )
+        else:
+            _check_free(f"{subject}, dimension {dim}", size, wanted, sizes, deferred)
+
+
+def _check_free(
+    subject: str, size: int, wanted: str, sizes: dict[str, int], deferred: list[Deferred]
+) -> None:
+    if not wanted.isidentifier():
+        deferred.append((subject, size, wanted))
+    elif sizes.setdefault(wanted, size) != size:
+        raise GuardError(f"{subject} is {size}; it must be {sizes[wanted]}, as in the inputs before it.")
 
 
 def _why_fixed(expected: TensorSpec, dim: int) -> str:
@@ -205,17 +209,11 @@ def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], defer
     subject = f"input {describe(expected)!r}"
     if type(value) is not int:
         raise GuardError(f"{subject} is {value!r}; the graph takes an int there.")
-    if isinstance(expected.value, int):
-        if value != expected.value:
-            raise GuardError(
-                f"{subject} is {value}; the graph was captured for {expected.value}. "
-                "Capture again with the value that you need."
-            )
-    elif not expected.value.isidentifier():
-        deferred.append((subject, value, expected.value))
-    elif sizes.setdefault(expected.value, value) != value:
+    if isinstance(expected.value, str):
+        _check_free(subject, value, expected.value, sizes, deferred)
+    elif value != expected.value:
         raise GuardError(
-            f"{subject} is {value}; it must be {sizes[expected.value]}, as in the inputs before it."
+            f"{subject} is {value}; the graph was captured for {expected.value}. Capture again with the value that you need."
         )
 
 
