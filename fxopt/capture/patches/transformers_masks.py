@@ -75,7 +75,7 @@ def patch_masks(
     @patch(attentions, "get_interface")
     def get_interface(original: Any, self: Any, name: str, default: Any) -> Any:
         found = original(self, name, default)
-        return watch.attending_with_masks_alone(found) if name == _EAGER else found
+        return watch.attending(found, declares=False) if name == _EAGER else found
 
     @patch(masking, "_ignore_bidirectional_mask_sdpa")
     def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
@@ -113,31 +113,21 @@ class _SkippableMasks:
 
         return mask
 
-    def attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Attention that is causal or not, as its module declares, where it has no mask."""
+    def attending(self, attend: Callable[..., Any], declares: bool = True) -> Callable[..., Any]:
+        """Watch attention that is causal or not, as its module `declares`, where it has no mask; eager attention sees every key."""
 
         def attention(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
         ) -> Any:
-            one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
-            given = options.get("is_causal")
+            mask, given = attention_mask, options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
-            mask = attention_mask
             for made in self._unchanged(module, attention_mask):
-                if made.is_causal != declared and not one_query:
-                    mask = self._declared(module, attention_mask, made, declared)
+                if declares and made.is_causal != declared:
+                    one_query = (
+                        type(query.shape[2]) is int and query.shape[2] == 1
+                    )  # it may see every key either way
+                    mask = mask if one_query else self._declared(module, attention_mask, made, declared)
             return attend(module, query, key, value, mask, *args, **options)
-
-        return attention
-
-    def attending_with_masks_alone(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap eager attention, which without a mask sees every key."""
-
-        def attention(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
-        ) -> Any:
-            self._unchanged(module, attention_mask)
-            return attend(module, query, key, value, attention_mask, *args, **options)
 
         return attention
 
