@@ -26,15 +26,10 @@ def is_unbacked(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
-def symbolic_context(
-    tensor: torch.Tensor, dimensions: dict[int, Dimension]
-) -> StatelessSymbolicContext[Any, Any]:
+def symbolic_context(tensor: torch.Tensor, free: dict[int, Dimension]) -> StatelessSymbolicContext[Any, Any]:
     """Say which dimensions of `tensor` become symbols of the ShapeEnv."""
-    return StatelessSymbolicContext(
-        dynamic_sizes=[
-            DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())
-        ]
-    )
+    dims = range(tensor.dim())
+    return StatelessSymbolicContext([DimDynamic.DYNAMIC if d in free else DimDynamic.STATIC for d in dims])
 
 
 def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:

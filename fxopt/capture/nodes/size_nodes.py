@@ -5,6 +5,7 @@ The leaves are `size` calls on the node of the tensor that has that dimension, o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -102,18 +103,10 @@ class _Analysis(PythonReferenceAnalysis):
     def int_truediv(a: Any, b: Any) -> Any:
         return a / b
 
-    @staticmethod
-    def floor_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.floor, x)
 
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.ceil, x)
-
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.trunc, x)
-
-
-def _rounded(function: Callable[[Any], int], x: Any) -> Any:
+def _rounded(function: Callable[[Any], int], x: Any, dtype: Any) -> Any:
     return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
+
+
+for _name in ("floor", "ceil", "trunc"):
+    setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_rounded, getattr(math, _name))))
