@@ -195,8 +195,7 @@ class BranchDecisions:
     def _suppose(self, expression: Any, answer: bool) -> None:
         """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
 
-        But a size that is 0 would lead to further questions, in most operators: where the answer sets sizes of 0 and 1
-        apart from all others, 0 is excluded, with a check.
+        But where the answer sets sizes of 0 and 1 apart from all others, 0, which leads to further questions, is excluded.
         """
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
         size = _size_compared_with_one(expression)

@@ -1,9 +1,7 @@
 """Sizes that a forward keeps in tensors: `x[:, :n]` or `x.view(n, -1)`, where `n` is a tensor without dimensions.
 
-What such a tensor holds is followed through the arithmetic that made it: from sizes, and from integers that the model
-holds in tensors (a stride, a kernel size). Where torch takes it as a size, it gets the number instead of a value that
-only a run knows. A tensor may round or overflow, and the model's may be changed: the graph checks that it holds the
-number.
+What it holds is followed through the arithmetic that made it, from sizes, and from integers that the model holds in tensors.
+Where torch takes it as a size, it gets that number. A tensor may round, overflow or be changed: the graph checks the number.
 """
 
 from __future__ import annotations
@@ -100,10 +98,7 @@ class KnownScalars:
         kwargs: dict[str, Any],
         item: Callable[[torch.Tensor], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with numbers in the place of such tensors where the call takes sizes.
-
-        `item` gives the number of a tensor of which nothing is known, where the call needs that.
-        """
+        """The arguments of a call, with numbers in the place of such tensors as sizes; `item` reads those that are not known."""
         if name == "arange":
             (_, *numbers), kwargs = with_numbers(
                 (None, *args), kwargs, lambda tensor: self._read(tensor, item)

@@ -139,10 +139,9 @@ class CachedCall:
         return True
 
     def remember(self, result: Any) -> None:
-        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
+        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none and drawn nothing.
 
-        Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
-        if what was known of its sizes answered all that it asked about them.
+        Other captures need not make the call, either, if what was known of its sizes answered all that it asked about them.
         """
         unchanged = self._versions == [tensor._version for tensor in self.inputs]
         unchanged = unchanged and self._drawn == self.fake_mode.drawn

@@ -1,7 +1,4 @@
-"""The fake model: a copy of the model that holds fake tensors and reports the calls of its modules.
-
-The user's model is never run and never changed; what a forward does to its own attributes, it does to the copy.
-"""
+"""A copy of the model that holds fake tensors and reports the calls of its modules; the user's model is never run."""
 
 from __future__ import annotations
 
@@ -160,10 +157,7 @@ class FakeModel:
         self._settings |= {id(part): settings_of(part) for part in layer.modules()}
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
-
-        `aliases` gives, for the identity of a tensor, another one that is the same.
-        """
+        """All that the modules hold besides each other, tensors of the model by name; `aliases` gives others that are the same."""
 
         def named(tensor: torch.Tensor) -> Any:
             key = id(aliases.get(id(tensor), tensor))

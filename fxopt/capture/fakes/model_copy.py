@@ -1,8 +1,7 @@
 """`copy.deepcopy` that copies functions, too, where they hold something: closures, and caches of bound methods.
 
-Python takes functions for constants: a lambda over `self`, or a hook that stores a feature, would go on reading and
-writing the user's model. So would a weak reference to a module, as that of a child to its parent. What a function only names
-(globals) is no part of the model and is not copied.
+A lambda over `self`, or a hook that stores a feature, would go on reading and writing the user's model; so would a weak reference
+of a child to its parent. What a function only names (globals) is no part of the model and is not copied.
 """
 
 from __future__ import annotations

@@ -72,10 +72,7 @@ class CaptureShapeEnv(ShapeEnv):
 
     @contextlib.contextmanager
     def in_operator(self) -> Iterator[dict[Any, bool]]:
-        """Collect the conditions on sizes of 1 that are met in the block, instead of guarding on them.
-
-        Each must then go to `settle_at_one` or to `guard`.
-        """
+        """Collect the conditions on sizes of 1 that are met in the block; each must then go to `settle_at_one` or to `guard`."""
         outer, self._questions = self._questions, {}
         try:
             yield self._questions

@@ -168,10 +168,7 @@ def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
 
 
 def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
-    """The symbol of the one graph for each unbacked symbol of the other.
-
-    Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
-    """
+    """The symbol of the one graph for each unbacked one of the other, by where results hold them; None if ambiguous."""
     names: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def pair(mine: Any, its: Any) -> bool:

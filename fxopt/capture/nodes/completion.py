@@ -1,7 +1,4 @@
-"""Completes a graph: names that its code can hold, and `val`, `nn_module_stack` and `stack_trace` on every node.
-
-The form of the metadata is that of torch.export: `nn_module_stack` is a dict, outermost module first, of (qualified name, class).
-"""
+"""Completes a graph: names that its code can hold; `val`, `nn_module_stack` and `stack_trace`, as torch.export has them."""
 
 from __future__ import annotations
 

@@ -19,10 +19,7 @@ _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items())
 def write_container(
     value: Any, argument: Callable[[Any], Any], create: Callable[..., Any], where: Callable[[], str]
 ) -> Any:
-    """The node that builds a container or a dataclass anew; None for a value of another kind.
-
-    `argument` writes what is in it, `create` writes a node of this kind and target, and `where` describes the place.
-    """
+    """The node, by `create`, that builds a container or a dataclass of what `argument` writes; None for other values."""
 
     def call(target: Any, *args: Any) -> Any:
         return create("call_function", target, tuple(map(argument, args)), {}, None)

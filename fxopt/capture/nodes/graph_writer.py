@@ -1,8 +1,4 @@
-"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs.
-
-One map from the identity of a tensor to its node; an in-place method returns the same object, so the map is rebound
-and later uses are right by themselves.
-"""
+"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The objects that a forward may change: which node each is, and what the graph has made of it so far.
 
-A decoder gets a cache, puts new tensors in the place of old ones, and hands it back. The graph does the same: an
-object among the inputs is its placeholder, one that the forward makes is built where something first needs it,
-and what the forward has changed since is written back before a layer or the caller sees the object again.
+An object among the inputs, as the cache of a decoder, is its placeholder; one that the forward makes is built where something
+first needs it. What the forward has changed since is written back before a layer or the caller sees the object again.
 """
 
 from __future__ import annotations

@@ -79,10 +79,7 @@ def are_numbers(data: Any) -> bool:
 def squeeze_with_guard(
     call: MakesCall, is_known: Callable[[Any], bool], input: torch.Tensor, *dims: Any, dim: Any = None
 ) -> torch.Tensor | None:
-    """Squeeze by other calls; None where torch gives the same, now that there is a guard.
-
-    `is_known` says whether it can be told of a size if it is 1.
-    """
+    """Squeeze by other calls, where `is_known` says that it can be told of a size if it is 1; None where torch gives the same."""
     named = _named(input, dims, dim)
     ones = [d for d in named if is_known(input.shape[d]) and input.shape[d] == 1]
     if not ones:

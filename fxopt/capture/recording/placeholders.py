@@ -54,11 +54,7 @@ class ChangedInputError(TraceError):
 
 @dataclasses.dataclass(eq=False)
 class Placeholders:
-    """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
-
-    `request` says which free dimensions are 1 this time, and which ints inside objects are free, because the forward
-    is known to change them. `examples` gets the real value for each fake, by its identity.
-    """
+    """Makes placeholders and fakes; `expected` is what values must be like, `examples` the real value of each fake."""
 
     writer: GraphWriter
     fake_mode: CaptureFakeMode

@@ -1,7 +1,4 @@
-"""The recorder: a `TorchFunctionMode` that writes each torch-level call of a forward as a node.
-
-The forward runs on fake tensors, so Python sees ordinary tensors and nothing is computed.
-"""
+"""The recorder: a `TorchFunctionMode` that writes each torch-level call of a forward, which runs on fake tensors, as a node."""
 
 from __future__ import annotations
 

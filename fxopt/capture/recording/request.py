@@ -19,10 +19,7 @@ from fxopt.errors import TraceError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """The options of the user and the assumptions of one run.
-
-    What a user asks ends with `specialize`; `raising`, `results` and `running` are shared by all runs of a capture.
-    """
+    """The options of the user, up to `specialize`, the assumptions of one run, and in the end what all runs of a capture share."""
 
     model: torch.nn.Module
     inputs: dict[str, Any]  # example values

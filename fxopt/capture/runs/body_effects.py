@@ -198,10 +198,7 @@ def _shape(tensor: torch.Tensor) -> list[Any]:
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:
-    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
-
-    The gradient of what has no entries adds nothing.
-    """
+    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0."""
     name, made = function_name(node).removesuffix("_"), node.meta.get("val")
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     whole = name in _NEEDS_ENTRIES and len(node.args) == 1 and not node.kwargs

@@ -129,10 +129,9 @@ def _of_most(
     leave_out: Callable[[RunResult, RunResult, str], RunResult],
     alternating: bool,
 ) -> RunResult:
-    """The run that does most after the branches at each line, if leaving that out makes no difference.
+    """The run that does most after the branches at each line, if leaving that out makes no difference; else UnprovedError.
 
-    Raises UnprovedError where it does. With `alternating`, a run that does it every other time must agree, too, as
-    one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
+    With `alternating`, a run that does it every other time must agree, too, as one part may lead to another.
     """
     run, lines = variants.run, variants.lines
     most = [ALWAYS] * len(lines)

@@ -1,7 +1,6 @@
 """The net under a capture: the model and its graph both run on the example inputs, twice, and must give the same.
 
-Everything else in the capture knows of one way in which a graph could differ from its model. This knows of none: it
-compares. The second call is for state: a counter that stands still in a graph is right in the first one.
+The second call is for state: a counter that stands still in a graph is right in the first one.
 """
 
 from __future__ import annotations
@@ -35,16 +34,9 @@ def check_against_eager(
 ) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
-    Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
-    compared. A model that raises on the examples, or that does not repeat itself under one state of the random
-    generators, cannot be judged: a warning says so.
-
-    Args:
-        traced: the graph.
-        request: the model and the inputs, which are left as they are.
-        written: what the forward writes of the user's tensors, which is copied.
-        restored: undoes what a run does to state outside of the model.
-        tables: buffers that the model keeps and the graph makes anew.
+    A model that raises on them, or does not repeat itself under one state of the random generators, cannot be judged: a warning
+    says so. What is `written` of the user's tensors is copied, and `restored` undoes what a run does outside of the model; `tables`
+    are buffers that the model keeps and the graph makes anew.
     """
     if not _is_real(request):
         return

@@ -109,10 +109,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 
 
 def _with_unread(made: RunResult) -> RunResult:
-    """A run, with all that it changes as unread if a call that may not read any of it does the same.
-
-    Runs with other outcomes, or at sizes of 1, then start without it, and so need no second call.
-    """
+    """A run, with all that it changes as unread if a call that may not read that does the same: others then start without it."""
     if made.changed_outside or not made.changes:
         return made
     if made.changes.keys() <= made.request.earlier.changes.keys():
@@ -136,9 +133,8 @@ def _is_seen_when_read(module: torch.nn.Module, key: str) -> bool:
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
-    It could not if a second call, which starts from that state, makes the same calls under the same guards and leaves the
-    same state: then so does every later one. It may read what depends on sizes and constants alone, which is `tried` at
-    several sizes.
+    It could not if a second call, from that state, makes the same calls under the same guards and leaves the same state. It may
+    read what depends on sizes and constants alone, which is `tried` at several sizes.
     """
     if made.changes.keys() <= made.unread.changes.keys() and not made.changed_outside:
         return False

@@ -250,10 +250,7 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
 
 
 def _raise_caught(recorder: Recorder) -> None:
-    """Raise an error that the forward has caught: it may have gone another way than it would with real tensors.
-
-    So it may have where it made a text of a value.
-    """
+    """Raise an error that the forward has caught, or a text of a value: it may have gone another way than with real tensors."""
     if recorder.decisions.open or recorder.decisions.text_question:
         raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
     if recorder.failure or recorder.shape_env.failure:

@@ -53,10 +53,7 @@ def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult:
 def _aligned(
     calls: Sequence[torch.fx.Node], others: Sequence[torch.fx.Node], questions: Sequence[torch.fx.Node]
 ) -> tuple[Pairs, list[list[torch.fx.Node]]] | None:
-    """The pairs of calls that come from the same lines, and for each branch what comes after it in `calls` alone.
-
-    None if `others` has more, or if something is left out before the first branch.
-    """
+    """The pairs of calls from the same lines, and for each branch what follows it in `calls` alone; None if other calls differ."""
     pairs: list[tuple[torch.fx.Node, torch.fx.Node]] = []
     bodies: list[list[torch.fx.Node]] = []
     left = list(reversed(others))

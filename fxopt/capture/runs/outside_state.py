@@ -1,7 +1,6 @@
 """State that the code of a model reaches by name outside of its modules: globals, closures, defaults, attributes of classes.
 
-A forward may count there, or draw from a random generator that is kept there, and so compute something else at each
-call. What its code names is compared before and after it ran; what stands behind functions in C is out of sight.
+It is compared before and after a forward, which may count there; what stands behind functions in C is out of sight.
 """
 
 from __future__ import annotations

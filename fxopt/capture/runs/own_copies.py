@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 class Twin:
-    """A copy of the model or of its graph that is run for a comparison.
-
-    It shares the memory of parameters but for those `written`, and has everything else for itself: buffers, Python state,
-    closures, context variables, and what it writes into tensors from outside of the model.
-    """
+    """A copy of the model or its graph that is run for a comparison; it shares parameters but for those `written`, and no more."""
 
     def __init__(self, module: torch.nn.Module, written: Written) -> None:
         self.module = (

@@ -1,7 +1,4 @@
-"""The first node of a graph, which checks what the graph assumes of its inputs.
-
-As a module without parameters, it travels with the graph through deepcopy, pickle, other passes and other tracers.
-"""
+"""The first node of a graph, which checks its inputs: a module, so that deepcopy, pickle and other tracers take it along."""
 
 from __future__ import annotations
 

@@ -97,10 +97,7 @@ def restored_on_error() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ApplyFunction:
-    """The target of a node that applies a `torch.autograd.Function`.
-
-    `SomeFunction.apply` itself will not do: fx would write its name as `torch.autograd.function.apply`.
-    """
+    """The target of a node that applies a `torch.autograd.Function`, whose own `apply` fx would write by a name of torch."""
 
     function: type
 
