@@ -77,12 +77,10 @@ class ExampleRun:
         memo = {id(t): t for t in (*shared, *sys.modules.values())}
         self._interpreter.module = copy.deepcopy(self._model, memo)
         random.setstate(drawn)
-        self._inputs = {
-            key: value.detach().clone().requires_grad_(value.requires_grad)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in self._examples.items()
-        }
+        self._inputs = dict(self._examples)
+        for key, value in self._examples.items():
+            if isinstance(value, torch.Tensor):
+                self._inputs[key] = value.detach().clone().requires_grad_(value.requires_grad)
 
     def _run(self) -> None:
         """Run the nodes that are new."""

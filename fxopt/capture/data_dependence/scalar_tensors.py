@@ -92,17 +92,11 @@ class KnownScalars:
         return bool(self._shape_env.bound_sympy(numerator).lower < 0)
 
     def given_as_numbers(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        item: Callable[[torch.Tensor], Any],
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], item: Callable[[torch.Tensor], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with numbers in the place of such tensors as sizes; `item` reads those that are not known."""
         if name == "arange":
-            (_, *numbers), kwargs = with_numbers(
-                (None, *args), kwargs, lambda tensor: self._read(tensor, item)
-            )
+            (_, *numbers), kwargs = with_numbers((None, *args), kwargs, lambda t: self._read(t, item))
             return tuple(numbers), kwargs
         if name in _READS_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, item))

@@ -135,9 +135,8 @@ class CaptureShapeEnv(ShapeEnv):
         """The number that a sympy expression stands for, as Python sees it."""
         if kind is bool:
             return self.create_symboolnode(expression)
-        if kind is int:
-            return self.create_symintnode(expression, hint=None)
-        return self.create_symfloatnode(expression, hint=None)
+        create = self.create_symintnode if kind is int else self.create_symfloatnode
+        return create(expression, hint=None)
 
     def guard(self, questions: dict[Any, bool]) -> None:
         """Put guards for collected conditions after all."""

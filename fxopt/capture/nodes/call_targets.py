@@ -33,10 +33,20 @@ _BINARY: dict[str, Callable[..., Any]] = {
 }
 _REFLECTED = {
     f"__r{name}__": _BINARY[name]
-    for name in (
-        *("add", "sub", "mul", "div", "truediv", "floordiv"),
-        *("mod", "pow", "matmul", "and", "or", "xor"),
-    )
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+    ]
 }
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,

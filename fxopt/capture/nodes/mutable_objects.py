@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -139,14 +140,7 @@ class MutableObjects:
     def _entry(self, known: _Known, key: Any) -> Callable[[], Node]:
         """The node of what is at `key`, made the first time that something uses it."""
         target = operator.getitem if key_kind(known.container) == "item" else getattr
-        made: list[Node] = []
-
-        def node() -> Node:
-            if not made:
-                made.append(self.create(target, known.node(), key))
-            return made[0]
-
-        return node
+        return functools.cache(lambda: self.create(target, known.node(), key))
 
     def _build(self, value: Any) -> None:
         self._begin(value)

@@ -15,11 +15,8 @@ from fxopt.capture.runtime import modes
 
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 _GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
-_GRAD_BLOCKS = (
-    _GRAD_EXITS
-    | {block.__enter__.__code__ for block in _GRAD_CLASSES}
-    | {torch.set_grad_enabled.__init__.__code__}
-)
+_GRAD_BLOCKS = _GRAD_EXITS | {block.__enter__.__code__ for block in _GRAD_CLASSES}
+_GRAD_BLOCKS.add(torch.set_grad_enabled.__init__.__code__)
 
 
 class ModeSwitches:

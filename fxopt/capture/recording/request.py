@@ -57,20 +57,16 @@ class Request:
 
     def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Values for the inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
-        kinds = {
-            name: parameter.kind
-            for name, parameter in inspect.signature(self.model.forward).parameters.items()
-        }
-        variadic = any(name.startswith("*") for name in values)
+        parameters = inspect.signature(self.model.forward).parameters
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
+        positional: set[Any] = {inspect.Parameter.POSITIONAL_ONLY}
+        if any(name.startswith("*") for name in values):
+            positional.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for name, value in values.items():
-            kind = kinds.get(name)
             if name.startswith("*"):
                 args.extend(value)
-            elif kind is inspect.Parameter.POSITIONAL_ONLY or (
-                variadic and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            ):
+            elif name in parameters and parameters[name].kind in positional:
                 args.append(value)
             else:
                 kwargs[name] = value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -160,9 +161,7 @@ class RepeatedCalls:
 
     def _numbers(self, sizes: Sizes) -> int:
         """How many numbers the inputs hold at these sizes, at most."""
-        factor = 1
-        for symbol, size in sizes.items():
-            factor *= max(1, size // max(1, self._hints[symbol]))
+        factor = math.prod(max(1, size // max(1, self._hints[symbol])) for symbol, size in sizes.items())
         return factor * sum(tensor.numel() for tensor in tensors_in(self._made.request.inputs))
 
     def _first_call(self, sizes: Sizes) -> _Call:
