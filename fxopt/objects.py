@@ -155,6 +155,14 @@ def find(name: str) -> Any:
     raise ImportError(name)
 
 
+def is_found(name: str, value: Any) -> bool:
+    """Tell whether `find` gives just this value."""
+    try:
+        return bool(find(name) == value)
+    except (ImportError, AttributeError):
+        return False
+
+
 def _plain(value: Any) -> Any:
     """Arguments of a node with lists and dicts of Python: an interpreter of a graph hands over immutable ones."""
     if isinstance(value, immutable_list):

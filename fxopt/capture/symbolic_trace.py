@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
-from fxopt.capture.decoding_inputs import CACHES, decoding_step, output_of
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.capture.trace import trace
 from fxopt.errors import GuardError, TraceError
+from fxopt.objects import entries, is_open, tensors_in
 
 # Example sizes. Only shapes matter to a capture; these are unlikely to equal a size of the model.
 _BATCH = 3
@@ -22,6 +24,9 @@ _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
 
 _FIXED_IMAGES = {0: Dim.AUTO}
+# The names that caches have among the inputs, and as fields of the output.
+_CACHES = ("past_key_values", "cache_params")
+_QUERIES = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 Example = tuple[torch.Tensor, dict[int, Any]]
 
@@ -82,20 +87,20 @@ def symbolic_trace(
         return _example(name, config, dtype, device, type(model).__name__)
 
     verify = not disable_check
-    made = [name for name in names if name in (*CACHES, "encoder_outputs")]
+    made = [name for name in names if name in (*_CACHES, "encoder_outputs")]
     examples = {name: example(name) for name in names if name not in made}
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
     dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
     if "encoder_outputs" in made:
         encoder: Any = model.get_encoder()  # type: ignore[operator]
         given, free = example(encoder.main_input_name)
-        kwargs["encoder_outputs"] = output_of(encoder, {encoder.main_input_name: given})
+        kwargs["encoder_outputs"] = _output_of(encoder, {encoder.main_input_name: given})
         dimensions["encoder_outputs"] = {
             "last_hidden_state": {0: Dim.AUTO, 1: Dim.AUTO} if 1 in free else free
         }
     for cache in made:
         if cache != "encoder_outputs":
-            kwargs, dimensions = decoding_step(model, cache, kwargs, dimensions)
+            kwargs, dimensions = _decoding_step(model, cache, kwargs, dimensions)
     if len(dimensions.get("pixel_values", ())) > 1:
         # Free heights and widths must not cost the capture, nor single images.
         with contextlib.suppress(TraceError):
@@ -104,6 +109,65 @@ def symbolic_trace(
                 return traced
         dimensions["pixel_values"] = _FIXED_IMAGES
     return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize, verify=verify)
+
+
+def _decoding_step(
+    model: torch.nn.Module, name: str, prefill: dict[str, Any], dimensions: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs for the token after those of `prefill`, and what is free of their sizes.
+
+    The cache, the input called `name`, is of the class that the model itself makes. Of its tensors, the dimensions are free
+    that have the batch size or a length of `prefill`.
+    """
+    cache = _cache(model, name, prefill)
+    sizes = {size for value in tensors_in(list(prefill.values())) for size in value.shape[:2]}
+    inputs, free = {}, {}
+    prefix = "decoder_" if getattr(model.config, "is_encoder_decoder", False) else ""
+    for key, value in prefill.items():
+        inputs[key], free[key] = value, dimensions[key]
+        if key in [prefix + query for query in _QUERIES]:
+            inputs[key], free[key] = value[:, :1], {0: Dim.AUTO}
+        elif key == f"{prefix}attention_mask":
+            inputs[key] = torch.cat([value, value[:, :1]], dim=1)
+    inputs[name], free[name] = cache, _free(cache, sizes)
+    order = list(inspect.signature(model.forward).parameters)
+    return {key: inputs[key] for key in sorted(inputs, key=order.index)}, free
+
+
+def _output_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    """Give the output of a model with zeros for its tensors: nothing is computed."""
+    with torch.no_grad():
+        graph = trace(model, (), inputs, verify=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            output = graph(**inputs)
+    zeros: dict[int, Any] = {
+        id(tensor): torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for tensor in tensors_in(output)
+    }
+    return copy.deepcopy(output, zeros)
+
+
+def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
+    parameters = inspect.signature(model.forward).parameters
+    cache = getattr(
+        _output_of(model, prefill | ({"use_cache": True} if "use_cache" in parameters else {})), name, None
+    )
+    if cache is None:
+        raise TraceError(
+            f"{type(model).__name__} returns no {name!r} for {list(prefill)}; there is no cache to go on from."
+        )
+    return cache
+
+
+def _free(value: Any, sizes: set[int]) -> Any:
+    """The entry of `dynamic_shapes` for a cache."""
+    if isinstance(value, torch.Tensor):
+        return {dim: Dim.AUTO for dim, size in enumerate(value.shape) if size in sizes}
+    if isinstance(value, (tuple, list)):
+        return [_free(item, sizes) for item in value]
+    if isinstance(value, dict) or is_open(value):
+        return {key: _free(item, sizes) for key, item in entries(value).items()}
+    return None
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:

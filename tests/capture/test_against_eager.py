@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import fxopt
+from fxopt.capture.runs.own_copies import copy_inputs
 
 X = torch.ones(3, 4)
 VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
@@ -237,6 +238,16 @@ def test_weights_that_a_forward_writes_are_those_of_a_copy():
     assert model.weight.tolist() == [1.0] * 4
     traced(torch.tensor([1, 2]))
     assert model.weight.tolist() == [0.5] * 4
+
+
+def test_inputs_of_two_dtypes_share_memory_in_the_copies_as_well():
+    numbers = torch.arange(6, dtype=torch.int32)
+    inputs = {"bits": numbers[2:].view(torch.float32), "numbers": numbers, "rows": numbers[1].expand(3)}
+    copied = copy_inputs(inputs).values
+    copied["bits"].zero_()
+    assert copied["numbers"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert numbers.tolist() == list(range(6))
+    assert (copied["rows"].tolist(), copied["rows"].stride()) == ([1, 1, 1], (0,))
 
 
 def test_inputs_keep_their_layout_and_share_memory_in_the_copies():

@@ -1,9 +1,7 @@
-"""Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer.
+"""Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer (`if mask.all():`).
 
-`if mask.all():` asks. There are five ways on. Where one side raises, the other is taken, and a check in the place of
-the question raises in its stead. Where both sides give the same graph, it is taken. Where one side does more, and that
-writes only at the places of a mask, it does it always, with checks (`if_conversion`). `specialize=True` takes the side
-that the example inputs decide for, with a check as well. Otherwise the capture ends, with the line that asks.
+The script of a run says the outcome, or with `specialize=True` the example inputs; else the branch stays open. Each outcome
+leaves a check in the place of the question.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.shape_env import LEARNED
 from fxopt.capture.nodes.call_targets import canonical
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import describe_origin, model_frame
-from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
+from fxopt.capture.runtime.checks import check_outcome, check_same_outcome
 from fxopt.objects import tensors_in
 
 # The methods that make a Python value of a tensor, and functions that return one, with its type.
@@ -57,27 +54,20 @@ Body = list[tuple[torch.fx.Node, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class BranchAtLine:
-    """A branch at a line: the node of its check, where, and the outcome.
+    """A branch that was decided by its line."""
 
-    `drawn` is how often random numbers were drawn before, and `state` what Python held then.
-    """
-
-    node: torch.fx.Node
+    node: torch.fx.Node  # its check
     where: str
     answer: bool
-    drawn: int
-    state: FrameSnapshot
+    drawn: int  # how often random numbers were drawn before
+    state: FrameSnapshot  # of Python, then
 
 
 @dataclasses.dataclass(eq=False)
 class BranchDecisions:
-    """The decisions on values of one capture, in the order in which the forward asks.
-
-    `answers` is the script of outcomes; `example`, where there is one, decides what comes after it.
-    """
+    """The decisions on values of one capture; `answers` is the script, and `example` decides what comes after it."""
 
     writer: GraphWriter
-    sizes: SizeNodes
     fake_mode: CaptureFakeMode
     answers: Outcomes
     example: ExampleRun | None
@@ -86,7 +76,7 @@ class BranchDecisions:
     knows_keys: bool
 
     def __post_init__(self) -> None:
-        self._shape_env: Any = self.fake_mode.shape_env
+        self.sizes, self._shape_env = self.writer.sizes, self.fake_mode.shape_env
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
@@ -108,6 +98,11 @@ class BranchDecisions:
     def specialised(self) -> bool:
         """Tell whether the example inputs decide."""
         return self.example is not None
+
+    @property
+    def count(self) -> int:
+        """How many decisions there were."""
+        return len(self.checks) + sum(map(len, self.asked_at.values()))
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the value that `function`, one of `READS`, reads of tensors."""
@@ -200,16 +195,14 @@ class BranchDecisions:
     def _suppose(self, expression: Any, answer: bool) -> None:
         """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
 
-        But a size that is 0 would lead to further questions, in most operators: where the answer sets sizes of 0 and 1
-        apart from all others, 0 is excluded, with a check.
+        But where the answer sets sizes of 0 and 1 apart from all others, 0, which leads to further questions, is excluded.
         """
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
         size = _size_compared_with_one(expression)
         if size is not None:
             not_empty = self.sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
             if isinstance(not_empty, torch.fx.Node):
-                message = f"the graph assumes that a size is not 0. {self.writer.where()}"
-                self.writer.create("call_function", check_value, (not_empty, message), {}, None)
+                self.writer.assume(not_empty, "that a size is not 0")
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):
                     self._shape_env.assume(fact, LEARNED)
 
@@ -224,7 +217,7 @@ class BranchDecisions:
             raise self._opened(node, kind)
         where, earlier = self.writer.where(), self.asked_at[line]
         answer = answers[len(earlier) % 2]
-        check = self.writer.create("call_function", check_same_outcome, (node, None, where), {}, None)
+        check = self.writer.call(check_same_outcome, node, None, where)
         earlier.append(
             BranchAtLine(check, where, answer, self.fake_mode.drawn, python_state(sys._getframe(1)))
         )
@@ -249,7 +242,7 @@ class BranchDecisions:
     def _check(self, node: torch.fx.Node, decided: Any, otherwise: str) -> None:
         where = self.writer.where()
         self.checks.append(f"the forward decides {decided} on a value: {where}")
-        self.writer.create("call_function", check_outcome, (node, decided, where, otherwise), {}, None)
+        self.writer.call(check_outcome, node, decided, where, otherwise)
 
     def _opened(
         self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch

@@ -9,10 +9,7 @@ from fxopt.errors import TraceError
 
 
 class DataDependentBranch(TraceError):
-    """The forward decides on a value, at `where`, and nothing says how; `kind` is the type of the answer.
-
-    `line` is where the branch stands in the source, in whichever module.
-    """
+    """The forward decides on a value, at `where`, and nothing says how; `line` is the source line in whichever module."""
 
     def __init__(self, message: str, kind: type, where: str, line: str) -> None:
         super().__init__(message)
@@ -55,14 +52,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """A script: the outcomes of all branches at some lines, and of the first branches elsewhere, in the order of the run.
+    """A script: the outcomes of all branches at some lines, and of the first branches elsewhere, in the order of the run."""
 
-    A line has two outcomes, which are taken in turn: mostly one outcome twice. Loops that start at one of the lines in `ends`
-    end before a place, at which the model would raise an error.
-    """
-
-    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)  # two, in turn
     settled: tuple[Outcome, ...] = ()
+    # Loops that start at one of these lines end before a place, at which the model would raise an error.
     ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def and_then(self, settled: Outcome) -> Outcomes:

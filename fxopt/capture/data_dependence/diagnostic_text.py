@@ -17,10 +17,7 @@ _CHECKS = {"check", "assert"}
 
 
 def is_diagnostic(frame: FrameType | None) -> bool:
-    """Tell whether the text that is made in a frame now only tells: it is raised, printed or logged, or the message of a check.
-
-    Without the source it is not known, and so not taken for granted.
-    """
+    """Tell whether the text that is made in a frame is only raised, printed or logged, or the message of a check."""
     if frame is None:
         return False
     if frame.f_globals.get("__name__", "").partition(".")[0] in _TELLING:

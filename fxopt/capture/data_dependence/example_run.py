@@ -25,18 +25,11 @@ _SKIPPED = {check_same_outcome, check_outcome, check_value, modes.enter_sdpa_ker
 
 
 class ExampleRun:
-    """The nodes of a graph that is being written, run for real when the first value is asked for.
+    """The nodes of a graph that is being written, run for real when the first value is asked for; values are kept.
 
-    What a node gives is kept; a later question runs only the nodes written since. All runs in one thread of its own:
-    torch keeps the modes (fake tensors, gradients, autocast) for each thread, so the forward that is being captured
-    and this run do not disturb each other.
-
-    Args:
-        model: the real model. It is not changed: buffers, and parameters that a layer writes, are copied.
-        layers: the identities of the modules that are called as one node.
-        graph: the graph.
-        constants: tensors of `get_attr` nodes that the model does not have, by name.
-        examples: the real value for each fake input, by its identity.
+    All runs in one thread of its own: torch keeps modes (fake tensors, gradients, autocast) for each thread. The model is not
+    changed: buffers, and parameters that a layer writes, are copied. `constants` are the tensors of `get_attr` nodes that the
+    model does not have, and `examples` the real value for each fake input, by its identity.
     """
 
     def __init__(
@@ -80,19 +73,14 @@ class ExampleRun:
         plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
         self._shared = {t.untyped_storage()._cdata for t in shared}
-        drawn = (
-            random.getstate()
-        )  # some models draw a name when they are copied, which is not the forward's doing
-        self._interpreter.module = copy.deepcopy(
-            self._model, {id(t): t for t in (*shared, *sys.modules.values())}
-        )
+        drawn = random.getstate()  # some models draw a name when they are copied
+        memo = {id(t): t for t in (*shared, *sys.modules.values())}
+        self._interpreter.module = copy.deepcopy(self._model, memo)
         random.setstate(drawn)
-        self._inputs = {
-            key: value.detach().clone().requires_grad_(value.requires_grad)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in self._examples.items()
-        }
+        self._inputs = dict(self._examples)
+        for key, value in self._examples.items():
+            if isinstance(value, torch.Tensor):
+                self._inputs[key] = value.detach().clone().requires_grad_(value.requires_grad)
 
     def _run(self) -> None:
         """Run the nodes that are new."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import os
@@ -39,21 +40,19 @@ def is_model_error(error: BaseException) -> bool:
     return raises and (checks or is_model_code(code.co_filename))
 
 
+@dataclasses.dataclass(eq=False)
 class OperatorChecks:
-    """Settles conditions on unbacked sizes inside a call of torch, where the call itself raises unless they have one outcome.
+    """Settles conditions on unbacked sizes inside a call of torch that raises unless they have one outcome.
 
-    `raising` says of kinds of conditions whether a call was seen to raise: to try costs a few calls, and once a function
-    leaves a kind open, it is not tried again. `settle(condition, outcome, otherwise)` is told the outcome that it must
-    have, and the error to which the other one leads.
+    `raising` says of kinds of conditions whether a call was seen to raise, as to try costs a few calls. `settle(condition,
+    outcome, otherwise)` is told the outcome that it must have, and the error to which the other one leads.
     """
 
-    def __init__(
-        self,
-        fake_mode: CaptureFakeMode,
-        raising: dict[tuple[Any, str], bool],
-        settle: Callable[[Any, bool, str], None],
-    ) -> None:
-        self._fake_mode, self._raising, self._settle = fake_mode, raising, settle
+    fake_mode: CaptureFakeMode
+    raising: dict[tuple[Any, str], bool]
+    settle: Callable[[Any, bool, str], None]
+
+    def __post_init__(self) -> None:
         # The function that runs, its first condition, and those that it leaves open.
         self._function: Any = None
         self._asked: Any = None
@@ -63,7 +62,7 @@ class OperatorChecks:
         """Raise AskedInCallError if a call runs that may raise for one of the answers."""
         if self._function is None or question in self._left_open:
             return
-        if self._raising.get(_kind(self._function, question), True):
+        if self.raising.get(_kind(self._function, question), True):
             self._asked = question
             raise AskedInCallError
 
@@ -71,7 +70,7 @@ class OperatorChecks:
     def result_of(self, call: functools.partial[T]) -> T:
         """Make a call and return its result."""
         self._left_open = set()
-        shape_env: Any = self._fake_mode.shape_env
+        shape_env = self.fake_mode.shape_env
         while True:
             known = set(shape_env.var_to_range)
             self._function, self._asked = call.func, None
@@ -89,12 +88,12 @@ class OperatorChecks:
 
     def _try(self, call: functools.partial[Any], question: Any) -> None:
         """Make a call with both outcomes of a condition."""
-        errors = {answer: _error(call, question, answer, self._fake_mode) for answer in (True, False)}
+        errors = {answer: _error(call, question, answer, self.fake_mode) for answer in (True, False)}
         raises = (errors[True] is None) != (errors[False] is None)
-        self._raising.setdefault(_kind(call.func, question), raises)
+        self.raising.setdefault(_kind(call.func, question), raises)
         if raises:
             answer = errors[True] is None
-            self._settle(question, answer, errors[not answer] or "")
+            self.settle(question, answer, errors[not answer] or "")
         else:
             self._left_open.add(question)
 
@@ -106,11 +105,8 @@ def _kind(function: Any, question: Any) -> tuple[Any, str]:
 
 
 def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: CaptureFakeMode) -> str | None:
-    """The error that a call raises where this is the outcome of a condition, if it meets no other before.
-
-    Nothing that is asked of sizes on the way leaves a guard, and torch keeps nothing of what operators give.
-    """
-    shape_env: Any = fake_mode.shape_env
+    """The error that a call raises where this is the outcome of a condition, if it meets no other before; it leaves no trace."""
+    shape_env = fake_mode.shape_env
     answers = {question: answer, sympy.Not(question): not answer}
     asked = False
 

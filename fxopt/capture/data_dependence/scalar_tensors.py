@@ -1,9 +1,7 @@
 """Sizes that a forward keeps in tensors: `x[:, :n]` or `x.view(n, -1)`, where `n` is a tensor without dimensions.
 
-What such a tensor holds is followed through the arithmetic that made it: from sizes, and from integers that the model
-holds in tensors (a stride, a kernel size). Where torch takes it as a size, it gets the number instead of a value that
-only a run knows. A tensor may round or overflow, and the model's may be changed: the graph checks that it holds the
-number.
+What it holds is followed through the arithmetic that made it, from sizes, and from integers that the model holds in tensors.
+Where torch takes it as a size, it gets that number. A tensor may round, overflow or be changed: the graph checks the number.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.runtime.checks import check_value
 from fxopt.objects import mapped
 
 # What takes sizes as arguments, by name.
@@ -50,20 +47,10 @@ class Number:
 
 
 class KnownScalars:
-    """The tensors of one capture that hold a number which is known as an expression of sizes.
+    """The tensors of one capture whose number is known as an expression of sizes; `moving` are those that it writes."""
 
-    `model_tensor` gives the name and the real tensor for a fake one; those called `written`, the forward writes.
-    """
-
-    def __init__(
-        self,
-        writer: GraphWriter,
-        shape_env: CaptureShapeEnv,
-        model_tensor: Callable[[torch.Tensor], tuple[str, torch.Tensor | None]],
-        written: Set[str] = frozenset(),
-    ) -> None:
-        self._writer, self._shape_env = writer, shape_env
-        self._model_tensor, self._written = model_tensor, written
+    def __init__(self, writer: GraphWriter, shape_env: CaptureShapeEnv, moving: Set[str]) -> None:
+        self._writer, self._shape_env, self._moving = writer, shape_env, moving
         self._taken: list[tuple[str, torch.Tensor]] = []
         self._numbers: dict[int, Number] = {}
         self._checked: set[int] = set()
@@ -105,20 +92,11 @@ class KnownScalars:
         return bool(self._shape_env.bound_sympy(numerator).lower < 0)
 
     def given_as_numbers(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        item: Callable[[torch.Tensor], Any],
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], item: Callable[[torch.Tensor], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with numbers in the place of such tensors where the call takes sizes.
-
-        `item` gives the number of a tensor of which nothing is known, where the call needs that.
-        """
+        """The arguments of a call, with numbers in the place of such tensors as sizes; `item` reads those that are not known."""
         if name == "arange":
-            (_, *numbers), kwargs = with_numbers(
-                (None, *args), kwargs, lambda tensor: self._read(tensor, item)
-            )
+            (_, *numbers), kwargs = with_numbers((None, *args), kwargs, lambda t: self._read(t, item))
             return tuple(numbers), kwargs
         if name in _READS_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, item))
@@ -159,8 +137,8 @@ class KnownScalars:
 
     def _held(self, tensor: torch.Tensor) -> Number | None:
         """Give the numbers in an integer tensor of the model that the forward does not write."""
-        name, real = self._model_tensor(tensor)
-        if name in self._written or _version(tensor):
+        name, real = self._writer.shell.real(tensor)
+        if name in self._moving or _version(tensor):
             return None
         if real is None and isinstance(tensor, FakeTensor):
             real = tensor.constant
@@ -180,11 +158,8 @@ class KnownScalars:
             self._checked.add(id(tensor))
             item = self._writer.create("call_method", "item", (self._writer.argument(tensor),), {}, None)
             expected = self._writer.argument(plain)
-            same = self._writer.create("call_function", operator.eq, (item, expected), {}, None)
-            message = (
-                f"the graph assumes what number a tensor holds that is used as a size. {self._writer.where()}"
-            )
-            self._writer.create("call_function", check_value, (same, message), {}, None)
+            same = self._writer.call(operator.eq, item, expected)
+            self._writer.assume(same, "what number a tensor holds that is used as a size")
         return plain
 
     def _plain(self, value: Any) -> Any:

@@ -1,12 +1,8 @@
 """Running calls on fake tensors, each distinct one once.
 
-A model repeats itself: the same layers and functions on tensors of the same sizes, dozens of times. What comes
-out, as far as a fake tensor knows, is the same each time, and finding it out on free sizes costs thousands of
-operations on sympy expressions; so it is remembered, and later calls make the output tensors alone. Whatever
-the first call asked of the sizes is among the guards by then, and holds for the later ones.
-
-The captures of one forward, with other answers or at other sizes, repeat each other as well. A call whose result follows from
-what is known of the sizes of its arguments gives the same in each capture that knows the same of them.
+Finding out sizes costs thousands of operations on sympy expressions, and a model repeats its layers dozens of times. Whatever
+the first call asked of the sizes is among the guards by then, and holds for the later ones. The captures of one forward repeat
+each other as well: a call gives the same in each that knows the same of the sizes of its arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
-from fxopt.capture.fakes.call_metadata import UncertainError, argument_key, has_hooks, layer_key, metadata_key
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
@@ -34,16 +30,19 @@ _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sequence:
-    """A tuple, list or named result of outputs."""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
-    type: Any
-    items: tuple[Any, ...]
-
-
+# The metadata of the tensors in a result, and the structure of it.
+Known = tuple[list[Metadata | None], pytree.TreeSpec]
 # For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
 Earlier = dict[Any, dict[frozenset[Any], Any]]
+
+
+class _UncertainError(Exception):
+    """Metadata does not tell all about a value."""
 
 
 class CallCache:
@@ -63,13 +62,13 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if layer._modules or has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
+        if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
         try:
-            what = (type(layer), *layer_key(layer))
-        except UncertainError:
+            what = (type(layer), *_layer_key(layer))
+        except _UncertainError:
             return None
         return self._call(what, tuple(layer.parameters()), args, kwargs)
 
@@ -80,8 +79,8 @@ class CallCache:
             return None
         inputs: list[torch.Tensor] = []
         try:
-            arguments = argument_key(args, inputs), argument_key(kwargs, inputs)
-        except UncertainError:
+            arguments = _argument_key(args, inputs), _argument_key(kwargs, inputs)
+        except _UncertainError:
             return None
         key = (what, arguments, torch.is_grad_enabled(), torch.get_default_dtype())
         return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
@@ -105,18 +104,16 @@ class CachedCall:
     def __post_init__(self) -> None:
         self._versions = [tensor._version for tensor in self.inputs]
         self._drawn = self.fake_mode.drawn
-        shape_env: Any = self.fake_mode.shape_env
-        self._shape_env, self._state = shape_env, shape_env.state
+        self._shape_env, self._state = self.fake_mode.shape_env, self.fake_mode.shape_env.state
         self.known = self.key in self.results or self._was_made_before()
 
     def recall(self) -> Any:
         """The result of a known call, in new tensors."""
         with self._shape_env.suppress_guards():
-            return self._made(self.results[self.key])
+            tensors, structure = self.results[self.key]
+            return pytree.tree_unflatten(map(self._made, tensors), structure)
 
-    def _made(self, known: Any) -> Any:
-        if isinstance(known, _Sequence):
-            return known.type([self._made(item) for item in known.items])
+    def _made(self, known: Metadata | None) -> Any:
         if known is None:
             return None
         if known.view_of is not None:
@@ -142,65 +139,55 @@ class CachedCall:
         return True
 
     def remember(self, result: Any) -> None:
-        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none.
+        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none and drawn nothing.
 
-        Calls that draw random numbers are made each time, to be counted. Other captures need not make the call, either,
-        if what was known of its sizes answered all that it asked about them.
+        Other captures need not make the call, either, if what was known of its sizes answered all that it asked about them.
         """
         unchanged = self._versions == [tensor._version for tensor in self.inputs]
         unchanged = unchanged and self._drawn == self.fake_mode.drawn
         if unchanged and result is not None:
-            with contextlib.suppress(UncertainError):
-                known = self.results[self.key] = self._known(result, {})
+            with contextlib.suppress(_UncertainError):
+                tensors, structure = pytree.tree_flatten(result, _is_unknown)
+                memories: dict[int, Any] = {}
+                known = [self._known(tensor, memories) for tensor in tensors], structure
+                self.results[self.key] = known
                 if self._state == self._shape_env.state:
                     self._keep(known)
 
-    def _keep(self, known: Any) -> None:
+    def _keep(self, known: Known) -> None:
         """Keep what the call gave for other captures."""
         facts, related = self._shape_env.facts.about(self._symbols)
 
         def expression(size: Any) -> Any:
             if not size.node.expr.free_symbols <= related:
-                raise UncertainError
+                raise _UncertainError
             return size.node.expr
 
         self.earlier.setdefault(self.key, {})[facts] = _with_sizes(known, expression)
 
-    def _known(self, result: Any, memories: dict[int, Any]) -> Any:
-        """The metadata of a result; `memories` holds what is new in it, of which no two may share any."""
+    def _known(self, result: Any, memories: dict[int, Any]) -> Metadata | None:
+        """The metadata of a tensor in a result; `memories` holds what is new in that, of which no two may share any."""
         if result is None:
             return None
-        if isinstance(result, (tuple, list)):
-            named = type(result).__module__ == "torch.return_types"
-            if not named and type(result) not in (tuple, list):
-                raise UncertainError
-            return _Sequence(type(result), tuple(self._known(item, memories) for item in result))
         if type(result) is not FakeTensor or any(result is tensor for tensor in self.inputs):
-            raise UncertainError
-        metadata_key(result)
+            raise _UncertainError
+        _metadata_key(result)
         if free_unbacked_symbols(result) - self._symbols:
-            raise UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
+            raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
         owners = [i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage._cdata]
         sources = [self.inputs[owners[0]]] if len(owners) == 1 else self._sources()
         if len(owners) > 1 or storage._cdata in memories:
-            raise UncertainError
+            raise _UncertainError
         if owners and result.dtype != sources[0].dtype:
-            raise UncertainError
+            raise _UncertainError
         if result.requires_grad != (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
-            raise UncertainError
+            raise _UncertainError
         if not owners:
             memories[storage._cdata] = storage
-        return Metadata(
-            tuple(result.shape),
-            result.stride(),
-            result.storage_offset(),
-            storage.nbytes(),
-            result.dtype,
-            result.device,
-            result.requires_grad,
-            owners[0] if owners else None,
-        )
+        sizes = tuple(result.shape), result.stride(), result.storage_offset(), storage.nbytes()
+        view_of = owners[0] if owners else None
+        return Metadata(*sizes, result.dtype, result.device, result.requires_grad, view_of)
 
     def _sources(self) -> list[torch.Tensor]:
         """The tensors on which a new one depends for autograd."""
@@ -230,20 +217,76 @@ def _symbols(key: Any) -> set[Any]:
     return key.free_symbols if isinstance(key, sympy.Basic) else set()
 
 
-def _with_sizes(known: Any, replaced: Callable[[Any], Any]) -> Any:
+def _is_unknown(value: Any) -> bool:
+    """Tell whether a part of a result is more than its items."""
+    named = type(value).__module__ == "torch.return_types"
+    return not (named or type(value) in (tuple, list))
+
+
+def _with_sizes(known: Known, replaced: Callable[[Any], Any]) -> Known:
     """The metadata of a result with its free sizes replaced."""
-    if isinstance(known, _Sequence):
-        return _Sequence(known.type, tuple(_with_sizes(item, replaced) for item in known.items))
-    if known is None:
-        return None
 
     def size(value: Any) -> Any:
         return value if isinstance(value, int) else replaced(value)
 
-    return dataclasses.replace(
-        known,
-        shape=tuple(map(size, known.shape)),
-        stride=tuple(map(size, known.stride)),
-        offset=size(known.offset),
-        bytes=size(known.bytes),
+    tensors, structure = known
+    return [tensor and tensor.resized(size) for tensor in tensors], structure
+
+
+def _argument_key(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """All of an argument that metadata of a result can depend on; its tensors are added to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        for position, other in enumerate(tensors):
+            if other is value:
+                return position
+        key = _metadata_key(value)
+        tensors.append(value)
+        return key
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return type(value), value.node.expr
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list, torch.Size):
+        return type(value), tuple(_argument_key(item, tensors) for item in value)
+    if type(value) is dict:
+        return dict, tuple((key, _argument_key(item, tensors)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _argument_key((value.start, value.stop, value.step), tensors)
+    raise _UncertainError
+
+
+def _metadata_key(tensor: Any) -> tuple[Any, ...]:
+    plain = type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
+        raise _UncertainError
+    return (
+        tuple(map(_expression, tensor.shape)),
+        tuple(map(_expression, tensor.stride())),
+        _expression(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """All of a layer that the metadata of its output can depend on."""
+    attributes = tuple(
+        (name, _argument_key(value, [])) for name, value in layer.__dict__.items() if not name.startswith("_")
+    )
+    tensors = tuple(
+        (name, None if tensor is None else _metadata_key(tensor))
+        for registry in (layer._parameters, layer._buffers)
+        for name, tensor in registry.items()
+    )
+    return attributes, tensors
+
+
+def _has_hooks(layer: torch.nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
 
 from fxopt.errors import TraceError
 
@@ -21,15 +21,15 @@ def is_backed(size: Any) -> bool:
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
 
-def symbolic_context(
-    tensor: torch.Tensor, dimensions: dict[int, Dimension]
-) -> StatelessSymbolicContext[Any, Any]:
+def is_unbacked(size: Any) -> bool:
+    """Tell whether a size is known only when the graph runs."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
+def symbolic_context(tensor: torch.Tensor, free: dict[int, Dimension]) -> StatelessSymbolicContext[Any, Any]:
     """Say which dimensions of `tensor` become symbols of the ShapeEnv."""
-    return StatelessSymbolicContext(
-        dynamic_sizes=[
-            DimDynamic.DYNAMIC if dim in dimensions else DimDynamic.STATIC for dim in range(tensor.dim())
-        ]
-    )
+    dims = range(tensor.dim())
+    return StatelessSymbolicContext([DimDynamic.DYNAMIC if d in free else DimDynamic.STATIC for d in dims])
 
 
 def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:

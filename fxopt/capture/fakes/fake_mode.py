@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.errors import TraceError
 
 _ORDINARY = (
@@ -35,10 +36,18 @@ class Metadata:
     requires_grad: bool
     view_of: int | None
 
+    def resized(self, size: Callable[[Any], Any]) -> Metadata:
+        """The same with `size(n)` in the place of each number of elements or bytes."""
+        shape, stride = tuple(map(size, self.shape)), tuple(map(size, self.stride))
+        return dataclasses.replace(
+            self, shape=shape, stride=stride, offset=size(self.offset), bytes=size(self.bytes)
+        )
+
 
 class CaptureFakeMode(FakeTensorMode):
     """A FakeTensorMode that makes tensors of known metadata cheaply."""
 
+    shape_env: CaptureShapeEnv
     _viewing = False
     # How many operators that draw random numbers have been run.
     drawn = 0

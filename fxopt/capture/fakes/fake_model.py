@@ -1,7 +1,4 @@
-"""The fake model: a copy of the model that holds fake tensors and reports the calls of its modules.
-
-The user's model is never run and never changed; what a forward does to its own attributes, it does to the copy.
-"""
+"""A copy of the model that holds fake tensors and reports the calls of its modules; the user's model is never run."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState
-from fxopt.capture.fakes.layer_settings import settings_of
+from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState, set_on, settings_of
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
-from fxopt.capture.fakes.tensor_attributes import set_on
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
 
@@ -59,10 +54,8 @@ class FakeModel:
         self.originals: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
         memo: dict[int, Any] = {}
-        tensors = {
-            **dict(model.named_buffers(remove_duplicate=False)),
-            **dict(model.named_parameters(remove_duplicate=False)),
-        }
+        tensors = dict(model.named_buffers(remove_duplicate=False))
+        tensors |= model.named_parameters(remove_duplicate=False)
         self._model_tensors = tensors
         for name, tensor in tensors.items():
             if id(tensor) not in memo:
@@ -73,15 +66,7 @@ class FakeModel:
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
-        try:
-            for name, tensor in tensors.items():
-                vars(self._tensors[name]).update(deepcopy_with_closures(set_on(tensor), memo))
-            self.model = deepcopy_with_closures(model, memo)
-        except Exception as error:
-            raise TraceError(
-                f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
-                f"leave the model untouched: {type(error).__name__}: {error}{_uncopied(model, memo)}"
-            ) from error
+        self.model = self._copied(model, memo)
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
         self._settings = {id(module): settings_of(module) for module in self.model.modules()}
@@ -89,7 +74,10 @@ class FakeModel:
         self._containers = recorded_modules(self.model, self._layers)
         self._given = {name: set(vars(module)) for name, module in self.model.named_modules()}
         self._own = {
-            id(t): f"{n}.{key}" for n, m in self._containers for key, t in _attributes(m) if _is_tensor(t)
+            id(t): f"{n}.{key}"
+            for n, m in self._containers
+            for key, t in _attributes(m)
+            if isinstance(t, torch.Tensor)
         }
         # Tensors that are in lists, dicts and objects at first: another one in their place is a change.
         snapshots = [value for value in self.state({}).values() if isinstance(value, Snapshot)]
@@ -97,11 +85,22 @@ class FakeModel:
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
         self.unread: set[tuple[int, str]] = set()  # attributes of modules
-        self._leave(earlier, refuse)
+        self._leave(earlier)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
-    def _leave(self, earlier: KeptState, refuse: Callable[[], None]) -> None:
+    def _copied(self, model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        try:
+            for name, tensor in self._model_tensors.items():
+                vars(self._tensors[name]).update(deepcopy_with_closures(set_on(tensor), memo))
+            return deepcopy_with_closures(model, memo)
+        except Exception as error:
+            raise TraceError(
+                f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
+                f"leave the model untouched: {type(error).__name__}: {error}{_uncopied(model, memo)}"
+            ) from error
+
+    def _leave(self, earlier: KeptState) -> None:
         """Leave in the copy what an earlier call has left."""
         for (name, key), value in earlier.changes.items():
             if isinstance(value, Snapshot):
@@ -109,10 +108,10 @@ class FakeModel:
                     raise TraceError(
                         f"a function that {key!r} holds keeps a tensor or a size for a later call."
                     )
-                stand_ins = self._stand_ins(value, earlier.known, refuse)
+                stand_ins = self._stand_ins(value, earlier.known)
                 value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
             elif isinstance(value, Counted):
-                value = CountedNumber(refuse, value.kind)
+                value = CountedNumber(self._refuse, value.kind)
             elif value is UNREAD:
                 module = self.model.get_submodule(name)
                 vars(module).pop(key, None)
@@ -158,10 +157,7 @@ class FakeModel:
         self._settings |= {id(part): settings_of(part) for part in layer.modules()}
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """All that the modules hold besides each other; a tensor that is the model's own, by its first name.
-
-        `aliases` gives, for the identity of a tensor, another one that is the same.
-        """
+        """All that the modules hold besides each other, tensors of the model by name; `aliases` gives others that are the same."""
 
         def named(tensor: torch.Tensor) -> Any:
             key = id(aliases.get(id(tensor), tensor))
@@ -175,7 +171,7 @@ class FakeModel:
                     state[name, key] = contents(value)
                 elif isinstance(value, _PLAIN):
                     state[name, key] = value
-                elif _is_tensor(value):
+                elif isinstance(value, torch.Tensor):
                     own = named(value)
                     state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
                 elif value is not None and key not in _OF_TORCH:
@@ -229,14 +225,12 @@ class FakeModel:
             [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
         )
 
-    def _stand_ins(
-        self, snapshot: Snapshot, known: Mapping[int, Any], refuse: Callable[[], None]
-    ) -> dict[int, Any]:
+    def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, Any]) -> dict[int, Any]:
         """For the identity of each tensor and size that an earlier call left what a run gets."""
         tensors = {
             id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in snapshot.tensors
         }
-        return tensors | {id(s): known.get(id(s), UnusableNumber(refuse)) for s in snapshot.sizes}
+        return tensors | {id(s): known.get(id(s), UnusableNumber(self._refuse)) for s in snapshot.sizes}
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
@@ -260,10 +254,6 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in registry.items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 yield key, value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class _Call:

@@ -1,12 +1,18 @@
-"""All that calls of a forward leave in a model for later ones, and what a later one may do with it."""
+"""The state of a model beside its modules' tensors: settings of layers, and all that calls of a forward leave for later ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from fxopt.errors import TraceError
+
+_PLAIN = (bool, int, float, str, torch.dtype)
 
 # Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
 Changes = dict[tuple[str, str], Any]
@@ -40,3 +46,39 @@ def refused_change(change: tuple[str, str]) -> TraceError:
         f"the forward assigns to {'.'.join(change).lstrip('.')!r}: state that is replaced from call to call cannot live in "
         "a graph. Write into a buffer with `.copy_()`, or make the module that does this a leaf."
     )
+
+
+def settings_of(module: torch.nn.Module) -> dict[str, Any]:
+    """All that decides how a layer computes: numbers, flags, and the tensors it holds, in a form that can be compared."""
+    held = dict(module._parameters) | dict(module._buffers) | module.__dict__
+    return {
+        key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
+        for key, value in held.items()
+        if isinstance(value, (*_PLAIN, tuple, list, torch.Tensor, type(None)))
+    }
+
+
+def _setting(value: Any) -> Any:
+    return value if isinstance(value, _PLAIN) else _Identity(value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Identity:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def set_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that code has set on a tensor, or on the fake of one (`weight.seen = x.shape`); torch sets others."""
+    return {name: value for name, value in vars(tensor).items() if name not in _of_torch()}
+
+
+@functools.cache
+def _of_torch() -> set[str]:
+    fake = FakeTensorMode().from_tensor(torch.empty(()), static_shapes=True)
+    return {*vars(fake), "_is_param"}

@@ -1,8 +1,7 @@
 """`copy.deepcopy` that copies functions, too, where they hold something: closures, and caches of bound methods.
 
-Python takes functions for constants: a lambda over `self`, or a hook that stores a feature, would go on reading and
-writing the user's model. So would a weak reference to a module, as that of a child to its parent. What a function only names
-(globals) is no part of the model and is not copied.
+A lambda over `self`, or a hook that stores a feature, would go on reading and writing the user's model; so would a weak reference
+of a child to its parent. What a function only names (globals) is no part of the model and is not copied.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_PATCHED = (types.FunctionType, functools._lru_cache_wrapper, types.ModuleType, weakref.ref, torch.Tensor)
 
 
 def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
@@ -35,18 +33,14 @@ def _functions_copied() -> Iterator[None]:
     module: Any = copy
     dispatch: dict[type, Any] = module._deepcopy_dispatch
     atomic = getattr(module, "_atomic_types", None)  # Python 3.14 asks there first
-    before = {kind: dispatch.get(kind) for kind in _PATCHED}
+    before = {kind: dispatch.get(kind) for kind in _COPIERS}
     thread = threading.get_ident()
-    in_order: tuple[Callable[[Any, Any], Any], ...] = (
-        *(_copy_function, _copy_cache, lambda module, memo: module, _copy_reference, _copy_tensor),
-    )
-    copiers = dict(zip(_PATCHED, in_order, strict=True))
-    for kind, copier in copiers.items():
+    for kind, copier in _COPIERS.items():
         dispatch[kind] = lambda value, memo, copier=copier: (
             copier(value, memo) if threading.get_ident() == thread else value
         )
     if atomic is not None:
-        module._atomic_types = atomic - set(_PATCHED)
+        module._atomic_types = atomic - set(_COPIERS)
     try:
         yield
     finally:
@@ -111,3 +105,12 @@ def _is_global(function: types.FunctionType) -> bool:
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is function
+
+
+_COPIERS: dict[type, Callable[[Any, Any], Any]] = {
+    types.FunctionType: _copy_function,
+    functools._lru_cache_wrapper: _copy_cache,
+    types.ModuleType: lambda module, memo: module,
+    weakref.ref: _copy_reference,
+    torch.Tensor: _copy_tensor,
+}

@@ -14,11 +14,8 @@ Leaf = str | type[torch.nn.Module] | Callable[[str, torch.nn.Module], bool]
 LeafModules = Leaf | Sequence[Leaf]
 
 _CONTAINERS = (
-    torch.nn.Sequential,
-    torch.nn.ModuleList,
-    torch.nn.ModuleDict,
-    torch.nn.ParameterList,
-    torch.nn.ParameterDict,
+    *(torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict),
+    *(torch.nn.ParameterList, torch.nn.ParameterDict),
 )
 
 
@@ -63,11 +60,7 @@ def recorded_modules(model: torch.nn.Module, layers: Collection[int]) -> list[tu
 
 
 def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collection[int]) -> None:
-    """Give `target` the parameters, buffers, children and flags of `source`; containers are made anew.
-
-    What is shared stays shared: layers and parameters are the same objects, a container under two names is one
-    container again.
-    """
+    """Give `target` the parameters, buffers, children and flags of `source`; containers alone are made anew, each once."""
     made: dict[int, torch.nn.Module] = {id(source): target}
 
     def fill(old: torch.nn.Module, new: torch.nn.Module) -> None:

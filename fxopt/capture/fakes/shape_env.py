@@ -1,9 +1,8 @@
 """A ShapeEnv that does not specialise sizes of 0 and 1, and keeps the model's line for each guard.
 
-torch's operators ask whether a size is 1 (to broadcast, to choose strides) and so put a guard into the ShapeEnv,
-though mostly the answer changes nothing that anybody can see. So the operator is run once more on the same inputs
-with that size set to 1 (`SizeOneTrials`): when its output has the shape and strides that the general run predicts for 1, the graph
-holds there as well. Where the model's own Python asked, the whole forward must be captured again instead.
+torch's operators ask whether a size is 1 (to broadcast, to choose strides), though mostly the answer changes nothing that anybody
+can see. So the operator is run once more with that size set to 1 (`SizeOneTrials`): when its output has the shape and strides
+that the general run predicts, there is no guard. Where the model's own Python asked, the whole forward is captured again.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class CaptureShapeEnv(ShapeEnv):
 
     @contextlib.contextmanager
     def in_operator(self) -> Iterator[dict[Any, bool]]:
-        """Collect the conditions on sizes of 1 that are met in the block, instead of guarding on them.
-
-        Each must then go to `settle_at_one` or to `guard`.
-        """
+        """Collect the conditions on sizes of 1 that are met in the block; each must then go to `settle_at_one` or to `guard`."""
         outer, self._questions = self._questions, {}
         try:
             yield self._questions
@@ -139,9 +135,8 @@ class CaptureShapeEnv(ShapeEnv):
         """The number that a sympy expression stands for, as Python sees it."""
         if kind is bool:
             return self.create_symboolnode(expression)
-        if kind is int:
-            return self.create_symintnode(expression, hint=None)
-        return self.create_symfloatnode(expression, hint=None)
+        create = self.create_symintnode if kind is int else self.create_symfloatnode
+        return create(expression, hint=None)
 
     def guard(self, questions: dict[Any, bool]) -> None:
         """Put guards for collected conditions after all."""

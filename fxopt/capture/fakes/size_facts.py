@@ -13,9 +13,8 @@ class SizeFacts:
     """The facts of one ShapeEnv, sorted anew whenever more is known."""
 
     def __init__(self, shape_env: Any) -> None:
-        self._shape_env: Any = weakref.proxy(
-            shape_env
-        )  # which has this object, and is freed with its last size
+        # It has this object, and is freed with its last size.
+        self._shape_env: Any = weakref.proxy(shape_env)
         self._facts: dict[Any, Facts] = {}
         self._state: Any = None
 

@@ -17,9 +17,8 @@ class SizeOneTrials:
     """The trials of one ShapeEnv, each made once: layers repeat each other."""
 
     def __init__(self, shape_env: Any) -> None:
-        self._shape_env: Any = weakref.proxy(
-            shape_env
-        )  # which has this object, and is freed with its last size
+        # It has this object, and is freed with its last size.
+        self._shape_env: Any = weakref.proxy(shape_env)
         self._verdicts: dict[str, bool] = {}
 
     def agree(
@@ -51,7 +50,7 @@ class SizeOneTrials:
 
         def at_one(part: Any) -> Any:
             if isinstance(part, torch.SymInt):
-                expression = self._shape_env.replace(part.node.expr).xreplace(one)
+                expression = self._at_one(part, one)
                 number = expression.is_number
                 return int(expression) if number else self._shape_env.create_symintnode(expression, hint=None)
             if type(part) is torch.Size:
@@ -67,20 +66,19 @@ class SizeOneTrials:
 
     def _described(self, value: Any, one: dict[Any, Any]) -> Any:
         """All that can be seen of a result: shapes and strides at size 1, types, and other values as they are."""
-
-        def at_one(size: Any) -> Any:
-            expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-            return self._shape_env.replace(expression).xreplace(one)
-
         if isinstance(value, torch.Tensor):
-            shape = [at_one(size) for size in value.shape]
+            shape = [self._at_one(size, one) for size in value.shape]
             # The stride of a dimension of size 1 says nothing about where elements lie.
-            stride = [at_one(s) if size != 1 else None for size, s in zip(shape, value.stride(), strict=True)]
-            return shape, stride, value.dtype
+            strides = zip(shape, value.stride(), strict=True)
+            return shape, [self._at_one(s, one) if n != 1 else None for n, s in strides], value.dtype
         if isinstance(value, (tuple, list)):
             return [self._described(item, one) for item in value]
         if isinstance(value, torch.SymInt):
-            return at_one(value)
+            return self._at_one(value, one)
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             return object()  # equal to nothing
         return value
+
+    def _at_one(self, size: Any, one: dict[Any, Any]) -> Any:
+        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        return self._shape_env.replace(expression).xreplace(one)

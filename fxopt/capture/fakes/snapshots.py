@@ -28,15 +28,13 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `kept` is the object itself, `tensors` and `sizes` are the tensors and free sizes in it.
-
-    `in_closure` says that a function in it holds variables, which `copy.deepcopy` does not copy.
-    """
+    """All that is in an object; `tensors` and `sizes` are the tensors and free sizes in it."""
 
     parts: Any
-    kept: Any = dataclasses.field(compare=False)
+    kept: Any = dataclasses.field(compare=False)  # the object itself
     tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
     sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+    # A function in it holds variables, which `copy.deepcopy` does not copy.
     in_closure: bool = dataclasses.field(default=False, compare=False)
 
 

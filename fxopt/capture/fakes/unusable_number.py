@@ -9,10 +9,7 @@ _OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subcla
 
 
 class UnusableNumber:
-    """Stands for a number that nobody can know: whatever is done with it calls `refuse`, which raises.
-
-    It is no float, because functions in C read the number in a float without asking its class.
-    """
+    """Stands for a number that nobody can know: whatever is done with it calls `refuse`. (Functions in C would read a float.)"""
 
     __slots__ = ("refuse",)
 

@@ -1,8 +1,7 @@
 """One spelling for each call: what torch reports as `x.add(y)`, `torch.add(x, y)` or `y.__radd__(x)` is `operator.add`.
 
-Passes and users match `node.target == operator.mul`, so the recorder writes that form whenever the arguments
-allow it. Everything else keeps its own: a method of `Tensor` is `call_method`, a write is `call_function` with
-a target that fx knows to be impure, a function is itself.
+Passes and users match `node.target == operator.mul`. Everything else keeps its own form: a method of `Tensor` is `call_method`, a
+write is `call_function` with a target that fx knows to be impure, a function is itself.
 """
 
 from __future__ import annotations
@@ -34,10 +33,20 @@ _BINARY: dict[str, Callable[..., Any]] = {
 }
 _REFLECTED = {
     f"__r{name}__": _BINARY[name]
-    for name in (
-        *("add", "sub", "mul", "div", "truediv", "floordiv"),
-        *("mod", "pow", "matmul", "and", "or", "xor"),
-    )
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+    ]
 }
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,
@@ -51,10 +60,7 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The (op, target, args, kwargs) of the node for a call that reached `__torch_function__`.
-
-    Raises TraceError when the function has no importable name, so that no code could be generated for it.
-    """
+    """The (op, target, args, kwargs) of the node for a call; TraceError when code generation could not name the function."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, (args[0], property_name(function)), {}

@@ -29,15 +29,11 @@ def same_expression(one: Any, other: Any) -> bool:
         return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return False
-    return bool(sympy.expand(_divided(one) - _divided(other)) == 0)
-
-
-def _divided(expression: Any) -> Any:
-    """An expression with each `(8*a*b)//8` in it as `a*b`."""
-    return expression.replace(FloorDiv, _quotient)
+    return bool(sympy.expand(one.replace(FloorDiv, _quotient) - other.replace(FloorDiv, _quotient)) == 0)
 
 
 def _quotient(numerator: Any, denominator: Any) -> Any:
+    """`(8*a*b)//8` as `a*b`."""
     if denominator.is_Integer:
         terms = sympy.expand(numerator).as_coefficients_dict().items()
         if all(term.is_integer and count % denominator == 0 for term, count in terms):
@@ -69,8 +65,7 @@ def views_of_same_shape(
 ) -> dict[torch.fx.Node, torch.fx.Node]:
     """The views that have the shape of what they view, with the node of that; `size` rewrites expressions of sizes first.
 
-    They are left out where either is written, which may give one of both another shape, and where the view has no gradient and
-    what it views may have one.
+    Left out are those where either is written, and those that have no gradient where what they view may have one.
     """
 
     def facts(node: torch.fx.Node) -> list[Any]:
@@ -123,24 +118,24 @@ def same_calls(
 ) -> bool:
     """Tell whether the calls of each pair call the same thing with the same arguments.
 
-    Sizes are compared by what they are, not by the nodes that compute them: `same_size` says whether a sympy
-    expression of the one graph and one of the other are the same. So are parts of tuples, and the model's tensors.
-    `aliases` has, for nodes of either graph, the one whose value they give.
+    Sizes are compared by what they are, not by the nodes that compute them, and so are parts of tuples, and the model's
+    tensors. `same_size` compares sympy expressions of both; `aliases` has, for nodes of either graph, the one whose value they give.
     """
     counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
     aliases = aliases or {}
 
     def same(mine: Any, its: Any) -> bool:
         if _is_size(mine) or _is_size(its):
-            return _is_number(mine) and _is_number(its) and same_size(_expression(mine), _expression(its))
+            numbers = all(_is_size(value) or isinstance(value, int) for value in (mine, its))
+            return numbers and same_size(_expression(mine), _expression(its))
         if isinstance(mine, torch.fx.Node):
-            mine = _without_aliases(mine, aliases)
             if not isinstance(its, torch.fx.Node):
                 return False
-            its = _without_aliases(its, aliases)
+            mine, its = _without_aliases(mine, aliases), _without_aliases(its, aliases)
             if _is_reference(mine) and mine.target == its.target:
                 return same((mine.op, mine.args), (its.op, its.args))
-            return counterpart.get(mine) is its or _is_device(mine, its)
+            read = (mine.target, its.target, mine.args[1:], its.args[1:])
+            return counterpart.get(mine) is its or read == (getattr, getattr, ("device",), ("device",))
         parts = same_parts(mine, its, same)
         return same_value(mine, its) if parts is None else parts
 
@@ -166,19 +161,14 @@ def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
         if len(facts) != len(others):
             return False
         for fact, fact_of_other in zip(facts, others, strict=True):
-            if isinstance(fact, sympy.Basic) and isinstance(fact_of_other, sympy.Basic):
-                if not same_size(fact, fact_of_other):
-                    return False
-            elif fact != fact_of_other:
+            sizes = isinstance(fact, sympy.Basic) and isinstance(fact_of_other, sympy.Basic)
+            if not (same_size(fact, fact_of_other) if sizes else fact == fact_of_other):
                 return False
     return True
 
 
 def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
-    """The symbol of the one graph for each unbacked symbol of the other.
-
-    Two such symbols are one if results of the same call hold them in the same place; None where that is ambiguous.
-    """
+    """The symbol of the one graph for each unbacked one of the other, by where results hold them; None if ambiguous."""
     names: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def pair(mine: Any, its: Any) -> bool:
@@ -231,10 +221,6 @@ def _is_reference(node: torch.fx.Node) -> bool:
     return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
 
 
-def _is_device(mine: torch.fx.Node, its: torch.fx.Node) -> bool:
-    return mine.target is getattr and its.target is getattr and mine.args[1] == its.args[1] == "device"
-
-
 def _is_size(value: Any) -> bool:
     """Tell whether a value is a node that computes a size."""
     return (
@@ -244,20 +230,13 @@ def _is_size(value: Any) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return _is_size(value) or isinstance(value, int)
-
-
 def _expression(value: Any) -> Any:
     """The sympy expression of a size."""
     return value.meta["val"].node.expr if isinstance(value, torch.fx.Node) else sympy.sympify(value)
 
 
 def _facts(value: Any, original: bool = False) -> Iterator[Any]:
-    """All that is known of a result: sizes as sympy expressions, dtypes, and how many there are.
-
-    `original` sizes are as they were made, before more was learned of them.
-    """
+    """All that is known of a result: dtypes, how many there are, and sizes, in the `original` form or as is known now."""
     if isinstance(value, torch.Tensor):
         yield value.dtype
         yield value.dim()

@@ -1,7 +1,4 @@
-"""Completes a graph: names that its code can hold, and `val`, `nn_module_stack` and `stack_trace` on every node.
-
-The form of the metadata is that of torch.export: `nn_module_stack` is a dict, outermost module first, of (qualified name, class).
-"""
+"""Completes a graph: names that its code can hold; `val`, `nn_module_stack` and `stack_trace`, as torch.export has them."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ def _value(node: Node) -> Any:
 
 
 def check_names(graph: torch.fx.Graph) -> None:
-    """Raise TraceError for a name that fx would write into code which Python cannot read.
-
-    fx writes `self.dense`, or `getattr(self, "my dense")` where a name is none of Python's. It takes `class` for one of
-    them, and a quotation mark for a part of the name.
-    """
+    """Raise TraceError for a name that fx would write into code which Python cannot read: a keyword, or one with a quotation mark."""
     for node in graph.nodes:
         path = str(node.target)
         if node.op == "placeholder":

@@ -11,7 +11,7 @@ import torch
 
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.errors import TraceError
-from fxopt.objects import attributes, find, is_open
+from fxopt.objects import attributes, find, is_found, is_open
 
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
@@ -19,10 +19,7 @@ _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items())
 def write_container(
     value: Any, argument: Callable[[Any], Any], create: Callable[..., Any], where: Callable[[], str]
 ) -> Any:
-    """The node that builds a container or a dataclass anew; None for a value of another kind.
-
-    `argument` writes what is in it, `create` writes a node of this kind and target, and `where` describes the place.
-    """
+    """The node, by `create`, that builds a container or a dataclass of what `argument` writes; None for other values."""
 
     def call(target: Any, *args: Any) -> Any:
         return create("call_function", target, tuple(map(argument, args)), {}, None)
@@ -35,7 +32,7 @@ def write_container(
     if kind is collections.defaultdict:
         made_by = value.default_factory
         name = "" if made_by is None else f"{made_by.__module__}.{made_by.__qualname__}"
-        if made_by is None or _is_found(name, made_by):
+        if made_by is None or is_found(name, made_by):
             factory = made_by and create("call_function", find, (name,), {}, None)
             pairs = [(key, argument(item)) for key, item in value.items()]
             return create("call_function", kind, (factory, pairs), {}, None)
@@ -69,10 +66,3 @@ def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]
         )
     given = {f.name: getattr(value, f.name) for f in fields}
     return {f.name: argument(given[f.name]) for f in fields if given[f.name] is not f.default}
-
-
-def _is_found(name: str, value: Any) -> bool:
-    try:
-        return find(name) is value
-    except (ImportError, AttributeError):
-        return False

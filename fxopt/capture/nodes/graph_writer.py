@@ -1,12 +1,9 @@
-"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs.
-
-One map from the identity of a tensor to its node; an in-place method returns the same object, so the map is rebound
-and later uses are right by themselves.
-"""
+"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import operator
@@ -21,10 +18,10 @@ from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.container_values import check_keys, write_container
 from fxopt.capture.nodes.mutable_objects import MutableObjects
-from fxopt.capture.nodes.origin import Origin, OutOfSightError
-from fxopt.capture.nodes.shared_memory import SharedMemory
+from fxopt.capture.nodes.shared_memory import Origin, OutOfSightError, SharedMemory
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
+from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import is_open, mapped, tensors_in
@@ -35,6 +32,7 @@ _PLAIN = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class GraphWriter:
     """Writes the nodes of one capture.
 
@@ -42,29 +40,23 @@ class GraphWriter:
     `running` gets the functions of the model that make calls.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        sizes: SizeNodes,
-        shell: FakeModel,
-        device: torch.device,
-        running: RunningCode,
-    ) -> None:
-        self.graph = graph
+    graph: torch.fx.Graph
+    sizes: SizeNodes
+    shell: FakeModel
+    device: torch.device
+    running: RunningCode
+
+    def __post_init__(self) -> None:
         self.constants: dict[str, torch.Tensor] = {}
         # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
         self.fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
-        self._sizes = sizes
-        self._shell = shell
-        self._running = running
-        self.device = device
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
-        self.memory = SharedMemory(shell.model, self._alive)
+        self.memory = SharedMemory(self.shell.model, self._alive)
         self._device_source: torch.fx.Node | None = None
         self._device_node: torch.fx.Node | None = None
         self._modules: list[tuple[str, str]] = []
-        self.containers = MutableObjects(graph, self._create_call, self.argument, self._bind_entry)
+        self.containers = MutableObjects(self.graph, self.call, self.argument, self._bind_entry)
         self._inputs: list[Any] = []
         # All calls are written; what is left is the output, in which a `torch.Size` is no tuple.
         self._is_complete = False
@@ -74,7 +66,7 @@ class GraphWriter:
         self._bind(tensor, Origin(node, path))
         if self._device_source is None and tensor.device == self.device:
             self._device_source = node if not path else None
-        self._sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
+        self.sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
 
     def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
@@ -101,7 +93,7 @@ class GraphWriter:
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
         if isinstance(value, SymbolicNumber):
-            return self._sizes.node(value)
+            return self.sizes.node(value)
         if isinstance(value, torch.device):
             return self._device_argument(value)
         if type(value).__module__ == "torch.return_types" and id(value) in self._values:
@@ -115,7 +107,7 @@ class GraphWriter:
         if (made := write_container(value, self.argument, self.create, self.where)) is not None:
             return made
         if type(value) is torch.Size and self._is_complete:
-            return self._create_call(torch.Size, [self.argument(size) for size in value])
+            return self.call(torch.Size, [self.argument(size) for size in value])
         if type(value) is list:
             return [self.argument(item) for item in value]
         if isinstance(value, tuple):
@@ -171,15 +163,15 @@ class GraphWriter:
         """The node at the end of a path, made the first time that something uses it."""
         node = value.node
         for kind, key in value.path:
-            node = self._create_call(operator.getitem if kind == "item" else getattr, node, key)
+            node = self.call(operator.getitem if kind == "item" else getattr, node, key)
         return node
 
     def _attribute(self, tensor: torch.Tensor) -> torch.fx.Node:
         """A tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
-        name = self._shell.names.get(id(tensor))
-        if name is None and id(tensor) in self._shell.originals:
-            name = self.constant(self._shell.originals[id(tensor)])
-            self._shell.names[id(tensor)] = name
+        name = self.shell.names.get(id(tensor))
+        if name is None and id(tensor) in self.shell.originals:
+            name = self.constant(self.shell.originals[id(tensor)])
+            self.shell.names[id(tensor)] = name
         if name is None:
             raise OutOfSightError(
                 "a tensor was made out of sight of the capture (in a custom C++ function, in a hook of a layer, or by a "
@@ -201,7 +193,7 @@ class GraphWriter:
                 "a parameter is used that is not in the model's tree of modules, as that of a layer in a plain list. "
                 f"Register it: torch.nn.ModuleList, ModuleDict, register_parameter. {self.where()}"
             )
-        return self._shell.fake(value)
+        return self.shell.fake(value)
 
     def constant(self, tensor: torch.Tensor) -> str:
         name = f"_tensor_constant{len(self.constants)}"
@@ -222,7 +214,7 @@ class GraphWriter:
         if isinstance(result, torch.Tensor):
             return True
         if isinstance(result, SymbolicNumber):
-            return self._sizes.is_new(result)
+            return self.sizes.is_new(result)
         items = result.values() if isinstance(result, dict) else result
         return isinstance(result, (tuple, list, dict)) and any(map(self.makes_something, items))
 
@@ -242,12 +234,17 @@ class GraphWriter:
         if result is not None:
             node.meta["val"] = result
         node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in self._modules}
-        node.meta["stack_trace"] = stack_trace(sys._getframe(1), self._running)
+        node.meta["stack_trace"] = stack_trace(sys._getframe(1), self.running)
         self.bind_result(result, Origin(node))
         return node
 
-    def _create_call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        return self.create("call_function", target, args, kwargs, None)
+    def call(self, target: Any, *args: Any) -> torch.fx.Node:
+        """Write a call whose value the forward does not see."""
+        return self.create("call_function", target, args, {}, None)
+
+    def assume(self, condition: Any, what: str) -> None:
+        """Write a check of a condition that the graph takes for granted."""
+        self.call(check_value, condition, f"the graph assumes {what}. {self.where()}")
 
     def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
         """Take `value` as an entry of what `node()` gives."""
@@ -257,9 +254,9 @@ class GraphWriter:
     def bind_result(self, result: Any, value: Origin) -> None:
         if isinstance(result, torch.Tensor):
             self._bind(result, value)
-            self._sizes.bind_shape(result, functools.partial(self._node_of, result))
+            self.sizes.bind_shape(result, functools.partial(self._node_of, result))
         elif isinstance(result, SymbolicNumber):
-            self._sizes.bind(result, functools.partial(self._follow, value))
+            self.sizes.bind(result, functools.partial(self._follow, value))
         elif isinstance(result, (tuple, list, dict)):
             if type(result).__module__ == "torch.return_types":
                 self._bind(result, value)

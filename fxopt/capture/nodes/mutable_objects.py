@@ -1,14 +1,14 @@
 """The objects that a forward may change: which node each is, and what the graph has made of it so far.
 
-A decoder gets a cache, puts new tensors in the place of old ones, and hands it back. The graph does the same: an
-object among the inputs is its placeholder, one that the forward makes is built where something first needs it,
-and what the forward has changed since is written back before a layer or the caller sees the object again.
+An object among the inputs, as the cache of a decoder, is its placeholder; one that the forward makes is built where something
+first needs it. What the forward has changed since is written back before a layer or the caller sees the object again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ from fxopt.objects import (
     build_object,
     entries,
     find,
+    is_found,
     is_mutable,
     is_open,
     key_kind,
@@ -46,11 +47,8 @@ class _Known:
 class MutableObjects:
     """The open objects of one capture, with the lists and dicts inside them.
 
-    Args:
-        graph: the graph that is written.
-        create: writes a `call_function` node for a target and its arguments.
-        argument: writes a value of any other kind as an argument of a node.
-        bind: takes a value as the entry, of this kind and key, of what a node gives.
+    `create` writes a node for a target and its arguments, `argument` any other value as an argument, and `bind` takes a value as
+    the entry, of this kind and key, of what a node gives.
     """
 
     graph: torch.fx.Graph
@@ -142,14 +140,7 @@ class MutableObjects:
     def _entry(self, known: _Known, key: Any) -> Callable[[], Node]:
         """The node of what is at `key`, made the first time that something uses it."""
         target = operator.getitem if key_kind(known.container) == "item" else getattr
-        made: list[Node] = []
-
-        def node() -> Node:
-            if not made:
-                made.append(self.create(target, known.node(), key))
-            return made[0]
-
-        return node
+        return functools.cache(lambda: self.create(target, known.node(), key))
 
     def _build(self, value: Any) -> None:
         self._begin(value)
@@ -232,11 +223,7 @@ def _parts(value: Any) -> list[Any]:
 
 def _qualified_name(value: Any) -> str:
     name = f"{value.__module__}.{value.__qualname__}"
-    try:
-        found = find(name)
-    except (ImportError, AttributeError):
-        found = None
-    if found is not value:
+    if not is_found(name, value):
         raise TraceError(
             f"{name} cannot be imported by that name, so no graph can make one. Define it at the top level of a module."
         )

@@ -1,23 +1,38 @@
-"""The memory that tensors of a capture share."""
+"""Where the tensors of a capture come from, and the memory that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fxopt.effects import written_by
+from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in
 from fxopt.operators import Fact, facts_of
 
 
-class SharedMemory:
-    """The memory of the tensors of one capture.
+class OutOfSightError(TraceError):
+    """A tensor is used that no recorded call has made."""
 
-    `values` is the writer's list of what has a node; it grows with each call.
-    """
+
+@dataclasses.dataclass
+class Origin:
+    """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
+
+    source: torch.fx.Node | Callable[[], torch.fx.Node]
+    path: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def node(self) -> torch.fx.Node:
+        return self.source if isinstance(self.source, torch.fx.Node) else self.source()
+
+
+class SharedMemory:
+    """The memory of the tensors of one capture; `values` is the writer's list of what has a node; it grows with each call."""
 
     def __init__(self, model: torch.nn.Module, values: Sequence[Any]) -> None:
         self._model = model

@@ -1,12 +1,11 @@
-"""The nodes that compute with sizes.
+"""The nodes that compute with sizes: a SymInt that is an argument of a call, as a sympy expression, written as nodes.
 
-A free dimension is a SymInt of a `ShapeEnv`. When one becomes an argument of a call, its sympy expression is
-written as nodes; the leaves are `size` calls on the node of the tensor that has that dimension, or the node
-of the value (`item`) that it came from.
+The leaves are `size` calls on the node of the tensor that has that dimension, or the node of the value that it came from.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +21,7 @@ from fxopt.errors import TraceError
 
 
 class SizeNodes:
-    """The nodes of one graph that compute sizes.
-
-    `bind` says where a symbol comes from; `node` gives the node for a SymInt, SymFloat or SymBool.
-    """
+    """The nodes of one graph that compute sizes; `bind` says where a symbol comes from."""
 
     def __init__(self, graph: torch.fx.Graph, shape_env: ShapeEnv) -> None:
         self._tracer = GraphAppendingTracer(graph)
@@ -107,18 +103,10 @@ class _Analysis(PythonReferenceAnalysis):
     def int_truediv(a: Any, b: Any) -> Any:
         return a / b
 
-    @staticmethod
-    def floor_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.floor, x)
 
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.ceil, x)
-
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
-        return _rounded(math.trunc, x)
-
-
-def _rounded(function: Callable[[Any], int], x: Any) -> Any:
+def _rounded(function: Callable[[Any], int], x: Any, dtype: Any) -> Any:
     return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
+
+
+for _name in ("floor", "ceil", "trunc"):
+    setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_rounded, getattr(math, _name))))

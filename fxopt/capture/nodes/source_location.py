@@ -83,15 +83,12 @@ def is_own_code(code: CodeType) -> bool:
 
 
 class RunningCode:
-    """The functions of a model that made calls of torch, or made others that did, with their globals.
-
-    `runs` counts how often the forward ran, and `left_fakes` says that it has left fake tensors outside of the model.
-    """
+    """The functions of a model that made calls of torch, or made others that did, with their globals."""
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
         self.runs = 0
-        self.left_fakes = False
+        self.left_fakes = False  # outside of the model
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,10 +102,7 @@ def compares_identity(code: CodeType) -> bool:
 
 
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
-    """The model's part of the stack, outermost call first, as Python prints it; its functions are taken note of.
-
-    It is empty for what is written after the forward has ended: the frames are those of the caller of the capture then.
-    """
+    """The model's part of the stack, as Python prints it, with note taken of its functions; empty after the forward has ended."""
     lines: list[str] = []
     functions: dict[CodeType, dict[str, Any]] = {}
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:

@@ -42,11 +42,7 @@ def replace_apply(stack: contextlib.ExitStack, apply: Callable[..., Any]) -> Non
 def call_autograd_function(
     recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a `torch.autograd.Function`, out of sight, and write one node, so that it keeps its backward.
-
-    No node can hold modules, which some functions take; where no gradients are wanted, the calls that such a
-    function makes are recorded in its stead.
-    """
+    """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer

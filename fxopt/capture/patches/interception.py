@@ -1,9 +1,6 @@
-"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread.
+"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread, under a lock.
 
-`torch.inference_mode`, `sdpa_kernel` and `torch.autograd.Function` report to no mode. Their entry points are
-replaced while a capture runs, under a lock; calls from any other thread go straight to the originals.
-The compiling and exporting states of torch are set for the same time, as `torch.export` does: models that
-branch on them then take the branch that needs no data.
+torch's compiling and exporting states are set for the same time: models that branch on them take the branch that needs no data.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fxopt.capture.patches.compilation import patch_compilation
 from fxopt.capture.patches.fake_kernels import patch_kernels
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
@@ -47,7 +43,6 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
         # It logs each error of an operator before raising it, and some only decide a condition here.
         patch.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         patch_torch(patch, recorder)
-        patch_compilation(patch)
         patch_numbers(patch, decisions)
         patch_random_numbers(patch, recorder.draws, recorder.fail)
         patch_masks(patch, writer, decisions.specialised, recorder.fail)

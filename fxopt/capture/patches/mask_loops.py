@@ -1,8 +1,7 @@
 """Loops over the places where a mask is true, as mixtures of experts have: `for expert in hit.nonzero():`.
 
-How often such a loop runs only a run knows. Where the mask has a known length, the loop is taken to ask at each place
-whether the mask is true there: a decision on a value, which makes no difference if what the loop does writes nothing
-at a place where it is not true.
+Where the mask has a known length, the loop is taken to ask at each place whether the mask is true there: a decision on a
+value, which makes no difference if what the loop does writes nothing where it is not true.
 """
 
 from __future__ import annotations

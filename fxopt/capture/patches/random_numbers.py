@@ -19,24 +19,19 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 def patch_random_numbers(patch: Patches, draws: PythonRandomState, refuse: Callable[[str], None]) -> None:
     """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
     for name, generator in generators().items():
-        _seeds(patch, draws, name)
         _states(patch, draws, name, refuse)
         _draws(patch, draws, name, generator, refuse)
     _entropy(patch, refuse)
 
 
-def _seeds(patch: Patches, draws: PythonRandomState, name: str) -> None:
-    """Take note of seeds: numbers that Python and numpy draw after one are the same each time."""
+def _states(patch: Patches, draws: PythonRandomState, name: str, refuse: Callable[[str], None]) -> None:
+    """Take note of seeds, after which numbers are the same each time; look for draws before a state is restored, which hides them."""
 
     @patch(sys.modules[name], "seed")
     def seed(original: Any, *args: Any, **kwargs: Any) -> None:
         if args or kwargs:
             draws.seed(name)
         original(*args, **kwargs)
-
-
-def _states(patch: Patches, draws: PythonRandomState, name: str, refuse: Callable[[str], None]) -> None:
-    """Look for draws out of sight before a state is restored, which hides them."""
 
     @patch(sys.modules[name], "setstate" if name == "random" else "set_state")
     def restored(original: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,6 +34,8 @@ _MODES = {
     "is_autocast_enabled": "autocast",
     "is_inference_mode_enabled": "inference_mode",
 }
+# They call Dynamo unless it is running already; then they call their operator, which reports to a mode.
+_CALL_DYNAMO = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
 # The functions of torch.func in which calls are made on wrapped tensors.
 _TRANSFORMS = (
     (functorch, "vmap_impl"),
@@ -48,6 +50,7 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _inference_mode(patch, recorder.switches)
     _sdpa_kernel(patch, recorder.switches, recorder.memo)
     _autograd_function(patch, recorder)
+    _compilation(patch)
     _transforms(patch, recorder.below_transforms)
     _checkpointing(patch, recorder.fail)
     _conversions(patch)
@@ -103,6 +106,21 @@ def _autograd_function(patch: Patches, recorder: Recorder) -> None:
         return call_autograd_function(recorder, cls, bound, args, kwargs)
 
     replace_apply(patch, apply)
+
+
+def _compilation(patch: Patches) -> None:
+    """Keep Dynamo, which would capture by itself, from running: what is compiled in the model runs as it is written."""
+    if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+        patch.set(eval_frame, "_stance", eval_frame.DynamoStance("force_eager"))
+
+    @patch(torch, "compile")
+    def leave_as_it_is(original: Any, model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    @patch(torch.compiler, "is_dynamo_compiling")
+    def is_dynamo_compiling(original: Any) -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return bool(original()) or caller.startswith(_CALL_DYNAMO)
 
 
 def _transforms(patch: Patches, below: Callable[[], Any]) -> None:

@@ -1,15 +1,12 @@
 """Masks that transformers leaves out for values that it does not read while it is traced.
 
-Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or
-not as its module declares. A graph has the mask. Both are the same where the module declares what
-the mask says; where it does not, the eager model computes one thing for padded inputs and another for full ones.
-The graph then computes a mask that lets through what the module declares if padding hides nothing.
+Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or not as its
+module declares. A graph has the mask. Where that says something else, the eager model computes one thing for padded inputs
+and another for full ones; the graph then computes a mask that lets through what the module declares if padding hides nothing.
 
-A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the
-eager model has none; it is refused, or with `specialize=True` decided.
-
-A mask in both directions without padding hides nothing, whatever the values and sizes: a graph leaves it out, as the
-eager model does. Some models rely on that, and could not use the mask if it were there.
+A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the eager
+model has none; it is refused, or with `specialize=True` decided. A mask in both directions without padding is left out, as in
+the eager model: some models could not use it if it were there.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ def patch_masks(
     @patch(attentions, "get_interface")
     def get_interface(original: Any, self: Any, name: str, default: Any) -> Any:
         found = original(self, name, default)
-        return watch.attending_with_masks_alone(found) if name == _EAGER else found
+        return watch.attending(found, declares=False) if name == _EAGER else found
 
     @patch(masking, "_ignore_bidirectional_mask_sdpa")
     def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
@@ -103,7 +100,7 @@ class _SkippableMasks:
     )
 
     def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        """`make`, of the implementation with this name, with note taken of the masks that it makes."""
+        """Take note of the masks that `make` makes, of the implementation with this name."""
 
         def mask(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)
@@ -116,31 +113,21 @@ class _SkippableMasks:
 
         return mask
 
-    def attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Attention that is causal or not, as its module declares, where it has no mask."""
+    def attending(self, attend: Callable[..., Any], declares: bool = True) -> Callable[..., Any]:
+        """Watch attention that is causal or not, as its module `declares`, where it has no mask; eager attention sees every key."""
 
         def attention(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
         ) -> Any:
-            one_query = type(query.shape[2]) is int and query.shape[2] == 1  # it may see every key either way
-            given = options.get("is_causal")
+            mask, given = attention_mask, options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
-            mask = attention_mask
             for made in self._unchanged(module, attention_mask):
-                if made.is_causal != declared and not one_query:
-                    mask = self._declared(module, attention_mask, made, declared)
+                if declares and made.is_causal != declared:
+                    one_query = (
+                        type(query.shape[2]) is int and query.shape[2] == 1
+                    )  # it may see every key either way
+                    mask = mask if one_query else self._declared(module, attention_mask, made, declared)
             return attend(module, query, key, value, mask, *args, **options)
-
-        return attention
-
-    def attending_with_masks_alone(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap eager attention, which without a mask sees every key."""
-
-        def attention(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
-        ) -> Any:
-            self._unchanged(module, attention_mask)
-            return attend(module, query, key, value, attention_mask, *args, **options)
 
         return attention
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import makes_calls
-from fxopt.capture.recording.squeeze import squeeze_with_guard, unbind_with_guard
+from fxopt.capture.recording.indexing import squeeze_with_guard, unbind_with_guard
 from fxopt.capture.runtime import modes
 from fxopt.effects import is_write
 
@@ -35,10 +35,7 @@ class DispatchRecorder(TorchDispatchMode):
         if mode != self._grad:
             self._grad = mode
             back = mode == self._grad_before  # to what the caller of the graph has set
-            node = self._writer.create(
-                "call_function", modes.set_grad_enabled, (self._switched if back else mode,), {}, None
-            )
-            self._switched = node
+            self._switched = self._writer.call(modes.set_grad_enabled, self._switched if back else mode)
 
     @makes_calls
     def __torch_dispatch__(

@@ -1,21 +1,50 @@
-"""Higher-order operators, as the calls of torch that they stand for: `while_loop`, `scan`, `map`, `flex_attention`.
+"""Higher-order operators: `torch.cond` as one node, the others as the calls of torch that they stand for.
 
-They exist so that a compiler need not look into Python's loops. A capture does look: a loop over a dimension is unrolled.
-`cond_branches.py` makes a node of `torch.cond`.
+`while_loop`, `scan`, `map` and `flex_attention` exist so that a compiler need not look into Python's loops. A capture does
+look: a loop over a dimension is unrolled. A branch of `torch.cond` is recorded where it is called, layers call by call; its
+nodes are then moved into a graph whose inputs are what they use from outside, parameters too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from fxopt import effects
+from fxopt.capture.nodes.comparison import is_call
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.torch_call import Call
+from fxopt.capture.runtime import checks, modes
+from fxopt.capture.runtime.conditional import Conditional
+from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.errors import TraceError
+from fxopt.memory import storage_of
+from fxopt.objects import build_object, set_attributes, set_items, tensors_in
 
-def expansion(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any] | None:
-    """The function that computes what `operator` does by ordinary calls of torch; None if there is none."""
-    return _EXPANSIONS.get(operator.name())
+_REFUSED: dict[Any, str] = {
+    **dict.fromkeys(modes.SWITCHES, "switches a mode"),
+    **dict.fromkeys((build_object, set_attributes, set_items), "makes or changes an object"),
+    **dict.fromkeys(checks.CHECKS, "decides on a value itself"),
+}
+
+
+def expand(recorder: Recorder, call: Call) -> Any:
+    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
+    if call.function is torch.ops.higher_order.cond:
+        return _conditional(recorder, *call.args, **call.kwargs)
+    expanded = _EXPANSIONS.get(call.function.name())
+    if expanded is None:
+        raise TraceError(
+            f"the forward calls the higher-order operator {call.function.name()!r}, which a graph cannot hold. "
+            f"{recorder.writer.where()}"
+        )
+    with recorder.recorded_inside():
+        return expanded(*call.args, **call.kwargs)
 
 
 def _while_loop(
@@ -52,3 +81,123 @@ _EXPANSIONS: dict[str, Callable[..., Any]] = {
     "map_impl": _map,
     "flex_attention": _flex_attention,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    """The outputs of a branch, the structure of that, its nodes, and the nodes that it uses from outside."""
+
+    outputs: list[torch.Tensor]
+    structure: Any
+    nodes: list[torch.fx.Node]
+    operands: list[torch.fx.Node]
+
+    @property
+    def form(self) -> Any:
+        """All that must be the same for both branches."""
+        return self.structure, [(t.shape, t.stride(), t.dtype, t.device) for t in self.outputs]
+
+
+def _conditional(
+    recorder: Recorder, predicate: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any
+) -> Any:
+    """Record a call of `torch.cond`; of a number or a size, it is decided as `if` is."""
+    if not isinstance(predicate, torch.Tensor):
+        with recorder.recorded_inside():
+            return true(*operands) if predicate else false(*operands)
+    writer = recorder.writer
+    node = writer.argument(predicate)
+    pytree.tree_map_only(torch.Tensor, writer.argument, operands)
+    branches = [_recorded(recorder, branch, operands) for branch in (true, false)]
+    taken, other = branches
+    if taken.form != other.form:
+        recorder.fail("the branches of torch.cond give tensors of different shapes, strides or dtypes")
+    if not set(taken.nodes).isdisjoint(other.operands):
+        recorder.fail("a branch of torch.cond uses what the other one has made")
+    needed = list(dict.fromkeys([*taken.operands, *other.operands]))
+    target = Conditional(*(_graph_module(branch, needed, writer) for branch in branches))
+    for branch in reversed(branches):
+        writer.forget(set(branch.nodes))
+        for moved in reversed(branch.nodes):
+            writer.graph.erase_node(moved)
+    made = tuple(_like(*pair) for pair in zip(taken.outputs, other.outputs, strict=True))
+    writer.create("call_function", target, (node, *needed), {}, made)
+    return pytree.tree_unflatten(list(made), taken.structure)
+
+
+def _recorded(recorder: Recorder, function: Callable[..., Any], operands: Sequence[Any]) -> _Branch:
+    """Record the calls of a branch behind what is there."""
+    graph, decisions = recorder.writer.graph, recorder.decisions
+    before, asked = set(graph.nodes), decisions.count
+    in_branch, recorder.records_layers_in_calls = recorder.records_layers_in_calls, True
+    with recorder.recorded_inside():
+        result = function(*operands)
+    recorder.records_layers_in_calls = in_branch
+    if decisions.count > asked:
+        recorder.fail("a branch of torch.cond decides on a value itself")
+    outputs, structure = pytree.tree_flatten(result)
+    if not outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
+        recorder.fail("a branch of torch.cond gives something that is no tensor")
+    results = [recorder.writer.argument(output) for output in outputs]
+    nodes: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        own = is_call(node) or _is_device(node) or any(source in nodes for source in node.all_input_nodes)
+        if node not in before and own:
+            nodes[node] = None
+    used = [source for node in nodes for source in node.all_input_nodes] + results
+    outside = list(dict.fromkeys(source for source in used if source not in nodes))
+    given = {storage_of(t) for source in outside for t in tensors_in(source.meta.get("val"))}
+    if reason := next(filter(None, (_refused(node, given) for node in nodes)), None):
+        recorder.fail(f"a branch of torch.cond {reason}, which a graph of its own cannot")
+    memory = [storage_of(output) for output in outputs]
+    if len(set(memory) | given) < len(memory) + len(given):
+        recorder.fail(
+            "a branch of torch.cond gives a tensor that shares memory with what it gets, or with another result, which torch "
+            "refuses: return a clone"
+        )
+    for source in outside:
+        value = source.meta.get("val")
+        if not isinstance(value, (torch.Tensor, torch.SymInt, int)) or isinstance(value, bool):
+            recorder.fail(f"a branch of torch.cond uses {source.name!r}, which is no tensor and no size")
+    return _Branch(outputs, structure, list(nodes), outside)
+
+
+def _refused(node: torch.fx.Node, given: Collection[int]) -> str | None:
+    """Why a node cannot be in a branch to which this memory is given; None if it can."""
+    if node.target in _REFUSED:
+        return _REFUSED[node.target]
+    if node.op == "call_module":
+        return f"calls the leaf {node.target!r}"
+    if any(free_unbacked_symbols(tensor) for tensor in tensors_in(node.meta.get("val"))):
+        return "makes a tensor whose size depends on values"
+    if isinstance(node.target, Conditional):
+        return None
+    for written in effects.written_by(node, None) or ():
+        if any(storage_of(tensor) in given for tensor in tensors_in(written.meta.get("val"))):
+            return "writes into a tensor from outside"
+    return None
+
+
+def _graph_module(branch: _Branch, operands: Sequence[torch.fx.Node], writer: Any) -> TracedModule:
+    """A branch as a graph module."""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for operand in operands:
+        copies[operand] = graph.placeholder(operand.name)
+        copies[operand].meta = {"val": operand.meta.get("val")}
+    for node in branch.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[writer.argument(output)] for output in branch.outputs))
+    return TracedModule(torch.nn.Module(), graph, "Branch")
+
+
+def _like(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A tensor as both branches give one."""
+    with torch.no_grad():
+        made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+    differentiable = torch.is_grad_enabled() and (one.requires_grad or other.requires_grad)
+    return made.requires_grad_().view_as(made) if differentiable else made
+
+
+def _is_device(node: torch.fx.Node) -> bool:
+    return node.target is getattr and node.args[1] == "device"

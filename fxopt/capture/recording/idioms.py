@@ -1,11 +1,16 @@
-"""Calls that a graph cannot hold as they are, as equal calls that it can."""
+"""Calls that a graph cannot hold as they are, as equal calls that it can; `data`, `grad` and `requires_grad` among them."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.recording.torch_call import Call
+from fxopt.errors import TraceError
 
 # torch takes these types of Python for dtypes.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
@@ -37,9 +42,8 @@ def deep_copy(call: Caller, tensor: Any, memo: dict[int, Any]) -> Any:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
             )
-        memo[id(tensor)] = _without_history(
-            call, call(torch.Tensor.clone, (tensor,), {}), tensor.requires_grad
-        )
+        copied = call(torch.Tensor.clone, (tensor,), {})
+        memo[id(tensor)] = _without_history(call, copied, tensor.requires_grad)
     return memo[id(tensor)]
 
 
@@ -68,3 +72,37 @@ def new_tensor(call: Caller, tensor: Any, data: Any, **options: Any) -> Any:
     if type(data).__name__ != "ndarray":
         return NotImplemented
     return call(torch.tensor, (data,), {"dtype": tensor.dtype, "device": tensor.device} | options)
+
+
+def data(recorder: Recorder, call: Call) -> torch.Tensor:
+    """`tensor.data`: the same memory, which counts its writes by itself, so that what is known of one would not be forgotten."""
+    detached: torch.Tensor = call.args[0].detach()
+    recorder.record(call, detached)
+    recorder.data_of[id(detached)] = detached, call.args[0]
+    return detached
+
+
+def assigned_data(recorder: Recorder, call: Call) -> Any:
+    """`tensor.data *= 2` writes into the memory, and then assigns what is there."""
+    tensor, value = call.args
+    return None if recorder.data_of.get(id(value), (None, None))[1] is tensor else NotImplemented
+
+
+def assigned_requires_grad(recorder: Recorder, call: Call) -> Any:
+    """`tensor.requires_grad = flag` of what is no tensor of the model."""
+    tensor, flag = call.args
+    if recorder.shell.real(tensor)[0]:
+        return NotImplemented
+    recorder.call(torch.Tensor.requires_grad_, (tensor, flag), {})
+    return None
+
+
+def gradient(recorder: Recorder, call: Call) -> None:
+    """`tensor.grad`, which a graph takes to be None, and checks."""
+    tensor, writer = call.args[0], recorder.writer
+    _, real = recorder.shell.real(tensor)
+    if real is not None and real.is_leaf and real.grad is not None:
+        raise TraceError(f"the forward reads a gradient, which a graph cannot hold. {writer.where()}")
+    if tensor.is_leaf:
+        gradient = writer.call(getattr, writer.argument(tensor), "grad")
+        writer.assume(writer.call(operator.is_, gradient, None), "that a gradient is None")

@@ -1,15 +1,21 @@
-"""Objects among the inputs: which of them a graph takes apart, and how their fakes are made and compared."""
+"""Inputs: which objects among them a graph takes apart, how their fakes are made and compared, and which have any dtype."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fxopt.objects import attributes, entries, is_mutable, is_open, rebuilt
+from fxopt.operators import Fact, facts_of
+
+_CASTS = {"bool", "int", "long", "short", "float", "double", "half", "bfloat16"}
+_COMPARISONS = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 
 
 def is_taken_apart(value: Any, inside: bool) -> bool:
@@ -71,7 +77,41 @@ def filled(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def identities(container: Any) -> list[tuple[Any, int]]:
-    items: Any = enumerate(container) if isinstance(container, (tuple, list)) else None
-    if items is None:
-        items = (container if isinstance(container, dict) else attributes(container)).items()
-    return [(key, id(value)) for key, value in items]
+    items = entries(list(container) if isinstance(container, tuple) else container)
+    return [(key, id(value)) for key, value in items.items()]
+
+
+def takes_any_dtype(node: torch.fx.Node) -> bool:
+    """Tell whether the graph makes a tensor of a fixed dtype of an input, or a view, before anything else reads it."""
+    return all(
+        _fixes_dtype(user, node) or (_views(user, node) and takes_any_dtype(user)) for user in node.users
+    )
+
+
+def _fixes_dtype(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Tell whether what a call gives has one dtype, whichever its first argument has."""
+    if user.args[:1] != (node,) or node in _others(user):
+        return False
+    if not isinstance(user.meta.get("val"), torch.Tensor):
+        return user.target == "size" or (user.target is getattr and user.args[1] in ("device", "shape"))
+    if user.target in _COMPARISONS:
+        return isinstance(user.args[1], numbers.Number)
+    options = (*user.args[1:], *user.kwargs.values())
+    named = user.target in ("to", "type") and any(isinstance(option, torch.dtype) for option in options)
+    return user.op == "call_method" and (user.target in _CASTS or named)
+
+
+def _views(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Tell whether a call gives a view of its first argument, and reads that alone."""
+    facts = facts_of(user)
+    given = (*user.args, *user.kwargs.values())
+    reinterprets = any(isinstance(option, torch.dtype) for option in given)  # `x.view(torch.int32)`
+    is_view = Fact.VIEW in facts and not facts & (Fact.RANDOM | Fact.SEVERAL) and not reinterprets
+    return is_view and user.args[:1] == (node,) and node not in _others(user)
+
+
+def _others(user: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes that a call takes besides its first argument."""
+    found: set[torch.fx.Node] = set()
+    torch.fx.node.map_arg((user.args[1:], dict(user.kwargs)), found.add)
+    return found

@@ -15,11 +15,8 @@ from fxopt.capture.runtime import modes
 
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 _GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
-_GRAD_BLOCKS = (
-    _GRAD_EXITS
-    | {block.__enter__.__code__ for block in _GRAD_CLASSES}
-    | {torch.set_grad_enabled.__init__.__code__}
-)
+_GRAD_BLOCKS = _GRAD_EXITS | {block.__enter__.__code__ for block in _GRAD_CLASSES}
+_GRAD_BLOCKS.add(torch.set_grad_enabled.__init__.__code__)
 
 
 class ModeSwitches:
@@ -32,11 +29,11 @@ class ModeSwitches:
 
     def enter(self, block: Any, function: Callable[..., Any], *args: Any) -> None:
         """Write the node that enters a mode; `leave(block)` restores what it found."""
-        self._blocks[id(block)] = (block, self._writer.create("call_function", function, args, {}, None))
+        self._blocks[id(block)] = (block, self._writer.call(function, *args))
 
     def leave(self, block: Any) -> None:
         """Write the node that leaves the mode that `block` entered."""
-        self._writer.create("call_function", modes.leave, (self._blocks.pop(id(block))[1],), {}, None)
+        self._writer.call(modes.leave, self._blocks.pop(id(block))[1])
 
     def entered(self, block: Any) -> bool:
         """Tell whether `block` has entered a mode and not left it."""
@@ -61,9 +58,9 @@ class ModeSwitches:
         block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
         if frame.f_code in _GRAD_EXITS and self.entered(block):
             previous = self._blocks.pop(id(block))[1]
-            self._writer.create("call_function", modes.set_grad_enabled, (previous,), {}, None)
+            self._writer.call(modes.set_grad_enabled, previous)
             return
-        node = self._writer.create("call_function", modes.set_grad_enabled, (mode,), {}, None)
+        node = self._writer.call(modes.set_grad_enabled, mode)
         if block is not None and not self.entered(block):
             self._blocks[id(block)] = (block, node)
 

@@ -10,15 +10,13 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
-from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.container_values import check_keys
-from fxopt.capture.nodes.dtype_use import takes_any_dtype
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import compares_identity
 from fxopt.capture.recording.input_objects import (
@@ -28,6 +26,7 @@ from fxopt.capture.recording.input_objects import (
     identities,
     is_taken_apart,
     snapshot,
+    takes_any_dtype,
 )
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
@@ -55,15 +54,10 @@ class ChangedInputError(TraceError):
 
 @dataclasses.dataclass(eq=False)
 class Placeholders:
-    """Makes placeholders and fakes; `expected` says what the values must be like that a graph is given.
-
-    `request` says which free dimensions are 1 this time, and which ints inside objects are free, because the forward
-    is known to change them. `examples` gets the real value for each fake, by its identity.
-    """
+    """Makes placeholders and fakes; `expected` is what values must be like, `examples` the real value of each fake."""
 
     writer: GraphWriter
-    fake_mode: FakeTensorMode
-    shape_env: CaptureShapeEnv
+    fake_mode: CaptureFakeMode
     free: DynamicDimensions
     request: Request
     examples: dict[int, Any]
@@ -110,9 +104,7 @@ class Placeholders:
 
     def identity_matters(self, queries: PropertyReads) -> bool:
         """Tell whether the forward has asked which inputs are the same tensor."""
-        return queries.memory_read_at is not None or any(
-            map(compares_identity, self.request.running.functions)
-        )
+        return "memory" in queries.read_at or any(map(compares_identity, self.request.running.functions))
 
     # --- fakes
 
@@ -171,22 +163,14 @@ class Placeholders:
         if inside and is_for_all(spec):
             spec = {dim: choice for dim, choice in spec.items() if -value.dim() <= dim < value.dim()}
         choices = dynamic_dimensions(spec, value, where)
-        with torch.no_grad():
-            # An object of its own: the same tensor given twice is two inputs.
-            example = value.detach().requires_grad_(value.requires_grad)
-            for dim in list(choices):
-                if (where, dim) in self.request.at_one:
-                    example = example.narrow(dim, 0, 1).contiguous()
-                    del choices[dim]
-                elif (where, dim) in self.request.sizes:
-                    example = _resized(example, dim, self.request.sizes[where, dim])
+        example = self._example(value, where, choices)
         if self.request.shared_inputs and id(value) in self._given:
-            fake, first = self._given[id(value)]
+            known, first = self._given[id(value)]
             self.expected.append(dataclasses.replace(first, name=name, path=path))
             if not inside:
-                self.writer.add_input(fake, node, path)
-            return fake
-        fake = self.fake_mode.from_tensor(
+                self.writer.add_input(known, node, path)
+            return known
+        fake: torch.Tensor = self.fake_mode.from_tensor(
             example, symbolic_context=symbolic_context(example, choices), source=ConstantSource(where)
         )
         sizes: Any = fake.shape
@@ -211,6 +195,21 @@ class Placeholders:
         if not inside:
             self.writer.add_input(fake, node, path)
         return fake
+
+    @torch.no_grad()
+    def _example(self, value: torch.Tensor, where: str, choices: dict[int, Any]) -> torch.Tensor:
+        """An object of its own, with the sizes of this run: the same tensor given twice is two inputs."""
+        example = value.detach().requires_grad_(value.requires_grad)
+        for dim in list(choices):
+            if (where, dim) in self.request.at_one:
+                example = example.narrow(dim, 0, 1).contiguous()
+                del choices[dim]
+            elif (where, dim) in self.request.sizes:
+                size = self.request.sizes[where, dim]
+                # It begins anew where it ends.
+                places = torch.arange(size, device=example.device) % example.shape[dim]
+                example = example.index_select(dim, places).requires_grad_(example.requires_grad)
+        return example
 
     def _equate(self, size: Any, choice: Any, hint: int) -> None:
         """Take dimensions that carry one `torch.export.Dim` for one size."""
@@ -246,10 +245,10 @@ class Placeholders:
             self.expected.append(NumberSpec(name, path, 1))
             return 1
         value = self.request.sizes.get((source.name, None), value)
-        symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        symbol = self.fake_mode.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self.free.dimensions.append(DynamicDimension(source.name, None, Dim.AUTO, symbol, value))
         self.expected.append(NumberSpec(name, path, symbol))
-        number = self.shape_env.create_symintnode(symbol, hint=value, source=source)
+        number = self.fake_mode.shape_env.create_symintnode(symbol, hint=value, source=source)
         self.examples[id(number)] = value
         return number
 
@@ -270,8 +269,8 @@ class Placeholders:
             fixed_by=fixed,
             strict_dtype=expected.dtype in queries.dtypes_read_at,
             any_dtype=self._takes_any_dtype(expected, queries),
-            layout=expected.layout if queries.layout_read_at is not None else None,
-            requires_grad=expected.requires_grad if queries.gradients_read_at is not None else None,
+            layout=expected.layout if "layout" in queries.read_at else None,
+            requires_grad=expected.requires_grad if "gradients" in queries.read_at else None,
             same_as=expected.same_as if self.identity_matters(queries) else None,
         )
 
@@ -282,14 +281,8 @@ class Placeholders:
         return any(str(n.target) == expected.name and takes_any_dtype(n) for n in placeholders)
 
     def _resolved(self, size: Any) -> int | str:
-        expression = self.shape_env.replace(sympy.sympify(size))
+        expression = self.fake_mode.shape_env.replace(sympy.sympify(size))
         return int(expression) if expression.is_number else python_expression(expression)
-
-
-def _resized(example: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The example with another size, in which it begins anew where it ends."""
-    places = torch.arange(size, device=example.device) % example.shape[dim]
-    return example.index_select(dim, places).requires_grad_(example.requires_grad)
 
 
 def _where(name: str, path: Path) -> str:

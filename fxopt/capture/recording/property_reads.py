@@ -11,8 +11,14 @@ from fxopt.objects import tensors_in
 
 _LAYOUT_QUERIES = {"stride", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset"}
 GRAD_QUERIES = {"requires_grad", "grad_fn", "is_leaf"}
+_KINDS = {
+    **dict.fromkeys(_LAYOUT_QUERIES, "layout"),
+    **dict.fromkeys(GRAD_QUERIES, "gradients"),
+    "data_ptr": "memory",
+}
 _NO_DTYPE_QUERIES = {
     *("size", "shape", "dim", "ndim", "device", "numel", "nelement", "__len__", "is_cuda", "layout"),
+    *_LAYOUT_QUERIES,
 }
 _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
@@ -22,12 +28,8 @@ class PropertyReads:
 
     def __init__(self, writer: GraphWriter) -> None:
         self._writer = writer
-        # Where the forward first asked for strides.
-        self.layout_read_at: str | None = None
-        # Where it first asked for the address of a tensor.
-        self.memory_read_at: str | None = None
-        # Where it first asked whether a tensor takes gradients.
-        self.gradients_read_at: str | None = None
+        # Where the forward first asked for strides (layout), addresses (memory), and whether a tensor takes gradients.
+        self.read_at: dict[str, str] = {}
         self._grad_enabled = torch.is_grad_enabled()
         # Where it asked for each dtype, and for a global mode, with the answer.
         self.dtypes_read_at: dict[torch.dtype, str] = {}
@@ -37,14 +39,11 @@ class PropertyReads:
 
     def note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Take note of a call with no tensor as its result, if it asks such a thing."""
-        if name in _LAYOUT_QUERIES and self.layout_read_at is None:
-            self.layout_read_at = self._writer.location()
-        if name == "data_ptr" and self.memory_read_at is None:
-            self.memory_read_at = self._writer.location()
-        if name in GRAD_QUERIES and self.gradients_read_at is None:
-            self.gradients_read_at = self._writer.location()
-            self.modes_read.setdefault("grad", (self._grad_enabled, self.gradients_read_at))
-        if name not in _LAYOUT_QUERIES | _NO_DTYPE_QUERIES:
+        if name in _KINDS:
+            self.read_at.setdefault(_KINDS[name], self._writer.location())
+        if name in GRAD_QUERIES:
+            self.modes_read.setdefault("grad", (self._grad_enabled, self.read_at["gradients"]))
+        if name not in _NO_DTYPE_QUERIES:
             self.dtypes_asked |= {tensor.dtype for tensor in tensors_in(args)}
         if isinstance(result, torch.dtype):
             self.dtypes_read_at.setdefault(result, self._writer.location())
@@ -61,16 +60,14 @@ class PropertyReads:
 
     def answers(self) -> Any:
         """The properties that were read, with their values, to compare with another run."""
-        answers = {mode: answer for mode, (answer, _) in self.modes_read.items()}
-        return self.layout_read_at is None, self.dtypes_read_at.keys(), answers
+        modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
+        return "layout" in self.read_at, self.dtypes_read_at.keys(), modes
 
     def cover(self, other: PropertyReads) -> bool:
         """Tell whether a graph that holds for these answers alone holds for those of `other` alone."""
         modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return (
-            (other.layout_read_at is None or self.layout_read_at is not None)
-            and (other.gradients_read_at is None or self.gradients_read_at is not None)
-            and (other.memory_read_at is None or self.memory_read_at is not None)
+            self.read_at.keys() >= other.read_at.keys()
             and self.dtypes_asked >= other.dtypes_asked
             and self.dtypes_read_at.keys() >= other.dtypes_read_at.keys()
             and all(modes.get(mode) == answer for mode, (answer, _) in other.modes_read.items())

@@ -1,11 +1,9 @@
-"""The recorder: a `TorchFunctionMode` that writes each torch-level call of a forward as a node.
-
-The forward runs on fake tensors, so Python sees ordinary tensors and nothing is computed.
-"""
+"""The recorder: a `TorchFunctionMode` that writes each torch-level call of a forward, which runs on fake tensors, as a node."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,8 +18,6 @@ from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.fakes.fake_model import FakeModel
-from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.call_targets import canonical, property_name
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import makes_calls
@@ -29,8 +25,7 @@ from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
-from fxopt.capture.recording.refused_calls import CHANGES_CONTAINER, PACKED, has_packed, refusal
-from fxopt.capture.recording.torch_call import Call
+from fxopt.capture.recording.torch_call import CHANGES_CONTAINER, PACKED, Call, has_packed, refusal
 from fxopt.capture.runtime.input_specs import same_objects
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
@@ -42,36 +37,26 @@ _LIFT_FRESH: Any = torch.ops.aten.lift_fresh.default
 Rewrite = Callable[["Recorder", Call], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class Recorder(PreDispatchTorchFunctionMode):
     """Records the calls of one forward.
 
-    `writer` writes the nodes; `shell` knows what the layers were like before the forward; `decisions` answers what
-    Python asks of values; `rewrites` gives what is tried on a call, in order, before it runs as it is.
-    It is a PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
+    `decisions` answers what Python asks of values; `rewrites` gives what is tried on a call, in order, before it runs as
+    it is. It is a PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
     """
 
-    def __init__(
-        self,
-        writer: GraphWriter,
-        shape_env: CaptureShapeEnv,
-        fake_mode: CaptureFakeMode,
-        shell: FakeModel,
-        decisions: BranchDecisions,
-        tensor_sizes: KnownScalars,
-        memo: CallCache,
-        rewrites: Callable[[Call], Sequence[Rewrite]],
-    ) -> None:
+    writer: GraphWriter
+    fake_mode: CaptureFakeMode
+    decisions: BranchDecisions
+    tensor_sizes: KnownScalars
+    memo: CallCache
+    rewrites: Callable[[Call], Sequence[Rewrite]]
+
+    def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)
-        self.writer = writer
-        self.decisions = decisions
-        self.tensor_sizes = tensor_sizes
-        self.memo = memo
-        self.shape_env = shape_env
-        self.shell = shell
-        self.fake_mode = fake_mode
-        self._rewrites = rewrites
-        self.switches = ModeSwitches(writer)
-        self.queries = PropertyReads(writer)
+        self.shell, self.shape_env = self.writer.shell, self.fake_mode.shape_env
+        self.switches = ModeSwitches(self.writer)
+        self.queries = PropertyReads(self.writer)
         self.draws = PythonRandomState()
         # Inside a transform of torch.func: calls are seen as the operators they come down to.
         self.below = False
@@ -110,7 +95,7 @@ class Recorder(PreDispatchTorchFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, in a form that a graph can hold, and write the node for it."""
         call = Call(function, args, kwargs)
-        for rewrite in self._rewrites(call):
+        for rewrite in self.rewrites(call):
             outcome = rewrite(self, call)
             if isinstance(outcome, Call):
                 call = outcome
@@ -127,7 +112,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.shape_env.failure = failure
             return self.call(call.function, *with_numbers(call.args, call.kwargs, self.item))
         self.tensor_sizes.keep(call.name, call.args, call.kwargs, result)
-        if self.record(call.function, call.args, call.kwargs, result) and not is_write_name(call.name):
+        if self.record(call, result) and not is_write_name(call.name):
             self.shape_env.settle_at_one(questions, call.function, call.args, call.kwargs, result)
         else:
             self.shape_env.guard(questions)
@@ -137,11 +122,10 @@ class Recorder(PreDispatchTorchFunctionMode):
         """The number in a tensor, as a node."""
         return self.call(torch.Tensor.item, (tensor,), {})
 
-    @makes_calls
     def _result(self, call: Call) -> Any:
         """The result of a call on fake tensors."""
         if is_write_name(call.name):
-            return call.function(*call.args, **call.kwargs)
+            return call.made()
         known = self.memo.function_call(call.function, call.args, call.kwargs)
         if known is not None and known.known:
             return known.recall()
@@ -152,30 +136,26 @@ class Recorder(PreDispatchTorchFunctionMode):
             known.remember(result)
         return result
 
-    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def record(self, call: Call, result: Any) -> bool:
         """Write the node for a call that has been made, and say so; one that only told Python something is noted instead."""
-        name = getattr(function, "__name__", "")
-        about = property_name(function) if name == "__get__" else name
+        name, args = call.name, call.args
+        about = property_name(call.function) if name == "__get__" else name
         if name == "__get__" and about in GRAD_QUERIES:
             self.queries.note(about, args, result)  # `grad_fn` may be None
             return False
-        if reason := refusal(function, name, args, result):
+        if reason := refusal(call, result):
             raise TraceError(f"the forward {reason} {self.writer.where()}")
         if result is not None and not self.writer.makes_something(result):
             self.queries.note(about, args, result)
             return False
-        if name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        if name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *call.kwargs.values())):
             self.queries.note_dtype(args[0])  # it reads the bytes
-        op, target, *given = canonical(function, args, kwargs)
+        op, target, *given = canonical(call.function, args, call.kwargs)
         self.writer.create(op, target, *self.writer.arguments(name, *given), result)
         return True
 
     def distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """`result`, as an object of its own if it is one of the arguments.
-
-        `x.to(dtype)` or dropout in eval mode may return `x` itself. The two are different nodes: what comes out of
-        the call must not be taken for what went in.
-        """
+        """`result`, as an object of its own if it is one of the arguments, as `x.to(dtype)` may be: it has a node of its own."""
         if not any(result is value for value in (*args, *kwargs.values())):
             return result
         alias = result.view_as(result)
@@ -261,8 +241,7 @@ class Recorder(PreDispatchTorchFunctionMode):
     def below_transforms(self) -> Iterator[None]:
         """Record the operators to which the calls of the block come down.
 
-        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which stand for slices or for tensors
-        of another level that no node has; the operators that torch makes of it are calls on whole tensors.
+        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which no node has; operators are on whole ones.
         """
         self.below = True
         operators = DispatchRecorder(self.writer)

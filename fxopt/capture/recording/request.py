@@ -19,32 +19,23 @@ from fxopt.errors import TraceError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """The options of the user and the assumptions of one run.
-
-    `inputs` are example values by name, `dimensions` what is free of their sizes, `layers` the identities of the
-    modules that are one node. What a user asks ends there; the rest says for which of several captures this is one.
-    `at_one` says which of the free sizes are 1 this time, and `sizes` which are others than those of the example. `answers` is
-    the script of outcomes of branches; with `specialize` the example inputs decide the others. `knows_keys` says that sizes
-    which are keys of dicts must be known. `moving` names ints inside objects that are free, because the forward changes them.
-    `shared_inputs` says that a tensor that is given twice is one tensor to the forward, which asks that.
-    `changes_inputs` says that the forward changes lists or dicts that it is given. `earlier` is what earlier calls have left
-    in the model. Shared by all captures are `raising`, whether functions of torch were seen to raise
-    for one outcome of a condition, `results`, what calls gave, and `running`, the functions that made calls.
-    """
+    """The options of the user, up to `specialize`, the assumptions of one run, and in the end what all runs of a capture share."""
 
     model: torch.nn.Module
-    inputs: dict[str, Any]
-    dimensions: dict[str, Any]
-    layers: Set[int]
+    inputs: dict[str, Any]  # example values
+    dimensions: dict[str, Any]  # what is free of their sizes
+    layers: Set[int]  # identities of the modules that are one node
     specialize: bool
-    at_one: Set[tuple[str, int | None]] = frozenset()
-    answers: Outcomes = dataclasses.field(default_factory=Outcomes)
-    knows_keys: bool = False
-    moving: Set[str] = frozenset()
-    shared_inputs: bool = False
-    changes_inputs: bool = False
-    earlier: KeptState = dataclasses.field(default_factory=KeptState)
+    at_one: Set[tuple[str, int | None]] = frozenset()  # the free sizes that are 1 this time
+    # The free sizes that are others than those of the example.
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
+    answers: Outcomes = dataclasses.field(default_factory=Outcomes)
+    knows_keys: bool = False  # sizes that are keys of dicts must be known
+    moving: Set[str] = frozenset()  # ints inside objects that are free, because the forward changes them
+    shared_inputs: bool = False  # a tensor that is given twice is one tensor to the forward, which asks that
+    changes_inputs: bool = False  # the forward changes lists or dicts that it is given
+    earlier: KeptState = dataclasses.field(default_factory=KeptState)
+    # Whether functions of torch were seen to raise for one outcome of a condition; what calls gave; functions that made calls.
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
     running: RunningCode = dataclasses.field(default_factory=RunningCode)
@@ -66,20 +57,16 @@ class Request:
 
     def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Values for the inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
-        kinds = {
-            name: parameter.kind
-            for name, parameter in inspect.signature(self.model.forward).parameters.items()
-        }
-        variadic = any(name.startswith("*") for name in values)
+        parameters = inspect.signature(self.model.forward).parameters
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
+        positional: set[Any] = {inspect.Parameter.POSITIONAL_ONLY}
+        if any(name.startswith("*") for name in values):
+            positional.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for name, value in values.items():
-            kind = kinds.get(name)
             if name.startswith("*"):
                 args.extend(value)
-            elif kind is inspect.Parameter.POSITIONAL_ONLY or (
-                variadic and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            ):
+            elif name in parameters and parameters[name].kind in positional:
                 args.append(value)
             else:
                 kwargs[name] = value

@@ -1,7 +1,7 @@
 """Rewrites of a call of torch, tried before it runs as it is: a table by name and by function.
 
-Each rewrite takes the recorder and a call, and gives the value of the call, an equal call to go on with, or
-NotImplemented. A rewrite makes other calls by `recorder.call`, which come through this table, too.
+Each takes the recorder and a call, and gives the value of that, an equal call to go on with, or NotImplemented. A rewrite
+makes other calls by `recorder.call`, which come through this table, too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ import torch
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
-from fxopt.capture.data_dependence.indexing import select_by_scalar, slices_in_turn, with_tensors
 from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
-from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
 from fxopt.capture.nodes.call_targets import property_name
 from fxopt.capture.nodes.source_location import makes_calls
-from fxopt.capture.recording.cond_branches import conditional
-from fxopt.capture.recording.higher_order import expansion
-from fxopt.capture.recording.idioms import deep_copy, new_tensor, one_hot, reduced, with_torch_values
+from fxopt.capture.recording import idioms, indexing
+from fxopt.capture.recording.higher_order import expand
 from fxopt.capture.recording.recorder import Recorder, Rewrite
-from fxopt.capture.recording.squeeze import assumed_kept, squeeze_with_guard, unbind_with_guard
 from fxopt.capture.recording.tensor_data import FROM_DATA, make_from_data, make_legacy, torch_keywords
-from fxopt.capture.recording.tensor_properties import assigned_data, assigned_requires_grad, data, gradient
 from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
@@ -48,10 +43,10 @@ def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
     if name in ("__get__", "__set__"):
         name = f"{property_name(call.function)}.{name}"
     if name.startswith("_record_function_"):
-        return (lambda recorder, call: call.function(*call.args, **call.kwargs),)  # a name for the profiler
+        return (lambda recorder, call: call.made(),)  # a name for the profiler
     before = (*_IDIOMS.get(name, ()), *_BY_FUNCTION.get(call.function, (_take_torch_values,)))
     if isinstance(call.function, torch._ops.HigherOrderOperator):
-        before += (_expand,)
+        before += (expand,)
     writes: tuple[Rewrite, ...] = (_write_out,) if call.kwargs.get("out") is not None else ()
     if _has_inplace_flag(call.function):
         writes += (_write_in_place,)
@@ -65,7 +60,7 @@ def _idiom(function: Callable[..., Any]) -> tuple[Rewrite]:
 
 def _take_torch_values(recorder: Recorder, call: Call) -> Call:
     """Tensors in the place of numpy's arrays, torch's dtypes in that of Python's types."""
-    args = tuple(with_torch_values(arg, recorder.call) for arg in call.args)
+    args = tuple(idioms.with_torch_values(arg, recorder.call) for arg in call.args)
     return Call(call.function, args, torch_keywords(recorder, call))
 
 
@@ -94,8 +89,8 @@ def _write_in_place(recorder: Recorder, call: Call) -> Any:
 @makes_calls
 def _replaced(recorder: Recorder, out: torch.Tensor, call: Call) -> Any:
     """`f(y, inplace=True)` as `f(y)`, which stands for `y` from here on: nobody else sees the memory of `y`."""
-    result = recorder.distinct(call.function(*call.args, **call.kwargs), call.args, call.kwargs)
-    recorder.record(call.function, call.args, call.kwargs, result)
+    result = recorder.distinct(call.made(), call.args, call.kwargs)
+    recorder.record(call, result)
     out.copy_(result)
     recorder.writer.stand_for(out, result)
     return out
@@ -107,13 +102,13 @@ def _written(recorder: Recorder, out: Any, call: Call) -> Any:
     name, where = call.name, recorder.writer.where
     if not isinstance(out, torch.Tensor):
         raise TraceError(f"`out` of {name!r} is a {type(out).__name__}; give one tensor. {where()}")
-    result = call.function(*call.args, **call.kwargs)
+    result = call.made()
     if result.shape != out.shape:
         raise TraceError(f"`out` of {name!r} would be resized; give it the right shape. {where()}")
     result = recorder.distinct(result, call.args, call.kwargs)
-    recorder.record(call.function, call.args, call.kwargs, result)
+    recorder.record(call, result)
     out.copy_(result)
-    recorder.record(torch.Tensor.copy_, (out, result), {}, out)
+    recorder.record(Call(torch.Tensor.copy_, (out, result), {}), out)
     return out
 
 
@@ -129,30 +124,16 @@ def _has_inplace_flag(function: Any) -> bool:
 
 def _stack_indices(recorder: Recorder, call: Call) -> Call:
     source, index, *rest = call.args
-    return Call(call.function, (source, with_tensors(index, recorder.call), *rest), call.kwargs)
-
-
-def _select(recorder: Recorder, call: Call) -> Any:
-    result = select_by_scalar(call.args[0], call.args[1], recorder.call)
-    return NotImplemented if result is None else result
-
-
-def _slice_in_turn(recorder: Recorder, call: Call) -> Any:
-    """Slices of several dimensions at unbacked numbers, one after the other: each of them has a size that has a source."""
-    source, index = call.args
-    turns = slices_in_turn(index, source.dim())
-    for turn in turns:
-        source = recorder.call(call.function, (source, turn), {})
-    return source if turns else NotImplemented
+    return Call(call.function, (source, indexing.with_tensors(index, recorder.call), *rest), call.kwargs)
 
 
 def _squeeze(recorder: Recorder, call: Call) -> Any:
     """`squeeze`, where torch would keep a free size of 1; what it takes for granted otherwise is checked."""
     is_known = (lambda size: True) if recorder.decisions.specialised else is_backed
-    result = squeeze_with_guard(recorder.call, is_known, *call.args, **call.kwargs)
+    result = indexing.squeeze_with_guard(recorder.call, is_known, *call.args, **call.kwargs)
     if result is not None:
         return result
-    for fact in assumed_kept(*call.args, **call.kwargs):
+    for fact in indexing.assumed_kept(*call.args, **call.kwargs):
         recorder.shape_env.assume(fact, f"`squeeze` at {recorder.writer.location()}")
     return NotImplemented
 
@@ -164,10 +145,10 @@ def _keep_sizes(recorder: Recorder, call: Call) -> Any:
 
 
 def _unbind(recorder: Recorder, call: Call) -> Any:
-    parts = unbind_with_guard(*call.args, **call.kwargs)
+    parts = indexing.unbind_with_guard(*call.args, **call.kwargs)
     if parts is None:
         return NotImplemented
-    recorder.record(call.function, call.args, call.kwargs, parts)
+    recorder.record(call, parts)
     return parts
 
 
@@ -183,7 +164,7 @@ def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
     size = bound.get("size")
     if not is_contiguous_or_false(bound["input"]):  # else so is what it gives
         for number in (*bound["input"].shape, *(size if isinstance(size, (tuple, list)) else (size,))):
-            if isinstance(number, torch.SymInt) and free_unbacked_symbols(number):
+            if is_unbacked(number):
                 origin = f"`interpolate` at {recorder.writer.location()}"
                 recorder.shape_env.assume(sympy.Ge(number.node.expr, 1), origin)
     return NotImplemented
@@ -234,22 +215,8 @@ def _is_known(value: Any) -> bool:
 def _assert(recorder: Recorder, call: Call) -> Any:
     if not isinstance(call.args[0], torch.Tensor):
         return NotImplemented
-    recorder.record(call.function, call.args, call.kwargs, None)
+    recorder.record(call, None)
     return None
-
-
-def _expand(recorder: Recorder, call: Call) -> Any:
-    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
-    if call.function is torch.ops.higher_order.cond:
-        return conditional(recorder, *call.args, **call.kwargs)
-    expanded = expansion(call.function)
-    if expanded is None:
-        raise TraceError(
-            f"the forward calls the higher-order operator {call.function.name()!r}, which a graph cannot hold. "
-            f"{recorder.writer.where()}"
-        )
-    with recorder.recorded_inside():
-        return expanded(*call.args, **call.kwargs)
 
 
 def _leave_out_generator(recorder: Recorder, call: Call) -> Any:
@@ -265,10 +232,10 @@ def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 _IDIOMS: dict[str, tuple[Rewrite, ...]] = {
-    "__deepcopy__": _idiom(deep_copy),
-    "__reduce_ex__": _idiom(reduced),
-    "one_hot": _idiom(one_hot),
-    "new_tensor": _idiom(new_tensor),
+    "__deepcopy__": _idiom(idioms.deep_copy),
+    "__reduce_ex__": _idiom(idioms.reduced),
+    "one_hot": _idiom(idioms.one_hot),
+    "new_tensor": _idiom(idioms.new_tensor),
 }
 _BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
     **dict.fromkeys(FROM_DATA, (make_from_data,)),
@@ -282,7 +249,10 @@ _BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
 }
 _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys(TAKES_SIZES, (_take_numbers,)),
-    "__getitem__": (_stack_indices, _select, _take_numbers, _slice_in_turn),
+    "__getitem__": (
+        *(_stack_indices, *_idiom(indexing.select_by_scalar)),
+        *(_take_numbers, *_idiom(indexing.slice_in_turn)),
+    ),
     "__setitem__": (_stack_indices,),
     **dict.fromkeys(("squeeze", "squeeze.default", "squeeze.dim", "squeeze.dims"), (_squeeze,)),
     **dict.fromkeys(("unbind", "unbind.int"), (_unbind,)),
@@ -291,8 +261,8 @@ _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys((*READS, *ARRAYS, "item"), (_read_value,)),
     **dict.fromkeys(("__format__", "__repr__"), (_text,)),
     "data_ptr": (_address,),
-    "data.__get__": (data,),
-    "data.__set__": (assigned_data,),
-    "requires_grad.__set__": (assigned_requires_grad,),
-    "grad.__get__": (gradient,),
+    "data.__get__": (idioms.data,),
+    "data.__set__": (idioms.assigned_data,),
+    "requires_grad.__set__": (idioms.assigned_requires_grad,),
+    "grad.__get__": (idioms.gradient,),
 }

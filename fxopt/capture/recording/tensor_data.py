@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fxopt.capture.data_dependence.indexing import are_numbers
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.idioms import with_torch_values
+from fxopt.capture.recording.indexing import are_numbers
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 

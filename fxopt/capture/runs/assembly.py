@@ -34,7 +34,8 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
     root.get_submodule(guard_name).training = root.training
     if placeholders:
         with run.graph.inserting_after(placeholders[-1]):
-            run.graph.call_module(guard_name, (), {_plain_name(node): node for node in placeholders})
+            named = {str(node.target).lstrip("*"): node for node in placeholders}
+            run.graph.call_module(guard_name, (), named)
     complete_metadata(run.graph, f"{type(model).__module__}.{type(model).__qualname__}")
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
@@ -52,10 +53,10 @@ def _keep_reads(traced: TracedModule, run: RunResult) -> None:
         smallest = min(read, key=torch.numel)  # the graph keeps it alive
         traced.read_parameter = smallest, smallest.dtype
     traced.modes_read = reads.modes_read
-    if reads.gradients_read_at is not None:
+    if "gradients" in reads.read_at:
         named = traced.named_parameters(remove_duplicate=False)
         flags = {name: parameter.requires_grad for name, parameter in named}
-        traced.gradients_read = reads.gradients_read_at, flags
+        traced.gradients_read = reads.read_at["gradients"], flags
 
 
 def _write_checks(run: RunResult) -> list[str]:
@@ -88,7 +89,3 @@ def _check_left_out(branches: Sequence[BranchAtLine], bodies: Sequence[Body]) ->
             yield f"what it leaves out would write nothing: {branch.where}"
         if not branch.node.users:
             branch.node.graph.erase_node(branch.node)
-
-
-def _plain_name(node: torch.fx.Node) -> str:
-    return str(node.target).lstrip("*")

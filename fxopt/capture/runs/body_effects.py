@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxopt.capture.data_dependence.branch_decisions import Body
+from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.capture.nodes.comparison import is_call
-from fxopt.capture.runs.run_result import RunResult, Unproved
+from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import CHECKS, MASKS
 from fxopt.effects import written_by, written_parameters
@@ -62,24 +62,19 @@ class BodyEffects:
         self._source: dict[int, int] = {}
         for node in capture.graph.nodes:
             owners: set[int | None] = {*self._bodies(node)} or {None}
+            given = tensors_in([value.meta.get("val") for value in node.all_input_nodes])
+            source = next(map(storage_of, given), None) if function_name(node) in _MAY_COPY else None
             for tensor in tensors_in(node.meta.get("val")):
-                source = next(
-                    iter(tensors_in([value.meta.get("val") for value in node.all_input_nodes])), None
-                )
-                if (
-                    function_name(node) in _MAY_COPY
-                    and source is not None
-                    and storage_of(source) != storage_of(tensor)
-                ):
-                    self._source[storage_of(tensor)] = storage_of(source)
+                if source is not None and source != storage_of(tensor):
+                    self._source[storage_of(tensor)] = source
                 self._owners.setdefault(self._memory(tensor), set()).update(owners)
 
-    def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body | Unproved:
-        """The writes of a body to what is not its own."""
+    def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body:
+        """The writes of a body to what is not its own; UnprovedError where it may not run always."""
         writes: Body = []
         for node in body:
             if reason := self._refused(number, node):
-                return Unproved(f"the body of the branch {reason}, at {node.format_node()}")
+                raise UnprovedError(f"the body of the branch {reason}, at {node.format_node()}")
             if node.target in CHECKS | modes.SWITCHES:
                 continue
             written = written_by(node, self._module(node)) or ()
@@ -89,7 +84,7 @@ class BodyEffects:
                 continue
             index = _index(node)
             if written != node.args[:1] or not _may_be_nowhere(index):
-                return Unproved(
+                raise UnprovedError(
                     f"the body of the branch writes more than a mask selects, at {node.format_node()}"
                 )
             writes.append((node, index))
@@ -203,10 +198,7 @@ def _shape(tensor: torch.Tensor) -> list[Any]:
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:
-    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0.
-
-    The gradient of what has no entries adds nothing.
-    """
+    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0."""
     name, made = function_name(node).removesuffix("_"), node.meta.get("val")
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     whole = name in _NEEDS_ENTRIES and len(node.args) == 1 and not node.kwargs
@@ -220,7 +212,7 @@ def _is_harmless(node: torch.fx.Node) -> bool:
 
 
 def _may_be_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(free_unbacked_symbols(value.numel()))
+    return isinstance(value, torch.Tensor) and is_unbacked(value.numel())
 
 
 def _index(node: torch.fx.Node) -> Any:
@@ -235,8 +227,6 @@ def _may_be_nowhere(index: Any) -> bool:
     """Tell whether an index may have no entries: its size is unbacked, or it is a mask."""
     for part in index if isinstance(index, (tuple, list)) else (index,):
         tensor = part.meta.get("val") if isinstance(part, torch.fx.Node) else None
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.dtype in MASKS or free_unbacked_symbols(tensor.numel())
-        ):
+        if isinstance(tensor, torch.Tensor) and (tensor.dtype in MASKS or _may_be_empty(tensor)):
             return True
     return False

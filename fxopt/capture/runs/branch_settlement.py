@@ -16,7 +16,7 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
-from fxopt.capture.runs.run_result import RunResult, Unproved
+from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.errors import TraceError
 
 # Each branch that is settled by looking at both sides costs two runs.
@@ -28,22 +28,21 @@ _MOST_LINES = 3
 def explore_branches(
     capture: Callable[[Outcomes], RunResult],
     agree: Callable[[RunResult, RunResult], bool],
-    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult],
     like: Outcomes | None = None,
 ) -> RunResult:
     """Run the forward until no data-dependent branch is open; TraceError where one makes a difference.
 
     `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script.
-    `agree(one, other)` says whether the graph of one run holds where another run had other outcomes; `leave_out(one, other,
-    line)` gives it with checks that what the other one leaves out, after branches at a line, writes nothing, if that can be
-    shown. `like` is the script of another run, for a graph that is to hold here as well. It has checks of those outcomes and
-    no others: its lines are no open branches, and one beyond those that it settled is raised.
+    `agree` says whether the graph of one run holds where another run had other outcomes; `leave_out` gives it with checks that
+    what the other one leaves out writes nothing. `like` is the script of another run, whose graph is to hold here as well: its
+    lines are no open branches, and a branch beyond those that it settled is raised.
     """
     path = _open_path(capture, like)
     variants = _Variants(capture, path)
     try:
         return _of_any_outcome(variants, agree) or _of_most(variants, leave_out, alternating=like is None)
-    except NotSettledError as error:
+    except UnprovedError as error:
         raise (path.pending.because(str(error)) if path.pending else error) from None
     except TraceError as error:
         raise (path.pending or error) from None
@@ -125,19 +124,14 @@ def _of_any_outcome(variants: _Variants, agree: Callable[[RunResult, RunResult],
     return None
 
 
-class NotSettledError(TraceError):
-    """It could not be shown that a branch makes no difference."""
-
-
 def _of_most(
     variants: _Variants,
-    leave_out: Callable[[RunResult, RunResult, str], RunResult | Unproved],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult],
     alternating: bool,
 ) -> RunResult:
-    """The run that does most after the branches at each line, if leaving that out makes no difference.
+    """The run that does most after the branches at each line, if leaving that out makes no difference; else UnprovedError.
 
-    Raises NotSettledError where it does. With `alternating`, a run that does it every other time must agree, too, as
-    one part may lead to another. At sizes of 1 that need not be shown again: the variables of Python are the same.
+    With `alternating`, a run that does it every other time must agree, too, as one part may lead to another.
     """
     run, lines = variants.run, variants.lines
     most = [ALWAYS] * len(lines)
@@ -146,7 +140,9 @@ def _of_most(
         return run([*outcomes[:position], given, *outcomes[position + 1 :]])
 
     for position, line in reversed(list(enumerate(lines))):
-        if isinstance(leave_out(run(most), replaced(most, position, NEVER), line), Unproved):
+        try:
+            leave_out(run(most), replaced(most, position, NEVER), line)
+        except UnprovedError:
             most[position] = NEVER
     made = run(most)
     for position, line in enumerate(lines):
@@ -161,11 +157,11 @@ def _of_most(
         if alternating:
             pairs.append((made, replaced(most, position, every_other)))
         for more, less in pairs:
-            shown = leave_out(more, less, line)
-            if isinstance(shown, Unproved):
-                raise NotSettledError(f"{shown.reason}: {line}")
-            if more is made:
-                made = shown
+            try:
+                shown = leave_out(more, less, line)
+            except UnprovedError as error:
+                raise UnprovedError(f"{error}: {line}") from None
+            made = shown if more is made else made
     return made
 
 

@@ -1,16 +1,15 @@
-"""Values that a forward keeps in the model for later calls and makes of sizes, constants and buffers alone: tables of positions,
-grids, masks.
+"""Values that a forward keeps for later calls and makes of sizes, constants and buffers alone: tables of positions, grids, masks.
 
-Where a later call reads what an earlier one made, the graph makes it anew. That is equal if a call gives the same after
-any other call as it gives first. Calls are tried at several sizes, one after the other: each runs on fakes, but for what
-was kept, which is computed. A condition on sizes that a later call asks is tried at sizes where it is true and where it is
-false, other than those at which the state was made.
+The graph makes them anew, which is equal if a call gives the same after any other call as it gives first. Calls are tried one
+after the other at several sizes, on fakes but for what was kept, which is computed. A condition on sizes that a later call
+asks is tried at sizes where it is true and where it is false, other than those at which the state was made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,9 +161,7 @@ class RepeatedCalls:
 
     def _numbers(self, sizes: Sizes) -> int:
         """How many numbers the inputs hold at these sizes, at most."""
-        factor = 1
-        for symbol, size in sizes.items():
-            factor *= max(1, size // max(1, self._hints[symbol]))
+        factor = math.prod(max(1, size // max(1, self._hints[symbol])) for symbol, size in sizes.items())
         return factor * sum(tensor.numel() for tensor in tensors_in(self._made.request.inputs))
 
     def _first_call(self, sizes: Sizes) -> _Call:

@@ -1,7 +1,6 @@
 """The net under a capture: the model and its graph both run on the example inputs, twice, and must give the same.
 
-Everything else in the capture knows of one way in which a graph could differ from its model. This knows of none: it
-compares. The second call is for state: a counter that stands still in a graph is right in the first one.
+The second call is for state: a counter that stands still in a graph is right in the first one.
 """
 
 from __future__ import annotations
@@ -35,22 +34,23 @@ def check_against_eager(
 ) -> None:
     """Raise TraceError where the graph computes something else than the model on the example inputs.
 
-    Outputs (values, dtypes, shapes, strides, types), buffers, inputs that are written and, in training, gradients are
-    compared. A model that raises on the examples, or that does not repeat itself under one state of the random
-    generators, cannot be judged: a warning says so.
-
-    Args:
-        traced: the graph.
-        request: the model and the inputs, which are left as they are.
-        written: what the forward writes of the user's tensors, which is copied.
-        restored: undoes what a run does to state outside of the model.
-        tables: buffers that the model keeps and the graph makes anew.
+    A model that raises on them, or does not repeat itself under one state of the random generators, cannot be judged: a warning
+    says so. What is `written` of the user's tensors is copied, and `restored` undoes what a run does outside of the model; `tables`
+    are buffers that the model keeps and the graph makes anew.
     """
     if not _is_real(request):
         return
     randomness = RepeatedRandomness(request)
-    with randomness.restored():
-        _Comparison(traced, request, written, restored, randomness, tables).check()
+    try:
+        reason = _Comparison(traced, request, written, restored, randomness, tables).check()
+    finally:
+        randomness.rewind()
+    if reason:
+        warnings.warn(
+            f"the graph of {type(request.model).__name__} was not compared with the model on the example inputs: {reason}. "
+            "verify=False leaves this check out.",
+            stacklevel=2,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,36 +64,30 @@ class _Comparison:
     randomness: RepeatedRandomness
     tables: Collection[str]
 
-    def check(self) -> None:
-        """Compare call by call."""
-        model, graph = self._model(), self._graph()
+    def check(self) -> str | None:
+        """Compare call by call; the reason if it could not be done."""
+        model, graph = self._twins()
         for call in range(1, _CALLS + 1):
             expected = self._outcome(model)
             if expected.error is not None:
-                self._unjudged(f"the model raises {_named(expected.error)}")
-                return
+                return f"the model raises {_named(expected.error)}"
             drawn = self.randomness.were_used()
             found = self._outcome(graph)
             if isinstance(found.error, GuardError) and drawn and self.request.specialize:
-                return  # decided by random numbers, which are others now
+                return None  # decided by random numbers, which are others now
             if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
-                self._unjudged(f"the graph raises {_named(found.error)}")
-                return
+                return f"the graph raises {_named(found.error)}"
             differs = f"raises {_named(found.error)}" if found.error else difference(expected, found)
             if differs is None:
                 continue
-            if difference(expected, self._at(call, self._model())) is not None:
-                self._unjudged(
-                    "from one state of the random generators the model gives one thing, then another"
-                )
-                return
+            if difference(expected, self._at(call, Twin(self.request.model, self.written))) is not None:
+                return "from one state of the random generators the model gives one thing, then another"
             raise self._error(differs, call)
+        return None
 
-    def _model(self) -> Twin:
-        return Twin(self.request.model, self.written)
-
-    def _graph(self) -> Twin:
-        return Twin(self.traced, self.written)
+    def _twins(self) -> tuple[Twin, Twin]:
+        """New copies of the model and of the graph."""
+        return Twin(self.request.model, self.written), Twin(self.traced, self.written)
 
     def _at(self, call: int, twin: Twin) -> Outcome:
         """The outcome of a fresh copy at this call."""
@@ -116,10 +110,10 @@ class _Comparison:
             return dataclasses.replace(outcome, buffers=compared)
 
     def _error(self, differs: str, call: int) -> TraceError:
-        exported = exporting(lambda: self._at(call, self._model()))
-        found = self._at(call, self._graph())
+        model, graph = self._twins()
+        exported, found = exporting(lambda: self._at(call, model)), self._at(call, graph)
         agrees = exported.error is None and difference(exported, found) is None
-        model, graph = self._model(), self._graph()
+        model, graph = self._twins()
         for twin in (model, graph):
             for _ in range(call - 1):
                 self._outcome(twin)
@@ -132,13 +126,6 @@ class _Comparison:
             f"the graph differs from the model{which}: {differs}. They part at {place}. "
             f"The likely cause: {likely_cause(differs, call, agrees)}. "
             "(Both were run on the example inputs; verify=False leaves that out.)"
-        )
-
-    def _unjudged(self, reason: str) -> None:
-        warnings.warn(
-            f"the graph of {type(self.request.model).__name__} was not compared with the model on the example inputs: "
-            f"{reason}. verify=False leaves this check out.",
-            stacklevel=2,
         )
 
 

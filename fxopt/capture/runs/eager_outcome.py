@@ -65,7 +65,7 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
 
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:
     """The gradients of a random sum of all outputs, without a trace in any `.grad`."""
-    outputs = [t for t in _distinct(output) if t.requires_grad]
+    outputs = [t for t in {id(t): t for t in tensors_in(output)}.values() if t.requires_grad]
     # A copied TorchScript module has parameters of its own beside those that Python sees: they are not compared.
     scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     apart = {id(p) for m in scripted for p in m.parameters()}
@@ -129,24 +129,27 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:
     for name in ("dtype", "shape", "layout", "device"):
-        if getattr(left, name) != getattr(right, name):
-            return f"has {name} {_short(getattr(right, name))}, not {_short(getattr(left, name))}"
-    if (
-        left.requires_grad and not right.requires_grad
-    ):  # a branch that is taken always may bring gradients, of 0
+        found, expected = getattr(right, name), getattr(left, name)
+        if found != expected:
+            found, expected = (tuple(found), tuple(expected)) if name == "shape" else (found, expected)
+            return f"has {name} {found}, not {expected}"
+    # A branch that is taken always may bring gradients, of 0.
+    if left.requires_grad and not right.requires_grad:
         return "takes no gradients"
     if type(left) is not type(right):
         return f"is a {type(right).__name__}, not a {type(left).__name__}"
     if left.layout is torch.strided and not left.is_nested and _strides(left) != _strides(right):
         return f"has strides {right.stride()}, not {left.stride()}"
-    left, right = left.detach(), right.detach()
-    if left.layout is not torch.strided or left.is_nested or left.is_quantized:
-        return None if _same_values(_dense(left), _dense(right)) else "has other values"
-    return None if _same_values(_comparable(left), _comparable(right)) else "has other values"
+    same = _same_values(_comparable(left.detach()), _comparable(right.detach()))
+    return None if same else "has other values"
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a dtype that `==` knows: not of 8 bits floating, nor of many bits without a sign."""
+    """A dense tensor of a dtype that `==` knows: not of 8 bits floating, nor of many bits without a sign."""
+    if tensor.is_nested:
+        return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
+    if tensor.is_quantized or tensor.layout is not torch.strided:
+        return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
     if tensor.is_floating_point() and tensor.element_size() == 1:
         return tensor.float()
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -154,8 +157,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit for bit, or as near as half the digits of a dtype: models that ask whether they are captured may choose
-    other kernels for the same sum (`is_compiling()`), and some kernels add in another order from run to run."""
+    """Bit for bit, or as near as half the digits of a dtype: other kernels, or other runs, add in another order."""
     if left.shape != right.shape:
         return False
     same = (left == right) | (left.isnan() & right.isnan())
@@ -167,12 +169,6 @@ def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
     distance = (left[~same].to(wide) - right[~same].to(wide)).abs().max()
     largest = left[left.isfinite()].abs().max().double()
     return bool(distance <= torch.finfo(left.dtype).eps ** 0.5 * largest)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_nested:
-        return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
-    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -189,11 +185,3 @@ def _sharing(outcome: Outcome) -> list[int]:
         first.setdefault(t.untyped_storage()._cdata if t.layout is torch.strided else id(t), n)
         for n, t in enumerate(tensors_in([outcome.inputs, outcome.output]))
     ]
-
-
-def _distinct(value: Any) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in tensors_in(value)}.values())
-
-
-def _short(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)

@@ -46,10 +46,7 @@ def equivalent(capture: RunResult, other: RunResult) -> bool:
 def subsumes(
     capture: RunResult, other: RunResult, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> bool:
-    """Tell whether the graph of a capture computes what that of `other` does and checks what it assumes, and may do more.
-
-    `pairs` are the calls of both, and `aliases` are nodes that give the value of another one.
-    """
+    """Tell whether the graph of a capture computes what that of `other` does, of these pairs of calls, and may do more."""
     names = matched_unbacked_symbols(pairs)
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
@@ -135,10 +132,7 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
 
 
 def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
-    """A function that rewrites a size of `other` in the symbols of `capture`.
-
-    `names` has the unbacked symbols of `capture`, where they are called otherwise.
-    """
+    """A function that rewrites a size of `other` in the symbols of `capture`; `names` has unbacked ones with other names."""
     mine = _free(capture)
     all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}
     return lambda expression: capture.shape_env.replace(

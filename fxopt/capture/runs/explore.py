@@ -20,7 +20,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
-from fxopt.capture.nodes.origin import OutOfSightError
+from fxopt.capture.nodes.shared_memory import OutOfSightError
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
@@ -65,10 +65,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
 
 
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
-    """A run with the questions on values settled that can be.
-
-    `general` is another capture of this forward, whose graph is to hold for this one.
-    """
+    """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
     def record(answers: Outcomes) -> RunResult:
         nonlocal request
@@ -112,11 +109,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 
 
 def _with_unread(made: RunResult) -> RunResult:
-    """A run, with all that it changes as unread if a call that may not read any of it does the same.
-
-    Then whatever earlier calls have left there makes no difference; runs with other outcomes, or at sizes of 1, start without
-    it, and so need no second call.
-    """
+    """A run, with all that it changes as unread if a call that may not read that does the same: others then start without it."""
     if made.changed_outside or not made.changes:
         return made
     if made.changes.keys() <= made.request.earlier.changes.keys():
@@ -140,18 +133,15 @@ def _is_seen_when_read(module: torch.nn.Module, key: str) -> bool:
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
-    It could not if a second call, which starts from that state, makes the same calls under the same guards and leaves the
-    same state: then so does every later one. It may read what depends on sizes and constants alone, which is `tried` at
-    several sizes.
+    It could not if a second call, from that state, makes the same calls under the same guards and leaves the same state. It may
+    read what depends on sizes and constants alone, which is `tried` at several sizes.
     """
     if made.changes.keys() <= made.unread.changes.keys() and not made.changed_outside:
         return False
-    if made.changes:
-        refused = refused_change(next(iter(made.changes)))
-    elif made.changed_outside:
-        refused = refused_outside(next(iter(made.changed_outside)))
-    else:
+    if not (made.changes or made.changed_outside):
         return False
+    first: Any = next(iter(made.changes or made.changed_outside))
+    refused = refused_change(first) if made.changes else refused_outside(first)
     if any(made.changed_outside.values()):
         raise refused
     again = _second_call(made, made.changes)
@@ -203,9 +193,8 @@ def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
 def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
     """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
 
-    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where
-    the answer often changes nothing in the graph. Whether it does is settled by capturing there too, but for sizes that
-    `dynamic_shapes` says are larger.
+    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where the answer often
+    changes nothing in the graph. Sizes that `dynamic_shapes` says are larger are left out.
     """
     hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
     asked = guards_of(made.free.asked(), made.shape_env.replace)
@@ -238,10 +227,7 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
 
 
 def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[str, int]) -> tuple[str, ...]:
-    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example.
-
-    The tokens and their mask are of one batch, though one may say so in products of sizes alone.
-    """
+    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example."""
     ones: set[str] = {*group}
     last: set[str] = set()
     values = {hints[symbol] for symbol in group}

@@ -43,15 +43,23 @@ def parting_place(
     """
     eager = _EagerValues(model, layers)
     run(eager)
-    values = _GraphValues()
+    found: list[tuple[torch.fx.Node, Digest]] = []
+    given: set[Digest] = set()
+
+    def keep(node: torch.fx.Node, value: Any) -> None:
+        if node.op in ("placeholder", "get_attr", "output"):
+            given.update(_digests(value))
+        else:
+            found.extend((node, digest) for digest in _digests(value))
+
     assert isinstance(graph, torch.fx.GraphModule)
-    run(NodeValues(graph, values.keep))
-    for node, digest in values.found:
-        if digest not in eager.digests | values.given:
+    run(NodeValues(graph, keep))
+    for node, digest in found:
+        if digest not in eager.digests | given:
             trace = (node.meta.get("stack_trace") or "").strip().splitlines()[-2:]
             line = " ".join(part.strip() for part in trace)
             return f"node {node.format_node()!r}" + (f", {line}" if line else "")
-    known = {digest for _, digest in values.found} | values.given
+    known = {digest for _, digest in found} | given
     for place, digest in eager.calls:
         if digest not in known:
             return f"a call of the model that the graph does not make. {place}"
@@ -76,10 +84,11 @@ def exporting(call: Callable[[], Any]) -> Any:
         return call()
 
 
-class _EagerValues:
+class _EagerValues(TorchFunctionMode):
     """Runs a model, and keeps what its calls of torch give; of a layer only the result."""
 
     def __init__(self, model: torch.nn.Module, layers: Collection[str]) -> None:
+        super().__init__()
         self.digests: set[Digest] = set()
         self.calls: list[tuple[str, Digest]] = []
         self._model, self._layers, self._depth = model, layers, 0
@@ -88,14 +97,18 @@ class _EagerValues:
         for name in self._layers:
             layer = self._model.get_submodule(name)
             layer._compiled_call_impl = lambda *a, layer=layer, **k: self._layer(layer, a, k)
-        with _Mode(self.keep):
+        with self:
             return self._model(*args, **kwargs)
 
-    def keep(self, result: Any) -> None:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept(function(*args, **(kwargs or {})))
+
+    def _kept(self, result: Any) -> Any:
         for digest in _digests(result):
             self.digests.add(digest)
             if not self._depth:
                 self.calls.append((describe_location(model_frame(sys._getframe(2)), None), digest))
+        return result
 
     def _layer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
@@ -103,34 +116,7 @@ class _EagerValues:
             result = layer._call_impl(*args, **kwargs)
         finally:
             self._depth -= 1
-        self.keep(result)
-        return result
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, keep: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._keep = keep
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self._keep(result)
-        return result
-
-
-class _GraphValues:
-    """The inputs of a graph and the values of its nodes."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[torch.fx.Node, Digest]] = []
-        self.given: set[Digest] = set()
-
-    def keep(self, node: torch.fx.Node, value: Any) -> None:
-        digests = _digests(value)
-        if node.op in ("placeholder", "get_attr", "output"):
-            self.given.update(digests)
-        else:
-            self.found += [(node, digest) for digest in digests]
+        return self._kept(result)
 
 
 def _digests(value: Any) -> list[Digest]:

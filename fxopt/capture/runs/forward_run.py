@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import DataDependentBranch, PlaceError
@@ -24,14 +27,13 @@ from fxopt.capture.fakes.size_constraints import DynamicDimensions
 from fxopt.capture.fakes.snapshots import SnapshotMaker
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
-from fxopt.capture.nodes.source_location import RUN_FORWARD
+from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code, is_own_code
 from fxopt.capture.patches.interception import patched_torch
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.request import Request
 from fxopt.capture.recording.rewrites import rewrites_of
-from fxopt.capture.runs.failures import classify_error, raise_caught
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
@@ -39,6 +41,7 @@ from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 
 _fx_config: Any = torch.fx.experimental._config
+_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
 class ForwardRun:
@@ -74,7 +77,7 @@ class ForwardRun:
             shape_env.decide = recorder.decisions.size
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
-            reason = classify_error(error, recorder)
+            reason = _classified(error, recorder)
             if reason is error:
                 raise
             if isinstance(error, LookupError) and recorder.decisions.running:
@@ -90,7 +93,7 @@ class ForwardRun:
             shape_env.decide = lambda expression: None
             if self._example is not None:
                 self._example.close()
-        raise_caught(recorder, shape_env)
+        _raise_caught(recorder)
         result = self._result(recorder, changed_outside)
         if fakes_left and not changed_outside:
             raise refused_outside(fakes_left[0])
@@ -109,19 +112,11 @@ class ForwardRun:
                 request.model, request.layers, self.graph, writer.constants, self.examples
             )
         decisions = BranchDecisions(
-            writer,
-            self.sizes,
-            self.fake_mode,
-            request.answers,
-            self._example,
-            request.raising,
-            request.knows_keys,
+            writer, self.fake_mode, request.answers, self._example, request.raising, request.knows_keys
         )
-        tensor_sizes = KnownScalars(writer, self.shape_env, shell.real, request.moving)
+        tensor_sizes = KnownScalars(writer, self.shape_env, request.moving)
         memo = CallCache(self.fake_mode, request.results)
-        recorder = Recorder(
-            writer, self.shape_env, self.fake_mode, shell, decisions, tensor_sizes, memo, rewrites_of
-        )
+        recorder = Recorder(writer, self.fake_mode, decisions, tensor_sizes, memo, rewrites_of)
         shell.report_to(recorder)
         shell.take_hooks(request.earlier.hooks)
         return recorder
@@ -164,7 +159,7 @@ class ForwardRun:
         """Write the placeholders; the arguments of the forward, with fakes for the examples."""
         request = self.request
         self.placeholders = Placeholders(
-            self.recorder.writer, self.fake_mode, self.shape_env, self.free, request, self.examples
+            self.recorder.writer, self.fake_mode, self.free, request, self.examples
         )
         fakes = {
             name: self.placeholders.add(
@@ -238,3 +233,39 @@ def _process_state_kept() -> Iterator[None]:
     finally:
         torch._C._set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)
+
+
+def _classified(error: Exception, recorder: Recorder) -> Exception:
+    """Give the error to raise for an exception of the forward: an open branch, or a TraceError with the model's line."""
+    decisions = recorder.decisions
+    if decisions.open:
+        return decisions.open
+    if isinstance(error, TraceError):
+        return error
+    if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
+        return decisions.text_question
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    # What the capture's own code raises is a bug here, not something about the model.
+    return error if is_own_code(frame.f_code) else _with_line(error, recorder.writer)
+
+
+def _raise_caught(recorder: Recorder) -> None:
+    """Raise an error that the forward has caught, or a text of a value: it may have gone another way than with real tensors."""
+    if recorder.decisions.open or recorder.decisions.text_question:
+        raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
+    if recorder.failure or recorder.shape_env.failure:
+        raise recorder.failure or _with_line(recorder.shape_env.failure, recorder.writer)
+
+
+def _with_line(error: Any, writer: GraphWriter) -> TraceError:
+    """An exception of the forward as a TraceError that names the model's line."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
+    own = [frame for frame in frames[after:] if is_model_code(frame.f_code.co_filename)]
+    where = describe_location(own[-1], None) if own else writer.where()
+    if isinstance(error, _DATA_DEPENDENT):
+        return TraceError(
+            f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
+            "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")

@@ -23,13 +23,8 @@ from fxopt.capture.nodes.source_location import RunningCode, is_model_package
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _WRAPPERS = (
-    types.MethodType,
-    functools.partial,
-    staticmethod,
-    classmethod,
-    property,
-    types.CellType,
-    weakref.ref,
+    *(types.MethodType, types.CellType, functools.partial, weakref.ref),
+    *(staticmethod, classmethod, property),
 )
 # Through how many functions that were not seen to run names are followed.
 _DEPTH = 2
@@ -39,11 +34,7 @@ _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
 def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: bool = False) -> list[str]:
-    """Empty each `functools.lru_cache` that holds a fake tensor or size, and take away those that are elsewhere.
-
-    Returns:
-        The other places, in words.
-    """
+    """Empty each `functools.lru_cache` that holds a fake tensor or size; take away those that are elsewhere, and say where."""
     found = []
     seen: set[int] = set()
     left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code, model)]
@@ -71,11 +62,8 @@ def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: b
 def _roots(code: RunningCode, model: torch.nn.Module) -> Iterator[_Entry]:
     for held in (value for module in model.modules() for value in vars(module).values()):
         if isinstance(held, weakref.ref) and not isinstance(held(), torch.nn.Module):
-            yield (
-                held,
-                f"a {type(held()).__qualname__} to which the model refers",
-                None,
-            )  # no copy has its own
+            # No copy has its own.
+            yield held, f"a {type(held()).__qualname__} to which the model refers", None
     for function, known in code.functions.items():
         yield from _named(set(function.co_names), known)
         # The function itself, which may be under a cache; it is there by its name, if it is no local one.
@@ -135,15 +123,10 @@ def _entries(value: Any, where: str) -> Iterator[_Entry]:
 
 
 def _holds_fake(values: Any, depth: int = 3) -> bool:
-    return any(
-        _is_fake(value)
-        or (
-            depth > 0
-            and isinstance(value, (dict, *_SEQUENCES))
-            and _holds_fake(gc.get_referents(value), depth - 1)
-        )
-        for value in values
-    )
+    if any(map(_is_fake, values)):
+        return True
+    inside = [value for value in values if depth and isinstance(value, (dict, *_SEQUENCES))]
+    return any(_holds_fake(gc.get_referents(value), depth - 1) for value in inside)
 
 
 def _is_fake(value: Any) -> bool:
@@ -158,7 +141,5 @@ def _is_foreign(value: Any) -> bool:
         return False
     if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):
         return True
-    named = (
-        value if isinstance(value, (type, types.FunctionType, functools._lru_cache_wrapper)) else type(value)
-    )
-    return not is_model_package(named.__module__)
+    own = isinstance(value, (type, types.FunctionType, functools._lru_cache_wrapper))
+    return not is_model_package((value if own else type(value)).__module__)

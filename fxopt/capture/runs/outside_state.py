@@ -1,7 +1,6 @@
 """State that the code of a model reaches by name outside of its modules: globals, closures, defaults, attributes of classes.
 
-A forward may count there, or draw from a random generator that is kept there, and so compute something else at each
-call. What its code names is compared before and after it ran; what stands behind functions in C is out of sight.
+It is compared before and after a forward, which may count there; what stands behind functions in C is out of sight.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,19 +18,15 @@ from typing import Any
 import torch
 
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.errors import TraceError
 from fxopt.objects import is_open
 
 _METHODS = (property, staticmethod, classmethod)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module, *_METHODS)
 _HOLDERS = (
-    list,
-    dict,
-    set,
-    collections.deque,
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.Counter,
+    *(list, dict, set, collections.deque),
+    *(collections.OrderedDict, collections.defaultdict, collections.Counter),
 )
 _ABSENT = object()
 
@@ -116,31 +110,25 @@ class ReachableState:
         if id(value) in self._seen or not isinstance(value, (type, types.FunctionType)):
             return
         self._seen.add(id(value))
-        package = (value.__module__ or "").partition(".")[0]
-        if package in sys.stdlib_module_names or package in ("torch", "fxopt", "numpy"):
+        if not is_model_package(value.__module__ or ""):
             return
         place = f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, type):
+            write, remove = functools.partial(setattr, value), functools.partial(delattr, value)
             self._scopes.append(
                 _Scope(
                     place,
                     lambda: {k: v for k, v in dict(vars(value)).items() if k[:2] != "__"},
-                    lambda name, held: setattr(value, name, held),
-                    lambda name: delattr(value, name),
+                    write,
+                    remove,
                 )
             )
             return
         names, known = set(_names(value.__code__)), value.__globals__
         if id(known) not in self._names:
             used = self._names[id(known)] = set()
-            self._scopes.append(
-                _Scope(
-                    value.__module__,
-                    lambda: {name: known[name] for name in used & known.keys()},
-                    known.__setitem__,
-                    known.__delitem__,
-                )
-            )
+            named = lambda: {name: known[name] for name in used & known.keys()}  # noqa: E731
+            self._scopes.append(_Scope(value.__module__, named, known.__setitem__, known.__delitem__))
         self._names[id(known)] |= names
         cells, own = _cells(value), value.__dict__
         self._scopes += [

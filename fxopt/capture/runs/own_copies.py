@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +22,7 @@ T = TypeVar("T")
 
 
 class Twin:
-    """A copy of the model or of its graph that is run for a comparison.
-
-    It shares the memory of parameters but for those `written`, and has everything else for itself: buffers, Python state,
-    closures, context variables, and what it writes into tensors from outside of the model.
-    """
+    """A copy of the model or its graph that is run for a comparison; it shares parameters but for those `written`, and no more."""
 
     def __init__(self, module: torch.nn.Module, written: Written) -> None:
         self.module = (
@@ -83,22 +78,13 @@ class Examples:
 
 def copy_inputs(inputs: dict[str, Any]) -> Examples:
     """The inputs with memory of their own, in which tensors lie and overlap as they do in the originals."""
-    tensors = {id(tensor): tensor for tensor in tensors_in(inputs)}
-    owners: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors.values():
-        if _is_plain(tensor):
-            owners.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     memo: dict[int, Any] = {}
     leaves = []
-    for sharing in owners.values():
-        memo |= zip(map(id, sharing), _copy_memory(sharing), strict=True)
-    for key, tensor in tensors.items():
-        copied = memo.get(key)
-        if copied is None:
-            copied = tensor.detach().clone()
+    storages: dict[int, torch.UntypedStorage] = {}
+    for key, tensor in {id(tensor): tensor for tensor in tensors_in(inputs)}.items():
+        copied = _in_own_storage(tensor.detach(), storages) if _is_plain(tensor) else tensor.detach().clone()
         if tensor.requires_grad:
-            copied.requires_grad_()
-            leaves.append(copied)
+            leaves.append(copied.requires_grad_())
             # A leaf cannot be written; an input that is none can.
             copied = copied if tensor.is_leaf else copied.view_as(copied) * 1
         memo[key] = copied
@@ -129,14 +115,6 @@ class RepeatedRandomness:
             for device, state in self._others.items()
         )
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Rewind at the end of the block."""
-        try:
-            yield
-        finally:
-            self.rewind()
-
 
 def _memo(module: torch.nn.Module, written: Written) -> dict[int, Any]:
     memo: dict[int, Any] = {}
@@ -162,27 +140,18 @@ def _alias(parameter: torch.Tensor, is_written: bool) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    lazy = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not lazy
 
 
-def _copy_memory(sharing: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of one storage, with a copy of the part of it in which they lie."""
-    starts = [tensor.storage_offset() for tensor in sharing]
-    ends = [
-        start + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        for t, start in zip(sharing, starts, strict=True)
-        if t.numel()
-    ]
-    first = sharing[0].detach()
-    if not ends or len({tensor.dtype for tensor in sharing}) > 1:
-        return [tensor.detach().clone() for tensor in sharing]
-    # The offset stays what it is, as a forward may read it.
-    whole = first.as_strided((max(ends),), (1,), 0)
-    memory = torch.empty_like(whole)
-    low = min(start for t, start in zip(sharing, starts, strict=True) if t.numel())
-    memory[low:].copy_(whole[low:])
-    return [memory.as_strided(t.shape, t.stride(), t.storage_offset()) for t in sharing]
+def _in_own_storage(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """A copy of a tensor at its place in the copy of its storage, of which no other part is read: that may be a large file."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    copied = tensor.new_empty(0)
+    copied.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = last + 1 if tensor.numel() else 0
+    copied.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
+    return copied

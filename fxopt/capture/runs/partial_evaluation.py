@@ -55,7 +55,7 @@ class PartialEvaluation:
     """The graph of a run at the sizes of its example."""
 
     def __init__(self, run: RunResult) -> None:
-        self._run = run
+        self._run, self._device = run, run.request.device()
         self._constants = {name: tensor.detach().clone() for name, tensor in run.constants.items()}
         buffers = run.request.model.named_buffers()
         self._buffers = {name: buffer for name, buffer in buffers if name in run.unchanged_buffers}
@@ -97,7 +97,7 @@ class PartialEvaluation:
             name = str(node.target)
             return self._constants.get(name, self._buffers.get(name, _Own(name)))
         if node.target is getattr and node.args[1:] == ("device",):
-            return self._run.request.device()
+            return self._device
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
         layer = self._run.request.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         written = written_by(node, layer)
@@ -133,9 +133,8 @@ class PartialEvaluation:
         elif not is_torch_function(target) or _is_large(node.meta.get("val")):
             return NotImplemented
         state = torch.get_rng_state()
-        device = self._run.request.device()
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 value = target(*args, **kwargs)
                 drawn = not torch.equal(torch.get_rng_state(), state)
         except Exception:
@@ -143,7 +142,12 @@ class PartialEvaluation:
         return value if not drawn and _is_as_expected(value, node.meta.get("val")) else NotImplemented
 
     def _remaining(self, node: torch.fx.Node, args: Any, kwargs: Any) -> _Result:
-        if _leaves(node) and self._steps and args[0] == _Result(len(self._steps) - 1):
+        if (
+            node.target in (modes.leave, modes.set_grad_enabled)
+            and isinstance(node.args[0], torch.fx.Node)
+            and self._steps
+            and args[0] == _Result(len(self._steps) - 1)
+        ):
             self._steps.pop()  # nothing remains between the node that enters a mode and this one
             return _Result(-1)
         # What is computed may be written later, before it is compared.
@@ -154,13 +158,12 @@ class PartialEvaluation:
 
 def same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors are equal, up to the rounding of the operators that made them."""
-    if one is other:
-        return True
     if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
         return False
-    if one.layout is not torch.strided or one.is_quantized or torch.equal(one, other):
-        return torch.equal(one, other)
-    if not (one.is_floating_point() or one.is_complex()) or one.is_meta:
+    if one is other or torch.equal(one, other):
+        return True
+    numbers = one.is_floating_point() or one.is_complex()
+    if not numbers or one.layout is not torch.strided or one.is_quantized or one.is_meta:
         return False
     rounding = 8 * torch.finfo(one.dtype).eps
     return torch.allclose(one, other, rtol=rounding, atol=0.0, equal_nan=True)
@@ -170,11 +173,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_tensors(one, other)
     parts = same_parts(one, other, _same)
-    if parts is not None:
-        return parts
-    if isinstance(one, (_Result, _Own)):
-        return bool(one == other)
-    return not isinstance(other, (torch.Tensor, _Result, _Own)) and same_value(one, other)
+    return same_value(one, other) if parts is None else parts
 
 
 def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -184,9 +183,7 @@ def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any
         return args, kwargs  # `x.to(dtype=...)` has one argument
     read = node.args[place]
     like = read.meta.get("val") if isinstance(read, torch.fx.Node) else None
-    if not isinstance(like, torch.Tensor):
-        return args, kwargs
-    if _is_large(like) or any(_hint(size) < 0 for size in like.shape):
+    if not isinstance(like, torch.Tensor) or _is_large(like) or any(_hint(size) < 0 for size in like.shape):
         return args, kwargs
     empty = torch.empty(tuple(map(_hint, like.shape)), dtype=like.dtype, device=like.device)
     return (*args[:place], empty, *args[place + 1 :]), kwargs
@@ -202,18 +199,8 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _leaves(node: torch.fx.Node) -> bool:
-    """Tell whether a node restores what the node in its argument found."""
-    restores = node.target is modes.leave or node.target is modes.set_grad_enabled
-    return restores and isinstance(node.args[0], torch.fx.Node)
-
-
 def _is_large(expected: Any) -> bool:
-    return isinstance(expected, torch.Tensor) and _numbers(expected) > _MOST_NUMBERS
-
-
-def _numbers(tensor: torch.Tensor) -> int:
-    return math.prod(map(_hint, tensor.shape))
+    return isinstance(expected, torch.Tensor) and math.prod(map(_hint, expected.shape)) > _MOST_NUMBERS
 
 
 def _is_as_expected(value: Any, expected: Any) -> bool:

@@ -18,6 +18,7 @@ from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
+from fxopt.errors import TraceError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,15 +58,12 @@ class RunResult:
     def relied_on(self) -> list[Condition]:
         """The conditions on sizes under which the forward makes the calls that it has made."""
         conditions = self.free.assumed()
-        if self.reads.layout_read_at is not None:
+        if "layout" in self.reads.read_at:
             # Strides differ at sizes of 1, and asking for them leaves no guard.
             sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
-            conditions += [(sympy.Ne(symbol, 1), self.reads.layout_read_at) for symbol in sizes]
+            conditions += [(sympy.Ne(symbol, 1), self.reads.read_at["layout"]) for symbol in sizes]
         return conditions
 
 
-@dataclasses.dataclass(frozen=True)
-class Unproved:
-    """Why it could not be shown that a branch makes no difference."""
-
-    reason: str
+class UnprovedError(TraceError):
+    """It could not be shown that a branch makes no difference."""

@@ -23,9 +23,8 @@ def check_value(condition: bool, message: str) -> None:
 
 @has_side_effect
 def check_outcome(value: Any, decided: Any, where: str, otherwise: str) -> None:
-    """Raise GuardError unless `value` leads the forward to the decision of the capture.
+    """Raise GuardError unless `value` leads to what was `decided` at capture: a bool, a number, or all values of a tensor.
 
-    `decided` is what Python made of the value: a bool or number, or a tensor for all values of an array.
     `otherwise` is the error that the model itself raises for any other value, where it does.
     """
     if isinstance(value, torch.Tensor) and value.is_meta:

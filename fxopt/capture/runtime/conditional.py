@@ -12,8 +12,7 @@ import torch
 class Conditional:
     """Runs one of two graphs, as `torch.cond` does: `target(predicate, *operands)` gives a tuple of tensors.
 
-    The branches hold no tensors: whatever they compute with, parameters too, is an operand. So they are shared by copies of
-    the graph.
+    Whatever the branches compute with, parameters too, is an operand; so copies of the graph share them.
     """
 
     true_branch: torch.fx.GraphModule

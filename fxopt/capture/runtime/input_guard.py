@@ -1,8 +1,4 @@
-"""The first node of a graph: checks on entry what the graph assumes of its inputs.
-
-The check is a module without parameters, called by the first node after the placeholders: it travels with
-the graph through deepcopy, pickle, other passes and other tracers, and dead code elimination keeps it.
-"""
+"""The first node of a graph, which checks its inputs: a module, so that deepcopy, pickle and other tracers take it along."""
 
 from __future__ import annotations
 
@@ -32,9 +28,8 @@ from fxopt.objects import is_mutable, is_open
 class InputGuard(torch.nn.Module):
     """Raises GuardError unless the inputs are such as the graph was captured for.
 
-    `alternatives` are sets of guards of which one must hold: a graph that was captured twice with the same
-    result, at sizes of 1 and at larger ones, holds where either capture does. `decisions` says what the graph itself
-    checks while it runs: decisions on values.
+    `alternatives` are sets of guards of which one must hold: a graph that was captured at sizes of 1 and at larger ones
+    holds where either capture does. `decisions` says what the graph itself checks while it runs.
     """
 
     # torch.fx reads this: the call is kept though nothing uses its result.
@@ -182,13 +177,17 @@ def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], defer
                 "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
                 "with this size fixed."
             )
-        elif not wanted.isidentifier():
-            deferred.append((f"{subject}, dimension {dim}", size, wanted))
-        elif sizes.setdefault(wanted, size) != size:
-            raise GuardError(
-                f"{subject}, dimension {dim} is {size}; it must be {sizes[wanted]}, "
-                "as in the inputs before it."
-            )
+        else:
+            _check_free(f"{subject}, dimension {dim}", size, wanted, sizes, deferred)
+
+
+def _check_free(
+    subject: str, size: int, wanted: str, sizes: dict[str, int], deferred: list[Deferred]
+) -> None:
+    if not wanted.isidentifier():
+        deferred.append((subject, size, wanted))
+    elif sizes.setdefault(wanted, size) != size:
+        raise GuardError(f"{subject} is {size}; it must be {sizes[wanted]}, as in the inputs before it.")
 
 
 def _why_fixed(expected: TensorSpec, dim: int) -> str:
@@ -207,17 +206,11 @@ def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], defer
     subject = f"input {describe(expected)!r}"
     if type(value) is not int:
         raise GuardError(f"{subject} is {value!r}; the graph takes an int there.")
-    if isinstance(expected.value, int):
-        if value != expected.value:
-            raise GuardError(
-                f"{subject} is {value}; the graph was captured for {expected.value}. "
-                "Capture again with the value that you need."
-            )
-    elif not expected.value.isidentifier():
-        deferred.append((subject, value, expected.value))
-    elif sizes.setdefault(expected.value, value) != value:
+    if isinstance(expected.value, str):
+        _check_free(subject, value, expected.value, sizes, deferred)
+    elif value != expected.value:
         raise GuardError(
-            f"{subject} is {value}; it must be {sizes[expected.value]}, as in the inputs before it."
+            f"{subject} is {value}; the graph was captured for {expected.value}. Capture again with the value that you need."
         )
 
 

@@ -15,24 +15,18 @@ Path = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor.
-
-    `shape` holds an int for a fixed dimension and an expression in symbols for a free one. `fixed_by` gives, for
-    dimensions that were left free and that the forward fixed all the same, the line that did. `strict_dtype`
-    is set when the forward read this dtype, `any_dtype` when it casts the input to one that it names, `layout` when it read strides, `requires_grad` when it asked for gradients.
-    `same_as`, when it compared inputs by identity or memory address, names the first input that is the same one: itself, if
-    none is.
-    """
+    """A tensor; `shape` holds an int for a fixed dimension and an expression in symbols for a free one."""
 
     name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int | str, ...]
-    fixed_by: tuple[tuple[int, str], ...] = ()
-    strict_dtype: bool = False
-    any_dtype: bool = False
-    layout: tuple[Any, ...] | None = None
-    requires_grad: bool | None = None
+    fixed_by: tuple[tuple[int, str], ...] = ()  # the line that fixed a dimension that was left free
+    strict_dtype: bool = False  # the forward read it
+    any_dtype: bool = False  # it casts the input to one that it names
+    layout: tuple[Any, ...] | None = None  # where it read strides
+    requires_grad: bool | None = None  # where it asked for gradients
+    # Where it compared inputs by identity or memory address, the first one that is the same: itself, if none is.
     same_as: str | None = None
 
 

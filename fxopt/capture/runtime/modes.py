@@ -1,11 +1,8 @@
 """Modes that a forward switches (gradients, autocast, inference mode, attention backends), as nodes.
 
-A node that switches a mode hands what it found to the node that restores it, so that a captured graph gives
-back the mode of its caller and not the one of the capture. Every function here is known to fx as having
-a side effect: dead code elimination keeps it.
-
-torch.compile follows no `__enter__` and `__exit__` of these contexts that stand alone, but has functions in
-their place, which it puts into its graph; so each function here calls those where it is compiled.
+A node that switches a mode hands what it found to the node that restores it, so that a graph gives back the mode of its
+caller. torch.compile follows no `__enter__` and `__exit__` of these contexts that stand alone, but has functions in their
+place, which it puts into its graph; so each function here calls those where it is compiled.
 """
 
 from __future__ import annotations
@@ -100,10 +97,7 @@ def restored_on_error() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ApplyFunction:
-    """The target of a node that applies a `torch.autograd.Function`.
-
-    `SomeFunction.apply` itself will not do: fx would write its name as `torch.autograd.function.apply`.
-    """
+    """The target of a node that applies a `torch.autograd.Function`, whose own `apply` fx would write by a name of torch."""
 
     function: type
 

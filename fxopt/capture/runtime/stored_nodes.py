@@ -12,7 +12,7 @@ from torch.fx.node import _get_qualified_name, has_side_effect
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.conditional import Conditional
 from fxopt.effects import is_write
-from fxopt.objects import find
+from fxopt.objects import find, is_found
 
 # A node and its metadata.
 Stored = tuple[dict[str, Any], dict[str, Any]]
@@ -75,11 +75,7 @@ class _Importable:
             if isinstance(target, type)
             else _get_qualified_name(target)
         )
-        try:
-            found = find(name)
-        except (ImportError, AttributeError):
-            found = None
-        if found != target:
+        if not is_found(name, target):
             raise pickle.PicklingError(
                 f"node {node.name!r} calls {name}, which cannot be imported by that name, so the graph cannot be "
                 "pickled. Define it at the top level of a module."

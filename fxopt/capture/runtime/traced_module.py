@@ -1,9 +1,7 @@
 """The result of a capture: a `torch.fx.GraphModule` that keeps what fx's own loses.
 
-fx pickles a graph module as its generated code and traces that code again: names change, guards and item
-assignments raise, output classes become dicts. Here the nodes are stored as data. The class also keeps the
-whole module tree of the model (unused parameters, non-persistent buffers, training flags), so that state
-dicts fit both ways.
+fx pickles a graph module as its generated code and traces that again: names change, guards and item assignments raise, output
+classes become dicts. Here the nodes are stored as data, with the whole module tree, so that state dicts fit both ways.
 """
 
 from __future__ import annotations

@@ -1,0 +1,131 @@
+"""Indexing, squeezing and unbinding where numbers or sizes are not known.
+
+Of `x[scores.argmax()]`, and of `x[rows, columns]` with sequences of such numbers, torch reads the numbers, which no fake
+tensor has. Selecting with a number that is a node, and indexing with a tensor of them, are the same in values and memory.
+
+To torch, as it is told to leave sizes of 0 and 1 free, a size that it cannot tell to be 1 is not 1, without a guard:
+`squeeze` then keeps dimensions that a run would remove, and so does `unbind` of a product of sizes, which squeezes its
+parts. Here each such size becomes a guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
+
+# Makes a call of the forward: a function with its arguments.
+MakesCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def with_tensors(index: Any, call: MakesCall) -> Any:
+    """An index in which sequences of numbers, each a tensor, are one tensor."""
+    if not isinstance(index, tuple) or are_numbers(index):
+        return index
+    return tuple(call(torch.stack, (list(part),), {}) if are_numbers(part) else part for part in index)
+
+
+def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
+    """`value[index]`: first a `select` for each unbacked number, then the rest.
+
+    Not where there is no such number, or a list: how many dimensions that takes depends on what is in it.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    known = (type(None), type(Ellipsis), int, slice, torch.SymInt, torch.Tensor)
+    if not any(map(_is_unknown, parts)) or not all(isinstance(part, known) for part in parts):
+        return NotImplemented
+    taken = sum(_dims(part) for part in parts)
+    dim, numbers, rest = 0, [], []
+    for part in parts:
+        if _is_unknown(part):
+            numbers.append((dim, part))
+        else:
+            rest.append(part)
+        dim += value.dim() - taken if part is Ellipsis else _dims(part)
+    for dim, number in reversed(numbers):
+        if isinstance(number, torch.Tensor):
+            number = call(torch.Tensor.item, (number,), {})
+        value = call(torch.Tensor.select, (value, dim, number), {})
+    whole = all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in rest)
+    return value if whole else call(torch.Tensor.__getitem__, (value, tuple(rest)), {})
+
+
+def slice_in_turn(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
+    """Slices of several dimensions at unbacked numbers, one after the other: each of them has a size that has a source."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else []
+    if sum(map(_is_unbacked_slice, parts)) < 2:
+        return NotImplemented
+    for place in [place for place, part in enumerate(parts) if part is Ellipsis]:
+        parts[place : place + 1] = [slice(None)] * (value.dim() - len(parts) + 1)
+    if not all(isinstance(part, slice) for part in parts):
+        return NotImplemented
+    for dim, part in enumerate(parts):
+        if any(bound is not None for bound in (part.start, part.stop, part.step)):
+            value = call(torch.Tensor.__getitem__, (value, (*(slice(None),) * dim, part)), {})
+    return value
+
+
+def are_numbers(data: Any) -> bool:
+    """Tell whether data is a list of tensors of one number each, known only when the graph runs."""
+    whole = isinstance(data, (list, tuple)) and bool(data)
+    return whole and all(isinstance(item, torch.Tensor) and item.dim() == 0 for item in data)
+
+
+def squeeze_with_guard(
+    call: MakesCall, is_known: Callable[[Any], bool], input: torch.Tensor, *dims: Any, dim: Any = None
+) -> torch.Tensor | None:
+    """Squeeze by other calls, where `is_known` says that it can be told of a size if it is 1; None where torch gives the same."""
+    named = _named(input, dims, dim)
+    ones = [d for d in named if is_known(input.shape[d]) and input.shape[d] == 1]
+    if not ones:
+        return None
+    for one in reversed(ones):
+        input = call(torch.Tensor.select, (input, one, 0), {})
+    rest = tuple(d - sum(one < d for one in ones) for d in named if d not in ones)
+    return call(torch.Tensor.squeeze, (input, rest), {}) if rest else input
+
+
+def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[Any]:
+    """List what torch takes for granted of unbacked sizes where it squeezes them."""
+    sizes: Any = input.shape
+    for size in (sizes[d] for d in _named(input, dims, dim)):
+        if is_unbacked(size):
+            yield sympy.Ne(size.node.expr, 1)
+
+
+def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+    """Unbind along a dimension whose size is free; None along any other one."""
+    size = input.shape[dim]
+    return tuple(input.select(dim, index) for index in range(int(size))) if is_backed(size) else None
+
+
+def _is_unknown(part: Any) -> bool:
+    """Tell whether a part of an index is an unbacked integer, as a tensor or a number."""
+    if isinstance(part, FakeTensor):
+        whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
+        return part.dim() == 0 and whole and part.constant is None
+    return is_unbacked(part)
+
+
+def _dims(part: Any) -> int:
+    """How many dimensions a part of an index takes; an ellipsis takes those that are left."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+    return part.dim() if is_mask else 1
+
+
+def _is_unbacked_slice(part: Any) -> bool:
+    return isinstance(part, slice) and (is_unbacked(part.start) or is_unbacked(part.stop))
+
+
+def _named(input: torch.Tensor, dims: tuple[Any, ...], dim: Any) -> list[int]:
+    """The dimensions that a call of `squeeze` is about."""
+    given = dim if dim is not None else dims[0] if len(dims) == 1 else dims or range(input.dim())
+    listed = given if isinstance(given, (tuple, list, range)) else (given,)
+    return sorted({d % input.dim() for d in listed}) if input.dim() else []
