@@ -90,6 +90,8 @@ def kernel_for(
     """
     layer = index.module(node)
     reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
+    if reason is None and not submodules.is_plain(layer):
+        reason = f"it does not have the weight and bias of a plain {kind.__name__}"
     if reason:
         return Found(None, reason)
     writer = index.memory.writer_of(layer)
