@@ -144,9 +144,8 @@ class _Drawing:
 
     def _is_check(self, node: Node) -> bool:
         """Tell whether a node only checks, and computes nothing: the guards on the inputs."""
-        return (
-            node.op == "call_module" and not node.users and getattr(self._module(node), "_is_impure", False)
-        )
+        unused = node.op == "call_module" and not node.users
+        return unused and getattr(self._module(node), "_is_impure", False)
 
     def _module(self, node: Node) -> torch.nn.Module:
         module: torch.nn.Module = self._modules[str(node.target)]

@@ -180,11 +180,9 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
     else:
         empty = torch.empty(tuple(shape), dtype=dtype, device=on)
     # `described.new_empty` gives the same by way of the dispatcher, in ten times the time.
-    return (
-        FakeTensor(described.fake_mode, empty, described.device)
-        if isinstance(described, FakeTensor)
-        else empty
-    )
+    if isinstance(described, FakeTensor):
+        return FakeTensor(described.fake_mode, empty, described.device)
+    return empty
 
 
 def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -143,17 +143,12 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         None where the layer would compute without its packed weight.
     """
     kernel, weight, bias = _kernel_of(packed), packed._parameters["weight"], packed._parameters["bias"]
-    if (
-        kernel is None
-        or type(weight) is not nn.Parameter
-        or weight.dtype is not dtype
-        or dtype not in kernel.dtypes
-    ):
+    if kernel is None or dtype not in kernel.dtypes or type(weight) is not nn.Parameter:
         return None
-    if weight.device.type != "cpu" or (
-        bias is not None
-        and (bias.dtype is not dtype or bias.device.type != "cpu" or bias.shape != weight.shape[:1])
-    ):
+    held = [weight] if bias is None else [weight, bias]
+    if any(each.dtype is not dtype or each.device.type != "cpu" for each in held):
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
         return None
     return functools.partial(_packed(packed, kernel).run, bias)
 

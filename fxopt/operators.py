@@ -29,9 +29,7 @@ class Fact(enum.Flag):
 
     NEW = enum.auto()  # its value shares no memory with its inputs, unless the call writes (`relu_`, `out=`)
     VIEW = enum.auto()  # its value may be its first input, or a part of it
-    RESHAPES = (
-        enum.auto()
-    )  # its value has the elements of its first input in their order, if it has its dtype
+    RESHAPES = enum.auto()  # it has the elements of its first input in their order, if it has its dtype
     COPIES = enum.auto()  # its value is a view or a copy, as the strides of its input allow
     LAYOUT = enum.auto()  # it depends on the strides of its input
     ELEMENTWISE = enum.auto()  # an element of its value is made of the elements at the same place alone

@@ -46,9 +46,8 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
             rounding = not self.preserves_computation
-            found = kernel_for(
-                index, node, nn.Linear, shape, tune=self.tune, rounding=rounding, alone=self.alone
-            )
+            options = {"tune": self.tune, "rounding": rounding, "alone": self.alone}
+            found = kernel_for(index, node, nn.Linear, shape, **options)
             if found.kernel and shape:
                 yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
             else:
@@ -91,17 +90,15 @@ def kernel_for(
     """
     layer = index.module(node)
     reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
+    if reason is None and not submodules.is_plain(layer):
+        reason = f"it does not have the weight and bias of a plain {kind.__name__}"
     if reason:
         return Found(None, reason)
     writer = index.memory.writer_of(layer)
     if writer:
         return Found(None, f"{writer.name} may write into its weight in each run")
-    exact = kernels_for(layer)
-    kernels = [
-        name
-        for name in kernels_for(layer, rounding=rounding, alone=alone)
-        if not rounding or name not in exact
-    ]
+    exact = kernels_for(layer) if rounding else ()
+    kernels = [name for name in kernels_for(layer, rounding=rounding, alone=alone) if name not in exact]
     if not kernels:
         weight = layer.get_parameter("weight")
         where = f"{weight.dtype} on {weight.device.type}"

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -115,6 +116,18 @@ def without_tensors(module: M) -> M:
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     """`values` as what `tensor` is: a parameter with the same `requires_grad`, or a plain tensor."""
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def layout_of(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The strides that copies of the parameters of a layer have, by name."""
+    held = layer._parameters.items()
+    return {name: torch.empty_like(p, device="meta").stride() for name, p in held if p is not None}
+
+
+def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides."""
+    empty = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
+    return empty.copy_(values)
 
 
 def is_plain(layer: nn.Module) -> bool:

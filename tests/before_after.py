@@ -25,7 +25,11 @@ known: list[Callable[[GraphModule, Sequence[torch.Tensor]], object]] = []
 
 def fx_trace(model: nn.Module, inputs: Sequence[torch.Tensor]) -> GraphModule:
     """A graph without metadata, unless `known` gives it some."""
-    traced = torch.fx.symbolic_trace(model)
+    return described(torch.fx.symbolic_trace(model), inputs)
+
+
+def described(traced: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """The graph itself, with the metadata that `known` gives it."""
     for give in known:
         give(traced, inputs)
     return traced

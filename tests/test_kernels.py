@@ -293,6 +293,15 @@ def test_layers_of_one_weight_share_what_serves_all_shapes(layer, kernel):
     assert gone() is None
 
 
+def test_convolutions_of_one_weight_are_packed_for_each_shape():
+    layer = random_layer(nn.Conv2d(3, 8, 3))
+    inputs = [torch.randn(1, 3, size, size) for size in (8, 32)]
+    convs = [packed_layer(layer, "onednn", x.shape) for x in inputs]
+    for conv, x in zip(convs, inputs, strict=True):
+        assert_close(conv(x), layer, x)
+    assert packed_weight(convs[0]) is not packed_weight(convs[1])
+
+
 def test_a_new_layer_does_not_take_what_was_packed_before_a_write_without_trace():
     layer = random_layer(nn.Linear(64, 16))
     first, second = (packed_layer(layer, "onednn", (2, 64)) for _ in range(2))

@@ -222,3 +222,9 @@ def test_what_is_seen_behind_a_node():
     assert index.memory.seen_behind(first, view)  # the output takes it
     assert not index.memory.seen_behind(view, exp)
     assert index.memory.seen_behind(node(index, "x"), exp)  # the caller has it
+
+
+def test_layers_that_write_into_their_own_tensors_are_not_pure():
+    index = index_of(lambda m, x, y: (m.linear(x), m.norm(x), m.embedding(y)))
+    pure = [index.memory.is_pure(node(index, name)) for name in ("linear", "norm", "embedding")]
+    assert pure == [True, False, False]

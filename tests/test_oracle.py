@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt import FuseBatchNorm2dInConv2d
+from fxopt import FuseBatchNorm2dInConv2d, FuseBiasInLinear, MergeLinears, compose
 from fxopt.testing import Grade, Oracle, assert_equivalent, compare, leaves, randomise, ulps
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -481,3 +481,28 @@ def test_a_lower_precision_may_keep_written_buffers_in_its_dtype():
     narrow.get_submodule("0").num_batches_tracked = torch.tensor(0, dtype=torch.int32)
     assert oracle.fault(oracle.observe(narrow)) == ""
     assert "num_batches_tracked" in str(oracle.judge(narrow, copy.deepcopy(narrow).double()))
+
+
+class Spectrum(nn.Module):
+    """Complex weights, complex inputs, and a layer of floating numbers behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.other = (nn.Linear(4, 3, dtype=torch.complex64) for _ in range(2))
+        self.out = layer()
+
+    def forward(self, x):
+        return self.other(x), self.out(torch.cat([self.mix(x).abs(), x.real[:, :1]], 1))
+
+
+@pytest.mark.parametrize(
+    "trace", [lambda model, x: torch.fx.symbolic_trace(model), lambda m, x: fxopt.trace(m, (x,))]
+)
+def test_complex_numbers_are_widened_as_floating_ones_are(trace):
+    model, x = Spectrum(), torch.complex(X, -X)
+    rewritten = compose(MergeLinears(), FuseBiasInLinear())(trace(model, x))
+    assert assert_equivalent(model, rewritten, [x]).float64.max_rel < 1e-12
+    with torch.no_grad():
+        next(weight for weight in rewritten.parameters() if weight.is_complex())[0, 0] *= 1 + 1e-5j
+    with pytest.raises(AssertionError, match="in float64"):
+        assert_equivalent(model, rewritten, [x])

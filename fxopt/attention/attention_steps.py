@@ -78,9 +78,8 @@ def swaps_last(node: Node) -> bool:
     if name == "mT" or node.kwargs or rank is None:
         return name == "mT"
     options = node.args[1] if len(node.args) == 2 else node.args[1:]
-    dims = (
-        [dim % rank for dim in options if isinstance(dim, int)] if isinstance(options, tuple | list) else []
-    )
+    several = options if isinstance(options, tuple | list) else ()
+    dims = [dim % rank for dim in several if isinstance(dim, int)]
     if name in ("transpose", "swapaxes", "swapdims"):
         return sorted(dims) == [rank - 2, rank - 1]
     return name == "permute" and dims == [*range(rank - 2), rank - 1, rank - 2]

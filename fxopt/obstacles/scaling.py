@@ -54,10 +54,8 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
     """
     weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
     scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
-    values, constant = (
-        weight.detach().to(scale.dtype),
-        None if bias is None else bias.detach().to(scale.dtype),
-    )
+    values = weight.detach().to(scale.dtype)
+    constant = None if bias is None else bias.detach().to(scale.dtype)
     if behind and constant is not None:
         constant = constant * scale
     if shift is not None:
@@ -117,12 +115,9 @@ def _largest_of_channels(layer: nn.Module, behind: bool) -> Tensor:
     """The size of the largest weight of each channel."""
     weight: Tensor = layer.get_parameter("weight").detach()
     sizes = weight.abs().reshape(*weight.shape[:2], -1)
-    rows = _of_rows(layer, behind)
-    return (
-        sizes.amax((1, 2))
-        if rows
-        else sizes.reshape(_groups(layer), -1, *sizes.shape[1:]).amax((1, 3)).flatten()
-    )
+    if _of_rows(layer, behind):
+        return sizes.amax((1, 2))
+    return sizes.reshape(_groups(layer), -1, *sizes.shape[1:]).amax((1, 3)).flatten()
 
 
 def _of_rows(layer: nn.Module, behind: bool) -> bool:

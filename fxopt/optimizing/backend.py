@@ -154,11 +154,8 @@ def _layer(node: Node, held: Mapping[Node, Tensor]) -> tuple[Node, nn.Module] | 
     value = given.pop("input", None)
     if name not in _PARAMETERS or not isinstance(value, Node) or value in held:
         return None
-    if (
-        not nodes
-        or {*node.all_input_nodes} != {value, *nodes.values()}
-        or not held.keys() >= {*nodes.values()}
-    ):
+    weights = {*nodes.values()}
+    if not weights or {*node.all_input_nodes} != {value, *weights} or not held.keys() >= weights:
         return None  # an option, such as a stride or an `eps`, may be another one in each call
     tensors = {n: held[each] for n, each in nodes.items()}
     layer = _norm(value, given, tensors) if name == "batch_norm" else _product(given, **tensors)
@@ -206,7 +203,6 @@ _PARAMETERS: Mapping[str, Sequence[str]] = {
 _CONVS: Mapping[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS: Mapping[int, Any] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
-if not entry_points(
-    group="torch_dynamo_backends", name="fxopt"
-):  # where fxopt is not installed, but only imported
+# Where fxopt is not installed, but only imported.
+if not entry_points(group="torch_dynamo_backends", name="fxopt"):
     register_backend(compile_graph, name="fxopt")

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from fxopt.objects import tensors_in
-from fxopt.testing import leaves
+from fxopt.testing.differences import leaves, mapped
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -94,13 +93,9 @@ class _Float64(torch.fx.Interpreter):
 
 def _raised(value: Any) -> Any:
     """A copy of a value, with its floating tensors in float64."""
-    memo: dict[int, Any] = {
-        id(tensor): tensor.detach().to(
-            torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True
-        )
-        for tensor in tensors_in(value)
-    }
-    return copy.deepcopy(value, memo)
+    return mapped(
+        value, lambda t: t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True)
+    )
 
 
 def _raised_dtype(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.objects import tensors_in
+from fxopt.testing.differences import mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +22,7 @@ class Inputs:
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
-        given = (self.args, dict(self.kwargs))
-        tensors: dict[int, Any] = {id(t): t.detach().clone() for t in tensors_in(given)}
-        args, kwargs = copy.deepcopy(given, tensors)
-        return Inputs(args, kwargs)
+        return Inputs(*mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone()))
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function with a copy."""

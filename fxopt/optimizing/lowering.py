@@ -162,25 +162,22 @@ def _call(
     if isinstance(module, InputGuard):
         return functools.partial(_checked, module), node.args, dict(node.kwargs)
     if type(module) is nn.LayerNorm and len(node.args) == 1:
-        options: dict[str, Any] = {
-            "weight": module.weight,
-            "bias": module.bias,
-            "eps": module.eps,
-            "cudnn_enable": False,
-        }
-        return (
-            functools.partial(torch.layer_norm, normalized_shape=module.normalized_shape, **options),
-            node.args,
-            {},
+        norm = functools.partial(
+            torch.layer_norm,
+            normalized_shape=module.normalized_shape,
+            weight=module.weight,
+            bias=module.bias,
+            eps=module.eps,
+            cudnn_enable=False,
         )
+        return norm, node.args, {}
     return module.forward, node.args, dict(node.kwargs)
 
 
 def _checked(guard: InputGuard, **named: Any) -> None:
     """Check the inputs, wherever a tensor is in them: packed kernels know neither sparse nor other tensors."""
-    with contextlib.suppress(
-        KeyError, IndexError, TypeError, AttributeError
-    ):  # the guard says what is missing
+    # The guard says what is missing.
+    with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
         for expected in guard.inputs:
             value = named[expected.name]
             for kind, key in expected.path if isinstance(expected, TensorSpec) else ():

@@ -95,9 +95,8 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
             first = text(parts[0]) if parts else "empty"
             for _ in parts[1:]:
                 next(numbers)
-            return (
-                f"{type(value).__name__} of {len(parts)} tensors, {first}" if parts else type(value).__name__
-            )
+            kind = type(value).__name__
+            return f"{kind} of {len(parts)} tensors, {first}" if parts else kind
         return repr(value)
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())

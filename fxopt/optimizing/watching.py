@@ -79,10 +79,8 @@ def _config(module: nn.Module) -> Any:
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes, with the registries of a module as they are now."""
-    return {
-        n: value.copy() if n[0] == "_" and isinstance(value, dict) else value
-        for n, value in attributes.items()
-    }
+    copied = {n: v.copy() for n, v in attributes.items() if n[0] == "_" and isinstance(v, dict)}
+    return {**attributes, **copied}
 
 
 def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:

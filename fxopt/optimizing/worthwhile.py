@@ -64,10 +64,8 @@ def _slower(graph_module: GraphModule, site: LayerGroup) -> str | None:
     weight, shape = layers[0].weight, graph.shape_of(site.value)
     if shape is None or weight.device.type != "cpu" or not weight.is_floating_point():
         return "its time cannot be measured: it is not on the CPU, or its shape is unknown"
-    biased, width = (
-        any(layer.bias is not None for layer in layers),
-        sum(layer.out_features for layer in layers),
-    )
+    biased = any(layer.bias is not None for layer in layers)
+    width = sum(layer.out_features for layer in layers)
     merged = nn.Linear(weight.shape[1], width, biased, dtype=weight.dtype)
     ratio = merged_time(layers, merged, shape)
     return f"merged, the layers take {ratio:.2f} of their time" if ratio > MARGIN else None

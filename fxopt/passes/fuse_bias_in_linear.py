@@ -60,7 +60,8 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
         fused.in_features += 1
         weight = torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], dim=1)
         fused.weight = nn.Parameter(weight, layer.weight.requires_grad)
-        restore = functools.partial(_unfused, path, submodules.without_tensors(layer))
+        shell, layout = submodules.without_tensors(layer), submodules.layout_of(layer)
+        restore = functools.partial(_unfused, path, shell, layout)
         rewriter.replace_module(path, fused.train(layer.training), restore)
         val, ones = graph.with_size(value, -1, layer.in_features + 1), {"mode": "constant", "value": 1.0}
         pad = rewriter.create("call_function", F.pad, (value, (0, 1)), ones, before=site, val=val)
@@ -68,12 +69,13 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
         return site
 
 
-def _unfused(path: str, shell: nn.Linear, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
+def _unfused(
+    path: str, shell: nn.Linear, layout: Mapping[str, Any], now: Mapping[str, Any], left: object
+) -> dict[str, nn.Module]:
     """The layer with its bias, out of the current weight."""
     layer, fused = submodules.without_tensors(shell), now[path].weight
-    # A plain clone of a single row keeps the strides of the larger weight.
     for name, part in (("weight", fused.detach()[:, :-1]), ("bias", fused.detach()[:, -1])):
-        copied = part.clone(memory_format=torch.contiguous_format)
+        copied = submodules.laid_out(part, layout[name])
         layer._parameters[name] = nn.Parameter(copied, fused.requires_grad)
     return {path: layer}
 

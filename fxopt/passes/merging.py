@@ -66,8 +66,8 @@ class Merging(ReversibleRewrite[LayerGroup]):
         path = submodules.free_path(rewriter.graph_module, parent, name)
         merged = _merged([*layers.values()])
         shells = {path: submodules.without_tensors(layer) for path, layer in layers.items()}
-        biased = frozenset(path for path, layer in layers.items() if layer.bias is not None)
-        rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, biased))
+        layouts = {path: submodules.layout_of(layer) for path, layer in layers.items()}
+        rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, layouts))
         dimension = channel_dimension(merged)
         val = graph.with_size(site.node, dimension, _width(merged))
         node = rewriter.create("call_module", path, (site.value,), before=site.node, val=val)
@@ -138,7 +138,7 @@ def _width(layer: nn.Module) -> int:
 
 
 def _split(
-    shells: Mapping[str, nn.Module], biased: frozenset[str], now: Mapping[str, Any], left: object
+    shells: Mapping[str, nn.Module], layouts: Mapping[str, Any], now: Mapping[str, Any], left: object
 ) -> dict[str, nn.Module]:
     """The inverse of `_merged`, with the current weights."""
     (merged,) = now.values()
@@ -146,8 +146,9 @@ def _split(
     sizes = [_width(shell) for shell in shells.values()]
     for name, parameter in merged.named_parameters():
         for path, part in zip(layers, parameter.detach().split(sizes), strict=True):
-            if name == "weight" or path in biased:
-                layers[path]._parameters[name] = nn.Parameter(part.clone(), parameter.requires_grad)
+            if name in layouts[path]:
+                copied = submodules.laid_out(part, layouts[path][name])
+                layers[path]._parameters[name] = nn.Parameter(copied, parameter.requires_grad)
             elif not part.is_meta and part.any():
                 raise UndoError(
                     f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or "

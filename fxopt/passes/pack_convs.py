@@ -119,12 +119,8 @@ def contiguous(value: Tensor) -> Tensor:
         ((9, 1, 3, 1), (9, 9, 3, 1))
     """
     value = value.contiguous()
-    strides = (
-        value.shape[1] * value.shape[2] * value.shape[3],
-        value.shape[2] * value.shape[3],
-        value.shape[3],
-        1,
-    )
+    _, channels, height, width = value.shape
+    strides = (channels * height * width, height * width, width, 1)
     return value if value.stride() == strides else value.as_strided(value.shape, strides)
 
 

@@ -231,9 +231,7 @@ class _Touched:
         elif edit.meta:
             self.shifts.add((edit.name, "value"))
             self.needs.add((edit.name, "exists"))
-        if (
-            edit.before and edit.after is None
-        ):  # it comes back behind the same node, and takes the same values
+        if edit.before and edit.after is None:  # it comes back behind the same node, of the same values
             self.sets.add((edit.previous, "next"))
             self.needs.add((edit.previous, "exists"))
             aspects = ("value", *FIELDS)

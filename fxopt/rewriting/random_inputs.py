@@ -50,9 +50,8 @@ class Numbers:
             return torch.randint(0, below, shape, generator=generator)
         if self.unit is not None:
             few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
-            places = torch.randperm(
-                math.prod(shape), generator=generator
-            )  # each of them, also in a small tensor
+            # Each of them, also in a small tensor.
+            places = torch.randperm(math.prod(shape), generator=generator)
             return few[places % len(few)].reshape(shape) * self.unit
         numbers = torch.randn(shape, generator=generator)
         scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])

@@ -192,9 +192,8 @@ def _pairs(expected: object, actual: object, path: str) -> list[tuple[str, Any, 
 
 
 def _a(value: object) -> str:
-    return (
-        repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
-    )
+    plain = value is None or isinstance(value, int | float | str)
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _both_nan(left: object, right: object) -> bool:
@@ -273,9 +272,8 @@ def _ulps(expected: Tensor, actual: Tensor) -> float:
     # Of numbers on the two sides of zero the whole way: one after the other, because int64 could not hold the sum.
     across = left.abs().double() + right.abs().double()
     apart = torch.where((left < 0) == (right < 0), (left - right).abs().double(), across)
-    return (
-        max(1.0, float(apart.max())) if apart.numel() else 1.0
-    )  # zeros of unlike sign are not the same bits
+    # Zeros of unlike sign are not the same bits.
+    return max(1.0, float(apart.max())) if apart.numel() else 1.0
 
 
 def _steps_from_zero(values: Tensor) -> Tensor:

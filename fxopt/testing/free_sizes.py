@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +126,7 @@ def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
 def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorSpec, Tensor]]:
     """Each tensor of a call, beside what the graph expects there."""
     try:
-        named: Mapping[str, Any] = (
-            inspect.signature(graph.forward).bind(*given.args, **given.kwargs).arguments
-        )
+        named = inspect.signature(graph.forward).bind(*given.args, **given.kwargs).arguments
     except TypeError:  # not the signature of the graph: nothing is known of its sizes
         return []
     found = []

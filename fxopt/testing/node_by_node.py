@@ -261,7 +261,10 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 def _start(value: Any) -> Tensor | None:
     """The first numbers of a tensor, to tell most others from it."""
-    return value.detach().flatten()[:8].double() if isinstance(value, Tensor) and value.numel() else None
+    if not isinstance(value, Tensor) or not value.numel():
+        return None
+    first = value.detach().flatten()[:8].resolve_conj()
+    return (torch.view_as_real(first) if first.is_complex() else first).double()
 
 
 def _like(one: Tensor, other: Tensor | None) -> bool:

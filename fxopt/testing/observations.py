@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.aliases import aliases
 from fxopt.testing.differences import Difference, compare, mapped, other_strides, unchanged
 
@@ -25,8 +26,8 @@ class Call:
     name: str = GIVEN
 
     def cast(self, dtype: torch.dtype) -> Call:
-        """The same with floating tensors in `dtype`: copies, all of them."""
-        return self.changed(lambda t: copied(t, dtype if t.is_floating_point() else t.dtype))
+        """The same with floating tensors in `dtype`, and complex ones in that of its numbers: copies, all of them."""
+        return self.changed(lambda t: copied(t, wide_dtype(t, dtype)))
 
     def fresh(self) -> Call:
         """A copy, which the callee may write into."""

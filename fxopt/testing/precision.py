@@ -10,24 +10,31 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.differences import leaves, same_bits
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def in_float64(module: M) -> M:
-    """A deep copy of `module` with floating parameters and buffers in float64."""
-    return copy.deepcopy(module).double()
+    """A deep copy of `module` with floating parameters and buffers in float64, complex ones in complex128."""
+    copied = copy.deepcopy(module)
+    copied._apply(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))  # type: ignore[no-untyped-call]
+    return copied
 
 
 def epsilon(output: object) -> float:
-    dtypes = [v.dtype for _, v in leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    tensors = (value for _, value in leaves(output) if isinstance(value, Tensor))
+    return max((torch.finfo(each.dtype).eps for each in tensors if _rounds(each)), default=0.0)
 
 
 def floating(module: nn.Module) -> Iterator[Tensor]:
     named = itertools.chain(module.parameters(), module.buffers())
-    return (tensor for tensor in named if tensor.is_floating_point())
+    return filter(_rounds, named)
+
+
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def narrowest(tensors: Sequence[Tensor]) -> str:
@@ -41,7 +48,7 @@ def has_new_weights(known: Sequence[Tensor], candidate: nn.Module) -> bool:
     for tensor in known:
         by_shape.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
     return any(
-        tensor.dtype != torch.float64
+        tensor.dtype not in (torch.float64, torch.complex128)
         and not any(
             tensor is each or same_bits(tensor, each)
             for each in by_shape.get((tensor.shape, tensor.dtype), ())

@@ -128,9 +128,8 @@ def _nudged(tensor: Tensor) -> Tensor:
         return tensor.clone()
     signs = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape) % 2 * 2 - 1
     moved = tensor * (1 + 4 * torch.finfo(tensor.dtype).eps * signs.to(tensor.dtype))
-    return torch.where(
-        tensor.abs() < 1e30, moved, tensor
-    )  # the least number of a dtype hides a place in a mask
+    # The least number of a dtype hides a place in a mask.
+    return torch.where(tensor.abs() < 1e30, moved, tensor)
 
 
 def _broken_values(given: Call) -> Iterator[Call]:

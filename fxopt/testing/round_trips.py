@@ -94,10 +94,8 @@ def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_CACHES = {
-    "_packed",
-    "_compiled_call_impl",
-}  # of packed layers and of `torch.compile`, which a copy does not have
+# Of packed layers and of `torch.compile`, which a copy does not have.
+_CACHES = {"_packed", "_compiled_call_impl"}
 _OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 
 
@@ -143,9 +141,7 @@ def _same(left: Any, right: Any) -> bool:
     if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
         return True
     try:
-        if hasattr(
-            left, "to_dict"
-        ):  # a configuration of transformers, of which equality asks for private attributes, too
+        if hasattr(left, "to_dict"):  # of transformers, where equality asks for private attributes, too
             return bool(left.to_dict() == right.to_dict())
         return bool(left == right or left != left)
     except Exception:  # whatever an `__eq__` raises, or an array of truths

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import fxopt
 from tests.fuzz import changes, oracles, plans
@@ -30,31 +31,44 @@ def reduce(program: Program, plan: plans.Plan, kind: str) -> tuple[Program, plan
 
 def script(program: Program, plan: plans.Plan, fault: str) -> str:
     """A script that asserts what `plan` promises of `program`: it fails as long as the fault is there."""
-    own = [plans.SameReLU, plans.SameGELU]
-    classes = [inspect.getsource(cls) for cls in own if cls.__name__ in str(plan)]
-    steps = []
-    for table, key in ((changes.VARIANTS, plan.variant), (changes.BETWEEN, plan.between)):
-        function = table[key]
-        if function.__name__.startswith("_"):
-            classes.append(inspect.getsource(function))
-            steps.append(function.__name__)
-        else:
-            steps.append("copy.deepcopy" if key == "deepcopy" else "")
-    variant, between = steps
-    trace = "fxopt.trace(model, tuple(inputs))" if plan.own_trace else "torch.fx.symbolic_trace(model)"
-    within = plan.within and plan.reversible
-    applied, last = (plan.applied[:-1], plan.applied[-1]) if within else (plan.applied, "")
+    own = [cls for cls in (plans.SameReLU, plans.SameGELU) if cls.__name__ in str(plan)]
+    (variant, of_variant), (between, of_between) = (
+        _change(table, key)
+        for table, key in ((changes.VARIANTS, plan.variant), (changes.BETWEEN, plan.between))
+    )
+    imported = "from torch.nn.utils import parametrizations, parametrize\n"
     lines = [
         f'"""Found by fuzzing: {fault.splitlines()[0]}"""'.replace("\\", "/"),
         "",
         PREAMBLE.replace("import torch\n", "import fxopt\nimport torch\n", 1),
         "",
-        *(f"{text}\n" for text in classes),
+        *(f"{inspect.getsource(each)}\n" for each in (*own, *of_variant, *of_between)),
         program.source(),
         "",
         "",
         _RUN,
         f"# {plan}",
+        *_given(program, plan),
+        f"{variant}(traced)" if variant else "",
+        *_rewritten(plan),
+        f"traced = {between}(traced)" if between else "",
+        *(_UNDONE.format(", ".join(map(_text, plan.undone))).splitlines() if plan.reversible else ()),
+    ]
+    return "\n".join(lines).replace(imported, imported + _IMPORTS, 1) + "\n"
+
+
+def _change(table: Mapping[str, Any], key: str) -> tuple[str, list[Any]]:
+    """The code of a change of a graph, empty for none, and the functions that the script has to hold for it."""
+    function = table[key]
+    if function.__name__.startswith("_"):
+        return function.__name__, [function]
+    return "copy.deepcopy" if key == "deepcopy" else "", []
+
+
+def _given(program: Program, plan: plans.Plan) -> list[str]:
+    """The model, its inputs, the graph, and the oracle."""
+    trace = "fxopt.trace(model, tuple(inputs))" if plan.own_trace else "torch.fx.symbolic_trace(model)"
+    return [
         f"KEEPS = { ({*plan.passes} <= {*plans.KEEPING}) }",
         "torch.manual_seed(0)",
         "model = randomise(Model())",
@@ -66,7 +80,14 @@ def script(program: Program, plan: plans.Plan, fault: str) -> str:
         f"oracle = Oracle(reference, inputs, float64=reference, captured=copy.deepcopy(traced), gradients={plan.gradients}, "
         f"wide=torch.{program.dtype}, rtol={oracles.RTOL[program.dtype]})",
         "same_outputs(traced)" if plan.own_trace else "",
-        f"{variant}(traced)" if variant else "",
+    ]
+
+
+def _rewritten(plan: plans.Plan) -> list[str]:
+    """The passes, applied in their compositions and one by one beside; the last one perhaps for a block alone."""
+    within = plan.within and plan.reversible
+    applied, last = (plan.applied[:-1], plan.applied[-1]) if within else (plan.applied, "")
+    lines = [
         "states, makers = [copy.deepcopy(traced)], []",
         'warnings.filterwarnings("error", ".* left .* alone: ")' if plan.verify else "",
         "for pass_, parts in [",
@@ -85,26 +106,17 @@ def script(program: Program, plan: plans.Plan, fault: str) -> str:
     if within:
         lines.append(f"with fxopt.applied(traced, {_text(last)}):\n    same_outputs(traced)")
         lines.append("same_graphs(states[-1], traced)")
-    if between:
-        lines.append(f"traced = {between}(traced)")
-    if plan.reversible:
-        lines += [
-            "steps = [step.key for step in fxopt.history(traced)]",
-            f"for action in [{', '.join(map(_text, plan.undone))}]:",
-            "    undo(action)",
-            "while fxopt.history(traced):",
-            "    undo(len(fxopt.history(traced)))",
-            "assert_round_trip(states[0], traced)",
-        ]
-    return (
-        "\n".join(lines).replace(
-            "from torch.nn.utils import parametrizations, parametrize\n",
-            f"from torch.nn.utils import parametrizations, parametrize\n{_IMPORTS}",
-            1,
-        )
-        + "\n"
-    )
+    return lines
 
+
+_UNDONE = """\
+steps = [step.key for step in fxopt.history(traced)]
+for action in [{}]:
+    undo(action)
+while fxopt.history(traced):
+    undo(len(fxopt.history(traced)))
+assert_round_trip(states[0], traced)
+"""
 
 _IMPORTS = """\
 from fxopt.passes import available

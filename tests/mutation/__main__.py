@@ -66,6 +66,8 @@ _FIRST = {
     "attention": ["tests/passes/test_fuse_attention.py"],
     "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
+    "packed_operators.py": ["tests/test_kernels.py", "tests/passes/test_packing.py"],
+    "kernels.py": ["tests/passes/test_packing.py"],
     "obstacles/layouts.py": ["tests/passes/test_packing.py"],
     "passes/pack_convs.py": ["tests/passes/test_packing.py"],
     "passes/fuse_epilogues.py": ["tests/passes/test_packing.py"],

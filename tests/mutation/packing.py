@@ -322,8 +322,8 @@ PACKING = (
     Fault(
         "optimize: checks write into caches",
         "optimizing/inputs.py",
-        "        args, kwargs = copy.deepcopy(given, tensors)\n        return Inputs(args, kwargs)",
-        "        return self",
+        "return Inputs(*mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone()))",
+        "return self",
     ),
     # --- the backend of torch.compile, saved graphs, encoders
     Fault(

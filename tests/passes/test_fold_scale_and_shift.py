@@ -162,6 +162,7 @@ def test_refused(use, reason):
         lambda m, x: m.linear(x).relu() * 2,
         lambda m, x: m.linear(x)[..., :2] * 2,
         lambda m, x: m.linear(x).mT * m.gamma[:3],
+        lambda m, x: m.linear(x).unsqueeze(-1) * m.gamma,
     ],
 )
 def test_left_alone(use):

@@ -104,6 +104,13 @@ def test_undo_keeps_training():
         assert_round_trip(before, restored)
 
 
+def test_undo_gives_a_transposed_weight_its_strides():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight = nn.Parameter(torch.randn(4, 3).t())
+    after = rewritten(FuseBiasInLinear(), model, X, sites=1)
+    assert FuseBiasInLinear()(after, reverse=True).get_submodule("0").weight.stride() == (1, 3)
+
+
 def test_undo_gives_a_single_row_its_own_strides():
     restored = fxopt.undo(FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 1)))))
     assert restored.get_parameter("0.weight").stride() == (4, 1)

@@ -78,6 +78,14 @@ def test_other_options_are_refused(options):
     refused(MergeConvs(), model, X, reason="training flag or options")
 
 
+def test_undo_gives_weights_of_no_memory_format_their_strides():
+    model = Branches(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    for conv in (model.left, model.right):
+        conv.weight = nn.Parameter(torch.randn(4, 4, 3, 3).transpose(0, 1))
+    after = rewritten(MergeConvs(), model, X, sites=1)
+    assert MergeConvs()(after, reverse=True).left.weight.stride() == (9, 36, 3, 1)
+
+
 def test_other_memory_formats_are_refused():
     model = Branches(right=nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last))
     refused(MergeConvs(), model, X, reason="training flag or options")

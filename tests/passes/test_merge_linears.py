@@ -244,6 +244,13 @@ def written_late(q, k):
     return q.mul_(2), k
 
 
+def test_undo_gives_transposed_weights_their_strides():
+    model = Heads()
+    model.k.weight = nn.Parameter(torch.randn(8, 8).t())
+    after = rewritten(MergeLinears(), model, X, sites=1)
+    assert MergeLinears()(after, reverse=True).k.weight.stride() == (1, 8)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -11,6 +11,7 @@ import fxopt
 from fxopt import FuseEpilogues, PackConvs, PackLinears, tuning
 from fxopt.kernels import PackedConv2d, PackedLinear, kernels_for
 from fxopt.passes.pack_convs import contiguous
+from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 
@@ -103,6 +104,15 @@ def test_hooks_and_other_devices_are_refused(pass_):
         layer._forward_hooks.clear()
     traced = fxopt.trace(model.double(), (X.double(), IMAGE.double()))
     assert "no kernel for packed weights" in str(pass_.explain(traced))
+
+
+@pytest.mark.parametrize("pass_", [PackLinears(), QuantizeLinears()])
+def test_a_weight_that_is_a_buffer_is_refused(pass_):
+    layer = nn.Linear(8, 8)
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    refused(pass_, nn.Sequential(layer), X, reason="the weight and bias of a plain Linear", trace=fxopt_trace)
 
 
 def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):

@@ -76,6 +76,12 @@ def test_the_contract_is_short():
     assert sum(text.count("\n") for text in texts) <= 700
 
 
+def test_what_is_exported_of_the_contract_is_short():
+    """The same with refusals, compositions and the history, in lines of code."""
+    files = ("transformation", "rewrite", "rewriter", "explanation", "composition", "history")
+    assert sum(of(f"rewriting/{file}.py") for file in files) <= 700
+
+
 def test_the_halves_of_passes_are_known():
     importers = defaultdict(set)
     for file in PACKAGE.rglob("*.py"):

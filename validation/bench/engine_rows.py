@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,22 +79,9 @@ def compare(
     """
     model, precision, threads = case
     torch.set_num_threads(threads)
-    found: dict[str, dict[str, Any]] = {name: {} for name in engines}
-
-    def each(step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
-        """Take a step with each engine that has not failed; one that fails now has its reason and nothing else."""
-        for name in [name for name, values in found.items() if "reason" not in values]:
-            say(f"{model}, {precision}, {threads} threads, {doing}: {name}")
-            try:
-                with quiet():
-                    found[name] |= step(name)
-            except Exception as error:  # whatever an engine makes of a model
-                if name == EAGER:
-                    raise
-                found[name] = {"reason": reason(error)}
-
+    found = _Found(engines, f"{model}, {precision}, {threads} threads", say)
     if alone:  # before engines hold memory here
-        each(lambda name: _of_first_call(alone(name)), "first call")
+        found.take(lambda name: _of_first_call(alone(name)), "first call")
     before = cores_of_others()
     peak, flops, exact = gemm_peak(), workload.flops(), in_float64(workload)
     with torch.no_grad():
@@ -108,21 +95,42 @@ def compare(
         return agreement if alone else agreement | _of_first_call(call)
 
     with torch.no_grad():
-        each(ready, "first runs")
-        say(f"{model}, {precision}, {threads} threads, rounds")
+        found.take(ready, "first runs")
+        say(f"{found.case}, rounds")
         others = Others()
         times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
         during = others.cores()
     torch._dynamo.reset()  # what it compiled holds the model
     peak, idle = max(peak, gemm_peak()), max(before, during) < BUSY
     for name, measured in times.items():
-        found[name] |= _of_times(measured, times[EAGER], flops, peak)
-        error, own = found[name]["error"], found[EAGER]["error"]
-        found[name]["error_ratio"] = error / own if own else math.nan
+        values = found.values[name]
+        values |= _of_times(measured, times[EAGER], flops, peak)
+        own = found.values[EAGER]["error"]
+        values["error_ratio"] = values["error"] / own if own else math.nan
     return [
         Row(model, precision, threads, name, idle=idle, busy_before=before, busy_during=during, **values)
-        for name, values in found.items()
+        for name, values in found.values.items()
     ]
+
+
+class _Found:
+    """The columns of each engine so far; of one that has failed, the reason and nothing else."""
+
+    def __init__(self, engines: Iterable[str], case: str, say: Callable[[str], object]) -> None:
+        self.values: dict[str, dict[str, Any]] = {name: {} for name in engines}
+        self.case, self._say = case, say
+
+    def take(self, step: Callable[[str], Mapping[str, Any]], doing: str) -> None:
+        """Take a step with each engine that has not failed."""
+        for name in [name for name, values in self.values.items() if "reason" not in values]:
+            self._say(f"{self.case}, {doing}: {name}")
+            try:
+                with quiet():
+                    self.values[name] |= step(name)
+            except Exception as error:  # whatever an engine makes of a model
+                if name == EAGER:
+                    raise
+                self.values[name] = {"reason": reason(error)}
 
 
 def _ready(
