@@ -13,7 +13,7 @@ import typer
 from . import compare, report, store, trend
 from .console import Json, one_line_errors, print_json, print_table
 from .records import FAILING, counted
-from .report import architectures, changes, headline
+from .report import architectures, headline
 from .report.markdown import comparison
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
@@ -105,7 +105,7 @@ def compare_command(
         if not found.empty:
             marked = found.assign(regression=found["regression"].map({True: "worse", False: ""}))
             print_table(marked.rename(columns={"regression": ""}))
-        typer.echo(changes.headline(found))
+        typer.echo(headline.changed(found))
     if found["regression"].any():
         raise typer.Exit(1)
 

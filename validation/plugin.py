@@ -18,8 +18,7 @@ from fxopt.rewriting.transformation import Transformation
 
 from .build import memory_of
 from .controller import Controller, is_timed, received
-from .entry import Entry
-from .expectations import judged
+from .entry import Entry, judged
 from .fleet import Fleet, FleetError
 from .passes import ZooError, passes_of
 from .plan import content, members, plan, unmet
@@ -28,8 +27,7 @@ from .records import Case, Outcome, counted
 from .run import Runner, in_worker
 from .store import Place, ReportError, seconds_by_group
 from .subject import TIMING
-from .sweep import SOURCES, architectures, marked
-from .zoo import load_zoo
+from .zoo import SOURCES, architectures, load_zoo, marked
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()

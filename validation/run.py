@@ -16,12 +16,11 @@ from fxopt.rewriting.transformation import Transformation
 
 from . import checks
 from .diagnosis import BEFORE_PASSES, Diagnoses
-from .entry import Entry, why_missing
-from .expectations import judged
+from .entry import Entry, judged, why_missing
 from .records import FAILING, Case, Check, Finding, Outcome, Record
 from .repro import portable
 from .subject import TIMING, Subject
-from .sweep import marked
+from .zoo import marked
 
 
 @dataclasses.dataclass(eq=False)

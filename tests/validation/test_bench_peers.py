@@ -12,12 +12,22 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.validation.dying import dies
-from validation.bench import engine_rows, isolated, machine
+from validation.bench import engine_rows, machine, memory
 from validation.bench.__main__ import app
 from validation.bench.engine_rows import Row, compare, exactness, in_float64
-from validation.bench.engines import AGAIN, EAGER, PRECISIONS, Prepared, Unavailable, eager, engines
-from validation.bench.isolated import FirstCall, first_call_alone
-from validation.bench.nested import Flat, fresh, tensors
+from validation.bench.engines import (
+    AGAIN,
+    EAGER,
+    PRECISIONS,
+    Flat,
+    Prepared,
+    Unavailable,
+    eager,
+    engines,
+    fresh,
+    tensors,
+)
+from validation.bench.memory import FirstCall, first_call_alone
 from validation.bench.peers import document, plot, replaced
 from validation.bench.workloads import Workload, build
 
@@ -132,11 +142,11 @@ def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch)
     class Connection(list):
         send = list.append
 
-    isolated._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
+    memory._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
     assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
     with pytest.raises(Unavailable, match="no result after 0 seconds"):
         first_call_alone("resnet", True, "float32", EAGER, 1, patience=0.0)
-    monkeypatch.setattr(isolated, "_answer", dies)
+    monkeypatch.setattr(memory, "_answer", dies)
     with pytest.raises(Unavailable, match="its process ended with exit status 3"):
         first_call_alone("resnet", True, "float32", EAGER, 1)
 

@@ -18,8 +18,8 @@ from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline, public_name
 from ..report.markdown import pipes
 from ..timing import in_random_order, ratio, second_of_two
 from . import machine
-from .nested import fresh
-from .pages import write
+from .engines import fresh
+from .machine import write
 from .workloads import Workload, chosen
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"

@@ -15,13 +15,11 @@ import torch
 
 from fxopt.testing import compare as compare_outputs
 
-from ..metrics.cosine import cosine
+from ..metrics import cosine
 from ..timing import in_random_order, ratio, second_of_two
-from .engines import EAGER, Prepare, reason
-from .isolated import FirstCall
+from .engines import EAGER, Prepare, cast, fresh, quiet, reason, tensors
 from .machine import BUSY, Others, cores_of_others, gemm_peak
-from .nested import cast, fresh, tensors
-from .quiet import quiet
+from .memory import FirstCall
 from .workloads import Workload
 
 WARM_UP = 3

@@ -22,7 +22,7 @@ from ..report.wording import ABSENT
 from . import machine
 from .engine_rows import Row, compare
 from .engines import AGAIN, EAGER, PRECISIONS, Prepare, engines
-from .isolated import first_call_alone
+from .memory import first_call_alone
 from .workloads import SMALL, WORKLOADS, build, named
 
 _PEERS = ("torch", "transformers", "onnxruntime", "onnxscript", "openvino")

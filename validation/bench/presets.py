@@ -25,8 +25,8 @@ from ..report.markdown import pipes
 from ..timing import in_random_order, ratio
 from ..zoo import load_zoo
 from . import machine
-from .pages import write
-from .quiet import quiet
+from .engines import quiet
+from .machine import write
 from .workloads import named
 
 _LONG = 2e-3  # seconds that a turn takes at least, so that the clock does not matter

@@ -21,8 +21,8 @@ from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from ..report.markdown import pipes
 from . import machine
-from .nested import fresh
-from .pages import write
+from .engines import fresh
+from .machine import write
 from .workloads import Workload, chosen
 
 _ROUNDS = 3  # the first ones only warm up

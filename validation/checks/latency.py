@@ -15,8 +15,7 @@ from fxopt.submodules import sharing_copy
 
 from .. import steps
 from ..bench import engines
-from ..bench.engines import Unavailable, reason
-from ..bench.quiet import quiet
+from ..bench.engines import Unavailable, quiet, reason
 from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
 from ..rewritten import differ

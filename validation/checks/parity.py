@@ -11,7 +11,7 @@ from ..build import free_sizes
 from ..comparison import difference, judge_graph
 from ..records import Finding, Outcome
 from ..subject import Subject
-from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE
+from ..zoo import FIXED, FIXED_BY_MODEL, FREE, NONE
 
 OTHER_SIZES = {
     "batch": ({"batch": 3}, {"batch": 1}),

@@ -12,9 +12,8 @@ import filelock
 import pyarrow as pa
 
 from ..records import Case, Record
-from .files import SCHEMA, ReportError, check_schema, first_line, replace
 from .provenance import Run
-from .table import table_of
+from .table import SCHEMA, ReportError, check_schema, first_line, replace, table_of
 
 
 class Journal:

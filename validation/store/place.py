@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .files import ReportError, first_line
+from .table import ReportError, first_line
 
 PAUSE, SHARE = 10.0, 0.05
 """Seconds between two times that a run sends what it has found, and the most of its time that sending may take."""
