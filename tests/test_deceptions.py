@@ -423,7 +423,7 @@ def test_what_may_give_other_values_may_not_overflow(scale):
 
     oracle = Oracle(Does(lambda layer, x: layer(x * scale) / scale), [X])
     fault = oracle.fault(oracle.observe(Does(in_float16)))
-    assert fault == ("output is NaN or infinite where the original is finite" if scale > 1 else "")
+    assert fault == ("output is not finite where the original is" if scale > 1 else "")
 
 
 def test_a_change_of_precision_that_overflows_nowhere_is_right():

@@ -17,7 +17,7 @@ from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
 from .build import memory_of
-from .controller import Controller, is_timed, received
+from .controller import Controller, received
 from .entry import Entry, judged
 from .fleet import Fleet, FleetError
 from .passes import ZooError, passes_of
@@ -119,7 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = sorted(metafunc.config.stash[CASES].values(), key=is_timed)
+        cases = sorted(metafunc.config.stash[CASES].values(), key=lambda case: case.timed)
         metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 

@@ -29,9 +29,8 @@ class Runner:
 
     zoo: Sequence[Entry]  # the entries that cases may name: of a zoo file, or of a sweep
     passes: Mapping[str, Transformation]  # that pipelines may name, ready to be applied
-    entered: Callable[[Case, str], None] = lambda case, stage: (
-        None
-    )  # told each stage, in case the process dies
+    # Told each stage, in case the process dies.
+    entered: Callable[[Case, str], None] = lambda case, stage: None
     timing: float = TIMING  # the seconds after which the turns of all that is timed of a model end
 
     def __post_init__(self) -> None:

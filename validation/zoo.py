@@ -219,17 +219,13 @@ class Architecture(Entry):
 
     Nobody has said of it that it runs, or how it is captured. Where it does not run it is skipped; it is captured in
     the first of several ways, and what no way takes is refused; where it mixes dtypes it is judged in its own.
-
-    Attributes:
-        source: the module that makes it, by its name, so that workers get it.
-        peer: whether `torch.export` is run beside fxopt.
     """
 
     given: ClassVar[bool] = False
     name: str
     inputs: dict[str, Input] = Field(default={})
-    source: str
-    peer: bool = False
+    source: str  # the name of the module that makes it, so that workers get it
+    peer: bool = False  # run torch.export beside fxopt
 
     def make(self) -> Source:
         """The module that makes the model."""

@@ -193,7 +193,7 @@ class Oracle:
             for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
                 self._differences(call, expected, actual, buffer_dtypes=False)
                 if where := new_infinity(expected.output, actual.output):
-                    return f"{where} is NaN or infinite where the original is finite{_with(call)}"
+                    return f"{where} is not finite where the original is{_with(call)}"
         except AssertionError as error:
             return str(error)
         return ""

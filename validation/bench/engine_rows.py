@@ -27,13 +27,10 @@ WARM_UP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One engine on one workload. Without a reason it ran; numbers that were not measured are NaN.
+    """One engine on one workload. Without a reason why it was left out it ran; numbers that were not measured are NaN.
 
-    Attributes:
-        reason: Why the engine was left out; empty where it ran.
-        speedup: Median of the paired ratios of eager's time to its own, with the ends of the 95 % interval.
-        error_ratio: The error relative to float64, divided by that of eager float32.
-        busy_before: Cores that other processes used in a second of rest before, and (`busy_during`) in the rounds.
+    `speedup` is the median of the paired ratios of eager's time to its own, with the ends of the 95 % interval, `error_ratio`
+    the error to float64 by that of eager float32; `busy_before` the cores that others used in a second of rest before.
     """
 
     model: str

@@ -47,11 +47,6 @@ def cores_of_others(seconds: float = 1.0) -> float:
     return others.cores()
 
 
-def all_threads() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def gemm_peak(sizes: tuple[int, ...] = (1024, 2048), runs: int = 5) -> float:
     """The best of a few products of square float32 matrices, in operations per second, with torch's threads."""
     best = 0.0

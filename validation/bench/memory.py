@@ -136,17 +136,11 @@ PATIENCE = 1800.0
 
 @dataclasses.dataclass(frozen=True)
 class FirstCall:
-    """Bytes of the whole process, with torch and the model; NaN where this system does not tell them.
+    """Bytes of the whole process, with torch and the model; NaN where this system does not tell them."""
 
-    Attributes:
-        seconds: From the model in memory to the first result.
-        resident: Resident memory after that.
-        peak: Its peak on the way.
-    """
-
-    seconds: float
-    resident: float
-    peak: float
+    seconds: float  # from the model in memory to the first result
+    resident: float  # memory after that
+    peak: float  # of it, on the way
 
 
 def first_call(prepare: Prepare, workload: Workload, threads: int) -> FirstCall:

@@ -22,7 +22,7 @@ from .. import digits
 from ..build import build_model, make_inputs
 from ..entry import Entry, TrainedWeights
 from ..report.markdown import pipes
-from ..timing import in_random_order, ratio
+from ..timing import cores, in_random_order, ratio
 from ..zoo import load_zoo
 from . import machine
 from .engines import quiet
@@ -44,7 +44,7 @@ def presets(
 
     The machine should be idle: a model that was measured while it was not is marked.
     """
-    torch.set_num_threads(threads or machine.all_threads())
+    torch.set_num_threads(threads or cores())
     entries = {entry.name: entry for entry in load_zoo(zoo, fxopt.passes.available())}
     kinds, rows = named(precision, PRECISIONS, "precision"), []
     for name in named(models, entries):

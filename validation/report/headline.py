@@ -90,6 +90,11 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since | None:
     return Since(str(runs[-1]["run"].iloc[0]), compare(runs[-1], table)) if runs else None
 
 
+def marked(changes: pd.DataFrame) -> pd.DataFrame:
+    """The changes with a word in the place of a truth."""
+    return changes.assign(regression=changes["regression"].map({True: "worse", False: ""}))
+
+
 def changed(changes: pd.DataFrame) -> str:
     """The number of regressions and of other changes, of a table of `compare.compare`."""
     worse = int(changes["regression"].sum())

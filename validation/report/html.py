@@ -126,7 +126,7 @@ def _changes(since: headline.Since | None) -> dict[str, Any] | None:
         "headline": headline.changed(since.changes),
         "worse": bool(since.changes["regression"].any()),
         "more": len(since.changes) - len(shown),
-        **_rows(shown.assign(regression=shown["regression"].map({True: "worse", False: ""}))),
+        **_rows(headline.marked(shown)),
     }
 
 
