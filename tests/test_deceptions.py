@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip, randomise
+from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip, compare, randomise
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -404,3 +404,138 @@ def test_views_that_become_tensors_are_wrong_but_for_other_values():
     oracle = Oracle(Both(False), [X], strides=True)
     assert "shares no memory" in oracle.judge(Both(True)).reason
     assert oracle.fault(oracle.observe(Both(True))) == ""
+
+
+def test_an_output_stays_on_its_device():
+    model, fixed = Does(plain), Does(lambda layer, x: layer(x).to("meta"))
+    assert "output: expected it on cpu, got it on meta" in Oracle(model, [X]).judge(fixed).reason
+    follows = Does(lambda layer, x: layer(x).to(x.device))
+    assert Oracle(model, [X]).judge(follows).grade is Grade.BIT_EXACT
+    with pytest.raises(AssertionError, match=r"buffer\.mean: expected it on cpu, got it on meta"):
+        compare({"mean": X}, {"mean": X.to("meta")}, path="buffer")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e5])
+def test_what_may_give_other_values_may_not_overflow(scale):
+    def in_float16(layer: nn.Linear, x: Tensor) -> Tensor:
+        low = copy.deepcopy(layer).half()
+        return (low(x.half() * scale) / scale).float()
+
+    oracle = Oracle(Does(lambda layer, x: layer(x * scale) / scale), [X])
+    fault = oracle.fault(oracle.observe(Does(in_float16)))
+    assert fault == ("output is not finite where the original is" if scale > 1 else "")
+
+
+def test_a_change_of_precision_that_overflows_nowhere_is_right():
+    model = Does(lambda layer, x: layer(x).relu()).eval()
+    traced = fxopt.trace(model, (X,))
+    low = fxopt.ChangePrecision(dtype=torch.float16)(copy.deepcopy(traced))
+    assert low.layer.weight.dtype == torch.float16
+    oracle = Oracle(model, [X], captured=traced)
+    assert oracle.fault(oracle.observe(low)) == ""
+
+
+class Described(fxopt.ReversibleTransformation):
+    """Says of each value that it is in float16, and forgets that when it is undone, or not."""
+
+    def __init__(self, key: str, forgets: bool) -> None:
+        self.key, self.forgets = key, forgets
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.nodes:
+            node.meta["was"] = node.meta.get(self.key)
+            node.meta[self.key] = torch.empty(4, dtype=torch.float16, device="meta")
+            self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        for node in self.get_transformed_nodes(graph_module):
+            if self.forgets:
+                node.meta[self.key] = node.meta.pop("was")
+            self.mark_as_restored(node)
+        return graph_module
+
+
+@pytest.mark.parametrize("key", ["val", "example_value", "tensor_meta"])
+def test_a_round_trip_gives_back_what_metadata_describes(key):
+    before = fxopt.trace(nn.Linear(4, 4), (X,))
+    for node in before.graph.nodes:
+        node.meta[key] = torch.empty(2, device="meta")
+    right, wrong = Described(key, True), Described(key, False)
+    assert_round_trip(before, right(right(copy.deepcopy(before)), reverse=True))
+    with pytest.raises(AssertionError, match=f"metadata: .*'{key}'.*float32.* became .*float16"):
+        assert_round_trip(before, wrong(wrong(copy.deepcopy(before)), reverse=True))
+
+
+@pytest.mark.parametrize(
+    "pass_", [fxopt.ChangePrecision(), fxopt.MergeLinears(), fxopt.FuseBiasInLinear()], ids=repr
+)
+def test_undo_gives_back_what_metadata_describes(pass_):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(x) * self.right(x)
+
+    before = fxopt.trace(Twice(), (X,))
+    values = [str(node.meta["val"]) for node in before.graph.nodes]
+    for back in (lambda gm: pass_(gm, reverse=True), fxopt.undo):
+        after = back(pass_(copy.deepcopy(before)))
+        assert [str(node.meta["val"]) for node in after.graph.nodes] == values
+        assert_round_trip(before, after)
+
+
+def test_writes_past_autograd_are_seen():
+    def into_input(layer: nn.Linear, x: Tensor) -> Tensor:
+        out = layer(x)
+        x.data.add_(1)
+        return out
+
+    def into_weight(layer: nn.Linear, x: Tensor) -> Tensor:
+        out = layer(x)
+        layer.weight.data.mul_(1 + 1e-5)
+        return out
+
+    assert "it writes its inputs, unlike the original" in judged(plain, into_input).reason
+    assert "it writes the parameter layer.weight, unlike the original" in judged(plain, into_weight).reason
+    assert judged(plain, lambda layer, x: layer(x.data)).grade is Grade.BIT_EXACT
+
+
+IDS = torch.tensor([5, 3, 4])
+TABLE = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def product(layer: nn.Module, table: Tensor, ids: Tensor) -> Tensor:
+    return F.one_hot(ids, 6).to(table) @ table
+
+
+def lookup(layer: nn.Module, table: Tensor, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table)
+
+
+@pytest.mark.parametrize("ids", [IDS, torch.tensor([0, 1, 2]), torch.tensor([1, 5, 2])])
+def test_a_lookup_may_stand_for_a_product_with_one_hot_ids(ids):
+    verdict = judged(product, lookup, TABLE, ids)
+    assert verdict.grade.passes
+    assert "it has numbers where the original has NaN" in verdict.reason
+    assert "numbers" in str(verdict)
+    assert (
+        "in float64, with NaN and infinities, output is not NaN" in judged(lookup, product, TABLE, ids).reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ([0, 4], lambda layer, table, ids: lookup(layer, table, ids).nan_to_num(0, math.inf, -math.inf)),
+        ([1, 2], lambda layer, table, ids: lookup(layer, table, ids).nan_to_num(math.nan, 1e30, -1e30)),
+        ([0, 4], lambda layer, table, ids: product(layer, table, ids).nan_to_num(0, math.inf, -math.inf)),
+        ([3, 4], lambda layer, table, ids: lookup(layer, table, ids) * table.isfinite().all()),
+    ],
+)
+def test_numbers_in_the_place_of_nan_are_those_of_ordinary_inputs(ids, wrong):
+    verdict = judged(product, wrong, TABLE, torch.tensor(ids))
+    assert verdict.grade is Grade.WRONG
+    assert "with NaN and infinities" in verdict.reason

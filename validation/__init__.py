@@ -1,5 +1,34 @@
 """The harness: proves and measures fxopt over a zoo of models."""
 
-from .torchvision_operators import define_missing_operators
+from __future__ import annotations
 
-define_missing_operators()  # before anything imports transformers, which imports torchvision where it is installed
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+_OPERATORS = ("nms", "qnms")
+_defined: list[Any] = []
+
+
+def _define_missing_operators() -> None:
+    """Declare the operators that torchvision registers fakes for, unless its compiled part defines them.
+
+    The package index has torchvision for CUDA. Its compiled part does not load beside torch for the CPU, and without the
+    operators in it not even its models can be imported, nor transformers, which imports it.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _defined:
+        return
+    import torch
+
+    compiled = next(Path(spec.origin).parent.glob("_C*.so"), None)
+    try:
+        torch.ops.load_library(compiled)
+    except (OSError, TypeError):  # for another build of torch; there is none
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in _OPERATORS:
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _defined.append(library)  # with the library its operators would go
+
+
+_define_missing_operators()

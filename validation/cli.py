@@ -13,7 +13,7 @@ import typer
 from . import compare, report, store, trend
 from .console import Json, one_line_errors, print_json, print_table
 from .records import FAILING, counted
-from .report import architectures, changes, headline
+from .report import architectures, headline
 from .report.markdown import comparison
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
@@ -103,28 +103,21 @@ def compare_command(
         typer.echo(comparison(found))
     else:
         if not found.empty:
-            marked = found.assign(regression=found["regression"].map({True: "worse", False: ""}))
-            print_table(marked.rename(columns={"regression": ""}))
-        typer.echo(changes.headline(found))
+            print_table(headline.marked(found).rename(columns={"regression": ""}))
+        typer.echo(headline.changed(found))
     if found["regression"].any():
         raise typer.Exit(1)
 
 
+PARTS = typer.Argument(
+    parser=_fetched, help="Parts of a run, reruns, and journals of runs that were cut; or their URLs."
+)
+REPORTS = typer.Option(parser=_folder, help="The folder of reports: latest/, and history/ of whole runs.")
+
+
 @app.command("merge")
 def merge_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=_fetched, help="Parts of a run, reruns, and journals of runs that were cut; or their URLs."
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            parser=_folder, help="The folder of reports that gets latest/, and history/ of a whole run."
-        ),
-    ],
-    as_json: Json = False,
+    runs: Annotated[list[Path], PARTS], output: Annotated[Path, REPORTS], as_json: Json = False
 ) -> None:
     """Joins runs by case, the later row in the place of the earlier; merging the same again changes nothing."""
     with one_line_errors():

@@ -10,11 +10,11 @@ import pandas as pd
 
 from fxopt.testing import Grade
 
-from .capturing import DEFAULT
+from .build import DEFAULT
 from .metric import UNKNOWN, metric_of, unit_of
 from .records import FAILING, STAGES, Outcome, counted
 from .store import measurements_of, missing
-from .sweep import FREE, SOURCE
+from .zoo import FREE, SOURCE
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 

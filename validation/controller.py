@@ -22,7 +22,7 @@ from . import report, repro, store
 from .checks.latency import timing_threads
 from .fleet import Fleet
 from .pool import Pool
-from .records import AGAIN, FAILING, Case, Check, Outcome, Record, counted
+from .records import AGAIN, FAILING, Case, Outcome, Record, counted
 
 PROPERTY = "fx-record"
 
@@ -109,9 +109,8 @@ class Controller:
             begun(case)
             yield earlier[case]
         cases = [case for case in cases if case not in earlier]
-        timed = [case for case in cases if is_timed(case)]
-        yield from self.pool.run([case for case in cases if not is_timed(case)], self.workers, begun)
-        yield from self.pool.run(timed, 1, begun)
+        yield from self.pool.run([case for case in cases if not case.timed], self.workers, begun)
+        yield from self.pool.run([case for case in cases if case.timed], 1, begun)
 
     @pytest.hookimpl(tryfirst=True)  # before anything that may fail, or say that it was the last
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -185,10 +184,6 @@ def _stop_if_asked(session: pytest.Session) -> None:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
         raise session.Interrupted(session.shouldstop)
-
-
-def is_timed(case: Case) -> bool:
-    return case.check is Check.LATENCY
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import platform
 import socket
 import time
@@ -14,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .pool import PRELOADED, Make, Pool, deaths
-from .records import Case, Check, Outcome, Record
+from .records import Case, Outcome, Record
+from .store import version
 
 HELD_BACK = 0.05
 """Seconds for which records wait for others, so that cases of a millisecond do not cost a message each."""
@@ -51,15 +50,10 @@ class Fleet:
 
     Ray places the tasks and finds out that nodes are gone; what happens to a case on its node, `Pool` decides. Cases
     that a lost node had begun or not begun run on another one; those whose record has arrived do not run again. A
-    timed case has its node to itself.
+    timed case has its node to itself. The cluster is at `address`, as for `ray.init`; empty starts one on this machine.
+    `memory` gives the bytes that a case of a model may need, which Ray sets aside; 0 where that is not known.
 
-    Args:
-        address: of the cluster, as for `ray.init`; empty starts one on this machine.
-        make, limit, expected, judged, preload: as for `Pool`; they are pickled.
-        memory: the bytes that a case of a model may need, which Ray sets aside on its node; 0 where that is not known.
-
-    Raises:
-        FleetError: Ray is not installed, the cluster does not answer, or its nodes have other versions.
+    Raises `FleetError` where Ray is not installed, the cluster does not answer, or its nodes have other versions.
     """
 
     def __init__(
@@ -125,7 +119,7 @@ class Fleet:
         """
         groups: dict[tuple[bool, str, str], list[Case]] = {}
         for case in cases:
-            groups.setdefault((case.check is Check.LATENCY, case.model, case.device), []).append(case)
+            groups.setdefault((case.timed, case.model, case.device), []).append(case)
         shared = -(-self._slots() // max(1, len(groups)))
         order = sorted(groups, key=lambda group: (group[0], -self._expected(group[1:]), -len(groups[group])))
         return [
@@ -260,11 +254,7 @@ def _connected(address: str) -> Any:
 
 def versions() -> dict[str, str]:
     """The versions that rows depend on, in this process."""
-    found = {"python": platform.python_version()}
-    for name in COMPARED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    return {"python": platform.python_version(), **{name: version(name) for name in COMPARED}}
 
 
 def _check_versions(ray: Any) -> None:
@@ -289,7 +279,7 @@ def _check_versions(ray: Any) -> None:
                 f"the harness cannot run on {node}: {str(error).strip().splitlines()[-1]}"
             ) from error
         wrong = [name for name, version in ours.items() if theirs.get(name) != version]
-        differences += [f"{node} has {name} {theirs.get(name, 'not at all')}" for name in wrong]
+        differences += [f"{node} has {name} {theirs.get(name) or 'not at all'}" for name in wrong]
     if differences:
         here = ", ".join(f"{name} {version}" for name, version in ours.items())
         raise FleetError(f"the nodes differ from this machine ({here}): {'; '.join(differences)}")

@@ -14,7 +14,7 @@ from fxopt.rewriting.transformation import Transformation
 
 from .entry import Entry
 from .records import Case, Check
-from .sweep import Architecture
+from .zoo import Architecture
 
 ALL = "all"
 """The pipeline of every pass that has sites in the model, or may have: there is no record."""

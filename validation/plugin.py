@@ -17,9 +17,8 @@ from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
 from .build import memory_of
-from .controller import Controller, is_timed, received
-from .entry import Entry
-from .expectations import judged
+from .controller import Controller, received
+from .entry import Entry, judged
 from .fleet import Fleet, FleetError
 from .passes import ZooError, passes_of
 from .plan import content, members, plan, unmet
@@ -28,8 +27,7 @@ from .records import Case, Outcome, counted
 from .run import Runner, in_worker
 from .store import Place, ReportError, seconds_by_group
 from .subject import TIMING
-from .sweep import SOURCES, architectures, marked
-from .zoo import load_zoo
+from .zoo import SOURCES, architectures, load_zoo, marked
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()
@@ -121,7 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = sorted(metafunc.config.stash[CASES].values(), key=is_timed)
+        cases = sorted(metafunc.config.stash[CASES].values(), key=lambda case: case.timed)
         metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 

@@ -42,13 +42,9 @@ class PoolError(RuntimeError):
 class Pool:
     """Runs cases in processes of their own, those of one model in the same one while there are any.
 
-    Args:
-        make: makes what runs cases; it is pickled.
-        limit: the seconds that a case may take.
-        expected: the seconds that the cases of a model are expected to take; the longest come first.
-        judged: the last word on the record of a case that hung or died, such as that it was expected.
-        preload: the modules that all workers import.
-        died: how often models have hung or died before.
+    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds; those of a model that are
+    `expected` to take longest come first. `judged` has the last word on the record of a case that hung or died, such as
+    that it was expected; `died` says how often models have done so before. All workers import the modules in `preload`.
     """
 
     def __init__(
@@ -269,9 +265,7 @@ def _work(connection: Connection, make: Make, log: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size
-    with contextlib.suppress(
-        OSError
-    ):  # Linux alone: when memory runs out, this process goes and not that one
+    with contextlib.suppress(OSError):  # Linux alone: when memory runs out, this process goes
         Path("/proc/self/oom_score_adj").write_text("1000")
     with open(log, "w") as file:
         for descriptor in (1, 2):

@@ -91,6 +91,11 @@ class Case:
         """A stable, readable identifier: `bert-base-MergeLinears-cpu-equivalence`."""
         return "-".join([self.model, "+".join(self.pipeline) or "eager", self.device, self.check])
 
+    @property
+    def timed(self) -> bool:
+        """True of a case that has to have its machine to itself."""
+        return self.check is Check.LATENCY
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:

@@ -35,13 +35,7 @@ def script(
 ) -> str:
     """The text of the script: it ends with 0 when the case is right; empty where a pass can be imported from nowhere.
 
-    Args:
-        case: the case.
-        reason: why it fails.
-        entry: its model.
-        dtype: in which it fails.
-        passes: what it takes to fail.
-        verify: whether it shows when sites are compared one by one alone.
+    `passes` are those that it takes to fail; `verify` says that it shows when sites are compared one by one alone.
     """
     parts = [part for each in passes for part in _parts(each)]
     if any("<locals>" in type(part).__qualname__ for part in parts):
@@ -82,10 +76,7 @@ def script(
 def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
     """Write the scripts of the cases that failed into a folder, and delete those that are out of date.
 
-    Args:
-        records: what came of the cases of a run.
-        folder: where the scripts are.
-        whole: whether these are all the cases that there are; else the scripts of others stay.
+    Where the records are not `whole`, those of all the cases that there are, the scripts of others stay.
     """
     scripts = {f"{record.case.id}.py": record.repro for record in records}
     for file in folder.glob("*.py"):

@@ -27,11 +27,8 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    Attributes:
-        module: the rewritten graph module.
-        sites: for a pass alone, how many sites it rewrote (`sites_of`); for each of several that did something, in
-            order, how many nodes it marked, or 1.
-        tampered: the tensors and modules of the graph it was made from that a pass changed in place.
+    `sites` has for a pass alone how many it rewrote (`sites_of`); for each of several that did something, in order, how
+    many nodes it marked, or 1. `tampered` names the tensors and modules of the graph it was made from that a pass changed.
     """
 
     module: GraphModule
@@ -82,6 +79,12 @@ def differ(before: GraphModule, after: GraphModule) -> bool:
         return True
     mine, its = tensors(before), tensors(after)
     return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
+
+
+def size(module: GraphModule) -> dict[str, int]:
+    """The nodes of a graph, and the modules that they call."""
+    calls = module.graph.find_nodes(op="call_module")
+    return {"nodes": len(module.graph.nodes), "modules": len({node.target for node in calls})}
 
 
 def computation(module: GraphModule) -> str:

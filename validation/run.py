@@ -16,12 +16,11 @@ from fxopt.rewriting.transformation import Transformation
 
 from . import checks
 from .diagnosis import BEFORE_PASSES, Diagnoses
-from .entry import Entry, why_missing
-from .expectations import judged
+from .entry import Entry, judged, why_missing
 from .records import FAILING, Case, Check, Finding, Outcome, Record
 from .repro import portable
 from .subject import TIMING, Subject
-from .sweep import marked
+from .zoo import marked
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,9 +29,8 @@ class Runner:
 
     zoo: Sequence[Entry]  # the entries that cases may name: of a zoo file, or of a sweep
     passes: Mapping[str, Transformation]  # that pipelines may name, ready to be applied
-    entered: Callable[[Case, str], None] = lambda case, stage: (
-        None
-    )  # told each stage, in case the process dies
+    # Told each stage, in case the process dies.
+    entered: Callable[[Case, str], None] = lambda case, stage: None
     timing: float = TIMING  # the seconds after which the turns of all that is timed of a model end
 
     def __post_init__(self) -> None:

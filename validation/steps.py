@@ -17,7 +17,7 @@ from fxopt.submodules import sharing_copy
 
 from .rewritten import sites_of
 from .subject import Subject
-from .timing import in_random_order, ratio, seconds_of
+from .timing import in_random_order, ratio, seconds_of, synchronise
 
 FACT, LATENCY = "steps", "latency_steps"
 """The facts in which rows have them: those that compare outputs, and those that are timed."""
@@ -30,17 +30,11 @@ pass it is, not by how much to a percent.
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The graph after a pass.
-
-    Attributes:
-        name: the pass; empty for the captured graph.
-        sites: how many it rewrote.
-        error: how far the graph is from the float64 output of the model, relative to the largest value of a tensor.
-    """
+    """The graph after a pass; without a name, the captured one."""
 
     name: str
-    sites: int
-    error: float
+    sites: int  # that the pass rewrote
+    error: float  # to the float64 output of the model, relative to the largest value of a tensor
 
 
 def note(subject: Subject, pipeline: tuple[str, ...]) -> None:
@@ -62,7 +56,7 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
         return
     dtype, before = subject.dtypes[0], torch.get_num_threads()
     inputs = subject.inputs(dtype)
-    wait = torch.cuda.synchronize if subject.device.startswith("cuda") else lambda: None
+    wait = synchronise(subject.device)
     torch.set_num_threads(threads)
     try:
         with subject.entering("steps"), torch.no_grad():

@@ -27,7 +27,7 @@ from fxopt.testing import RTOL_FLOAT64, Oracle
 from fxopt.testing.probes import not_finite
 
 from . import build, plan
-from .capturing import Captured, capture, capture_first, ways
+from .build import Captured, capture, capture_first, ways
 from .entry import Entry
 from .rewritten import Refusals, Rewritten, refusals, rewrite
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 RESAMPLES = 2000
 
@@ -84,16 +87,13 @@ def of_runs(
 ) -> list[list[float]]:
     """Seconds of each run in so many rounds, after one that imports and warms up; garbage goes before each run."""
 
-    def turn(run: Callable[[], Any]) -> Callable[[], float]:
-        def seconds() -> float:
-            gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
-            return seconds_of(run, clock=clock)
-
-        return seconds
+    def turn(run: Callable[[], Any]) -> float:
+        gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
+        return seconds_of(run, clock=clock)
 
     for run in runs:
         run()
-    turns = {str(number): turn(run) for number, run in enumerate(runs)}
+    turns = {str(number): functools.partial(turn, run) for number, run in enumerate(runs)}
     return list(in_random_order(turns, rounds, 0.0, np.random.default_rng(0)).values())
 
 
@@ -108,6 +108,16 @@ def seconds_of(
     run()
     wait()
     return clock() - start
+
+
+def synchronise(device: str) -> Callable[[], None]:
+    """Make a function that waits until the device has done all its work; a CPU always has."""
+    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Callable[[], float]:

@@ -1,20 +1,25 @@
-"""The zoo: `model_zoo.yaml` as checked data. A mistake in the file is one message with entry, field and line."""
+"""The entries of a zoo: of `model_zoo.yaml`, as checked data (a mistake in the file is one message with entry, field and line), or of a
+sweep: every model of a source, such as the model types of transformers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Protocol, cast
 
 import pydantic
-import torch
 from pydantic import Field
+from torch import Tensor, nn
 
 from . import yaml_file
-from .entry import Entry, Limits, ZooFile, factory
+from .entry import Entry, Input, Limits, ZooFile, factory
 from .passes import ZooError, name_of
+from .records import Record
 
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
@@ -151,7 +156,7 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
         if entry.sizes == "dynamic" and not entry.dynamic_shapes:
             text = "only classes of transformers are captured for all sizes: say `sizes: fixed`, or give `dynamic_shapes`"
             yield ("sizes",), text
-    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+    if isinstance(function, type) and issubclass(function, nn.Module):
         parameters = _parameters(function.forward)
         # The forwards of transformers take any keyword, but name those that are tensors.
         if config_class or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -179,3 +184,66 @@ def _unknown_options(
             yield (*where, name), f"{type(config).__name__} has no option {name!r}"
         elif isinstance(value, dict) and hasattr(getattr(config, name), "to_dict"):
             yield from _unknown_options(value, getattr(config, name), (*where, name))
+
+
+SOURCES = {
+    "transformers": f"{__package__}.architectures",
+    "libraries": f"{__package__}.libraries",
+}
+"""The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
+
+SOURCE = "source"
+"""The fact that each record of a sweep has: where its model comes from."""
+
+FREE, NONE, FIXED, FIXED_BY_MODEL = "free", "none", "fixed at capture", "fixed by the model"
+"""The fate of a size, besides what guards forbid: it is free, the inputs do not have it, no capture left it free, or the
+model itself takes no other.
+"""
+
+
+class Source(Protocol):
+    """The maker of the models of a sweep; a module with these functions is one."""
+
+    def model_types(self) -> list[str]:
+        """The names of all models, sorted."""
+
+    def build(self, model_type: str) -> nn.Module:
+        """A small model in float32 on the CPU, in evaluation mode, with random weights and statistics."""
+
+    def example_inputs(self, model: nn.Module, batch: int = ..., sequence: int = ...) -> dict[str, Tensor]:
+        """Inputs for it at these sizes, floating ones in the dtype of the model."""
+
+
+class Architecture(Entry):
+    """One model of a sweep: an entry whose model and inputs a source makes.
+
+    Nobody has said of it that it runs, or how it is captured. Where it does not run it is skipped; it is captured in
+    the first of several ways, and what no way takes is refused; where it mixes dtypes it is judged in its own.
+    """
+
+    given: ClassVar[bool] = False
+    name: str
+    inputs: dict[str, Input] = Field(default={})
+    source: str  # the name of the module that makes it, so that workers get it
+    peer: bool = False  # run torch.export beside fxopt
+
+    def make(self) -> Source:
+        """The module that makes the model."""
+        return cast(Source, importlib.import_module(self.source))
+
+
+def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
+    """Every model of a built-in zoo, sorted by name. Raises `ZooError` when the package it needs is missing."""
+    try:
+        source: Any = importlib.import_module(SOURCES[zoo])
+    except ImportError as error:
+        raise ZooError(f"{zoo} cannot be swept: {error}") from error
+    made = functools.partial(Architecture, source=source.__name__, peer=peer, tags=())
+    return [made(name=name, model=name) for name in source.model_types()]
+
+
+def marked(entry: Entry, record: Record) -> Record:
+    """A record with the source of its model, if a sweep has one: it tells the runs of sweeps from others."""
+    if not isinstance(entry, Architecture):
+        return record
+    return dataclasses.replace(record, facts={**record.facts, SOURCE: entry.source.rpartition(".")[2]})

@@ -57,8 +57,8 @@ def assert_equivalent(
         The verdict: its grade, and the measured differences.
 
     Raises:
-        AssertionError: an output differs in the type of a container, shape, dtype or value, or holds no tensor; a
-            later call changes an earlier result; inputs or buffers differ after the call; an output shares memory with an
+        AssertionError: an output differs in the type of a container, shape, dtype, device or value, or holds no tensor; a
+            later call changes an earlier result; inputs, buffers or parameters differ after the call; an output shares memory with an
             input, a weight or another output, and that of the reference does not; a graph takes other inputs; or the reference does
             not repeat itself, or gives nothing but NaN and infinities. Where the reference is a graph, or the candidate one whose passes can be undone, the
             message names the first node that parts, as `first_divergence` finds it.

@@ -57,7 +57,7 @@ def compare(
         The largest differences. Values that are NaN or infinite in both, at the same place, are equal.
 
     Raises:
-        AssertionError: the type of a container, a key, shape, dtype or a non-tensor value differs, or there is
+        AssertionError: the type of a container, a key, shape, dtype, device or a non-tensor value differs, or there is
             nothing to compare.
 
     Example:
@@ -77,6 +77,8 @@ def compare(
             raise AssertionError(
                 f"{place}: expected {left.dtype} {list(left.shape)}, got {right.dtype} {list(right.shape)}"
             )
+        if left.device != right.device:
+            raise AssertionError(f"{place}: expected it on {left.device}, got it on {right.device}")
         if strides and (text := _other_strides(place, left, right)):
             raise AssertionError(text)
         absolute, relative = _distance(left, right, nan_anywhere)
@@ -105,11 +107,11 @@ def ulps(expected: object, actual: object) -> float:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """True where two tensors have the same shape, dtype and values, bit for bit."""
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
         return False
-    if left.device.type == "meta" or not left.numel():
+    if left.is_meta or not left.numel():
         return True
-    raw = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (left, right)]
+    raw = [t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (left, right)]
     return torch.equal(*(t.flatten().view(torch.uint8) for t in raw))
 
 

@@ -80,9 +80,8 @@ class Observation:
 def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     """Call one instance several times, under the same seed; its buffers are put back afterwards."""
     seen: list[Observation] = []
-    versions = {
-        name: (each, each._version) for name, each in module.named_parameters() if not each.is_inference()
-    }
+    # Copies as well, because what is written through `.data` counts as no write.
+    weights = {name: (each, _version(each), _copied(each)) for name, each in module.named_parameters()}
     with restored(module) as before:
         for call in calls:
             given = call.fresh()
@@ -97,7 +96,11 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
             keeps = [*module.parameters(), *module.buffers(), *(each.result for each in seen)]
             shared = aliases(result, inputs, keeps)
             seen.append(Observation(mapped(result, _copied), result, inputs, writes, after, shared))
-        written = tuple(name for name, (each, version) in versions.items() if each._version != version)
+        written = tuple(
+            name
+            for name, (each, version, values) in weights.items()
+            if _version(each) != version or not unchanged(values, each)
+        )
         for each in seen:
             each.kept, each.parameters = unchanged(each.output, each.result), written
     return seen
@@ -138,6 +141,10 @@ def _run(module: Callable[..., Any], given: Call, name: str) -> Any:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fxopt.testing.broken_values import SPARED, one_by_one
 from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.entrance import entrance_fault
 from fxopt.testing.gradients import gradients_of
 from fxopt.testing.node_by_node import parting, parting_place_of
-from fxopt.testing.observations import GIVEN, Call, Observation, differences, not_repeated, observe
+from fxopt.testing.observations import BROKEN, GIVEN, Call, Observation, differences, not_repeated, observe
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
-from fxopt.testing.probes import calls_of, has_finite, not_finite
+from fxopt.testing.probes import calls_of, has_finite, new_infinity, not_finite
 from fxopt.testing.verdicts import Grade, Verdict
 
 RTOL_FLOAT64 = 1e-9
@@ -84,6 +85,7 @@ class Oracle:
         self._wide, self._name = wide, str(wide).removeprefix("torch.")
         self._graph, self._tensors = captured or reference, list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
+        self._exact: Callable[[], nn.Module] = lambda: in_float64(reference) if float64 is None else float64
         given = Call(tuple(args), dict(kwargs or {}))
         cast = given.cast(wide)
         self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
@@ -125,7 +127,7 @@ class Oracle:
         seen, wide = self._observed(candidate, exact)
         computed = float64 is None and has_new_weights(self._tensors, candidate)
         try:
-            verdict = self._verdict(wide, seen, computed, tolerance)
+            verdict = self._verdict(*self._compared(exact, wide), seen, computed, tolerance)
             if verdict.grade.passes and self._gradients is not None:
                 self._gradients.expect_of(
                     exact, max(self._rtol, verdict.float64.max_rel), f"in {self._name}, "
@@ -149,13 +151,7 @@ class Oracle:
     ) -> Divergence | None:
         """The first node that does what the reference does not, on the inputs on which candidates are judged, if any.
 
-        Args:
-            before: a graph of the reference, with the names of nodes that passes began with.
-            after: the candidate.
-            float64: both in float64; by default, converted deep copies.
-
-        Raises:
-            TypeError: one of them is no graph module.
+        Arguments and errors are those of `fxopt.testing.first_divergence`.
         """
         for graph in (before, after, *(float64 or ())):
             if not isinstance(graph, GraphModule):
@@ -191,23 +187,40 @@ class Oracle:
         """How a candidate that may give other values differs nevertheless; empty where it does not.
 
         It may not differ in the types of containers, shapes and dtypes, in what it writes, nor change a result that
-        it has given. The buffers that it writes may be of other dtypes.
+        it has given, nor overflow. The buffers that it writes may be of other dtypes.
         """
         try:
             for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
                 self._differences(call, expected, actual, buffer_dtypes=False)
+                if where := new_infinity(expected.output, actual.output):
+                    return f"{where} is not finite where the original is{_with(call)}"
         except AssertionError as error:
             return str(error)
         return ""
 
+    def _compared(
+        self, candidate: nn.Module, wide: Sequence[Observation]
+    ) -> tuple[list[tuple[Call, Difference]], str]:
+        """How far a candidate in float64 is from the reference, and a remark on its NaN, where they need one."""
+        found, remark, where = list[tuple[Call, Difference]](), "", f"in {self._name}, "
+        for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True):
+            each = self._differences(call, truth, actual, where)
+            if call.name == BROKEN and not all(one.max_rel <= self._rtol for one in each):
+                alone = [*one_by_one(self._wide_calls[0], call, self._exact(), candidate)]
+                if any(spared for *_, spared in alone):
+                    each = [d for c, right, its, _ in alone for d in self._differences(c, right, its, where)]
+                    remark = SPARED
+            found += [(call, one) for one in each]
+        return found, remark
+
     def _verdict(
-        self, wide: Sequence[Observation], seen: Sequence[Observation], computed: bool, tolerance: float
+        self,
+        exact: Sequence[tuple[Call, Difference]],
+        remark: str,
+        seen: Sequence[Observation],
+        computed: bool,
+        tolerance: float,
     ) -> Verdict:
-        exact = [
-            (call, difference)
-            for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True)
-            for difference in self._differences(call, truth, actual, f"in {self._name}, ")
-        ]
         for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
             self._differences(call, expected, actual)
         off = [each for each in exact if not each[1].max_rel <= self._rtol]
@@ -220,6 +233,7 @@ class Oracle:
             error.max_rel,
             limit,
             error.where,
+            remark,
             ulps=max(ulps(one.output, two.output) for one, two in zip(self.expected, seen, strict=True)),
             probes=self.probes,
             own_limit=limit,
@@ -245,15 +259,13 @@ class Oracle:
             )
             return change(grade=Grade.WRONG, reason=text)
         if off:
-            return change(reason=self._computed_in_less(worst))
+            text = (
+                f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
+                "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
+            )
+            return change(reason="; ".join(filter(None, [text, remark])))
         exact_grade = Grade.ULP if verdict.ulps else Grade.BIT_EXACT
         return change(grade=exact_grade) if verdict.ulps <= self._floor else verdict
-
-    def _computed_in_less(self, worst: Difference) -> str:
-        return (
-            f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
-            "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
-        )
 
     def _own(self, seen: Sequence[Observation]) -> Iterator[tuple[Call, Difference, Difference, float]]:
         """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.testing.differences import FILL, compare, leaves, mapped
+from fxopt.testing.broken_values import breakable, broken_calls
+from fxopt.testing.differences import compare, leaves, mapped
 from fxopt.testing.free_sizes import APART, SIZES, batch_of_one, other_sizes
-from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe
+from fxopt.testing.observations import Call, Observation, observe
 
 VALUES = "other values"
 
@@ -54,12 +54,12 @@ def calls_of(
 
     def nan_places(call: Call) -> list[Observation]:
         # Infinities that the model makes NaN (inf - inf) may become something else in another order of the same steps.
-        seen = wide_run(call, *[*_broken_values(given)][1:])
+        seen = wide_run(call, *[*broken_calls(given)][1:])
         return [dataclasses.replace(each, output=mapped(each.output, Tensor.isnan)) for each in seen]
 
     large = _first_taken(_far_values(given, graph), twice, refuses, rtol=rtol)
     large = large or _first_taken(_large_values(given, graph), wide_run, refuses)
-    broken = _first_taken(_broken_values(given), nan_places, refuses)
+    broken = _first_taken(broken_calls(given), nan_places, refuses)
     others = itertools.chain(other_sizes(given, graph), _other_values(given))
     other = _first_taken(others, lambda call: observe(reference, [call]), refuses)
     if other and other.name == APART:
@@ -132,13 +132,6 @@ def _nudged(tensor: Tensor) -> Tensor:
     return torch.where(tensor.abs() < 1e30, moved, tensor)
 
 
-def _broken_values(given: Call) -> Iterator[Call]:
-    """Calls with NaN in the first row of each floating input: one with infinities in the next two, one without."""
-    if any(isinstance(t, Tensor) and _breakable(t) for _, t in leaves([given.args, given.kwargs])):
-        for values in ((math.nan, math.inf, -math.inf), (math.nan,)):
-            yield given.changed(functools.partial(_broken, values=values), BROKEN)
-
-
 def _other_values(given: Call) -> Iterator[Call]:
     """Calls with the same numbers in another order; ids as they were, for a model where they stand for places."""
     yield given.changed(_other, VALUES)
@@ -152,7 +145,7 @@ def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False, bold: bool =
     nothing hides the end; gaps in memory between rows.
     """
     numbers = tensor.detach().flatten().flip(0)
-    if tensor.is_floating_point() and (_breakable(tensor) if bold else _scalable(tensor)):
+    if tensor.is_floating_point() and (breakable(tensor) if bold else _scalable(tensor)):
         numbers *= scale
         if zeros:
             numbers[::7] = 0
@@ -173,28 +166,25 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _scalable(tensor: Tensor) -> bool:
-    return _breakable(tensor) and not bool(((tensor >= 0) & (tensor <= 1)).all())
-
-
-def _breakable(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds floating numbers that are no mask: not 0 and 1 alone, and none that hides a place."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return False
-    return not bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor.abs() < FILL).all())
-
-
-def _broken(tensor: Tensor, values: Sequence[float]) -> Tensor:
-    broken = copied(tensor)
-    if tensor.ndim and _breakable(tensor):
-        for row, value in enumerate(values[: len(tensor)]):
-            broken[(row, *[0] * (tensor.ndim - 1))] = value
-    return broken
+    return breakable(tensor) and not bool(((tensor >= 0) & (tensor <= 1)).all())
 
 
 def not_finite(output: object) -> str:
     """The path of a tensor of an output that holds NaN or infinity; empty if none does."""
     for path, value in leaves(output):
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+        if isinstance(value, Tensor) and not value.is_meta and not value.isfinite().all():
+            return path
+    return ""
+
+
+def new_infinity(expected: object, actual: object) -> str:
+    """The path of a tensor that holds NaN or infinity where that of a like output is finite; empty if none does."""
+    for (path, left), (_, right) in zip(leaves(expected), leaves(actual), strict=True):
+        if (
+            isinstance(left, Tensor)
+            and isinstance(right, Tensor)
+            and bool((left.isfinite() & ~right.isfinite()).any())
+        ):
             return path
     return ""
 

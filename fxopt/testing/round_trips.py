@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxopt.objects import tensors_in
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.differences import first_difference, same_bits
 
@@ -19,7 +20,8 @@ from fxopt.testing.differences import first_difference, same_bits
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are the nodes (names, order, operations, targets, arguments, marks of passes), the modules
+    Compared are the nodes (names, order, operations, targets, arguments, marks of passes, and the values that their metadata
+    describes, unless a pickle has dropped those), the modules
     (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
     bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
     generated code.
@@ -46,6 +48,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         "nodes": _nodes,
         "targets": lambda gm: [node.target for node in gm.graph.nodes],
         "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
+        "metadata": _described if _described(after) else lambda gm: [],  # which pickles drop
         "modules": _modules,
         "hooks": _hooks,
         "tensors": _tensor_facts,
@@ -73,6 +76,16 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
 
 def _nodes(gm: GraphModule) -> list[str]:
     return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
+
+
+def _described(gm: GraphModule) -> list[tuple[str, str, str]]:
+    """The values that the metadata of nodes describes: of a capture, of dynamo, and of fx's `ShapeProp`."""
+    return [
+        (node.name, key, str([*map(_facts, tensors_in(node.meta[key]))] or node.meta[key]))
+        for node in gm.graph.nodes
+        for key in ("val", "example_value", "tensor_meta")
+        if node.meta.get(key) is not None
+    ]
 
 
 def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
@@ -153,11 +166,12 @@ def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:
     return [*parameters, *gm.named_buffers(remove_duplicate=False)]
 
 
-def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, torch.dtype, torch.device, bool, torch.Size, Any]]:
-    return [
-        (name, type(t).__name__, t.dtype, t.device, t.requires_grad, t.shape, _strides(t))
-        for name, t in _tensors(gm)
-    ]
+def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, bool, str]]:
+    return [(name, type(t).__name__, t.requires_grad, _facts(t)) for name, t in _tensors(gm)]
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device} {list(tensor.shape)} {_strides(tensor)}"
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:

@@ -45,7 +45,7 @@ class Verdict:
             from the original in float64 where it is wrong there, else in its own dtype from the float64 output.
         limit: of `error`.
         where: the path of the tensor of `error`, such as `output.logits`.
-        reason: why it is wrong, or no better; empty otherwise.
+        reason: why it is wrong, or no better, or what to know of it although it is right; empty otherwise.
         ulps: the largest distance from the output of the original, in units in the last place.
         probes: the inputs on which it was judged.
         float64: the candidate against the original, both in float64, where they differ most.

@@ -8,7 +8,7 @@ import torch
 from fxopt.testing import compare
 from validation import architectures
 from validation.build import free_sizes
-from validation.sweep import Architecture
+from validation.zoo import Architecture
 
 DIVERSE = [
     "bert",

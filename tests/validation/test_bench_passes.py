@@ -6,8 +6,7 @@ from typer.testing import CliRunner
 from fxopt import history
 from fxopt.passes import available
 from validation.bench.__main__ import app
-from validation.bench.layered import kind_for, traced
-from validation.bench.passes import times
+from validation.bench.passes import kind_for, times, traced
 
 WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
 

@@ -12,14 +12,25 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.validation.dying import dies
-from validation.bench import engine_rows, isolated, machine
+from validation.bench import engine_rows, machine, memory
 from validation.bench.__main__ import app
 from validation.bench.engine_rows import Row, compare, exactness, in_float64
-from validation.bench.engines import AGAIN, EAGER, PRECISIONS, Prepared, Unavailable, eager, engines
-from validation.bench.isolated import FirstCall, first_call_alone
-from validation.bench.nested import Flat, fresh, tensors
+from validation.bench.engines import (
+    AGAIN,
+    EAGER,
+    PRECISIONS,
+    Flat,
+    Prepared,
+    Unavailable,
+    eager,
+    engines,
+    fresh,
+    tensors,
+)
+from validation.bench.memory import FirstCall, first_call_alone
 from validation.bench.peers import document, plot, replaced
 from validation.bench.workloads import Workload, build
+from validation.timing import cores
 
 TWO_LAYERS = "two layers"
 
@@ -132,11 +143,11 @@ def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch)
     class Connection(list):
         send = list.append
 
-    isolated._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
+    memory._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
     assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
     with pytest.raises(Unavailable, match="no result after 0 seconds"):
         first_call_alone("resnet", True, "float32", EAGER, 1, patience=0.0)
-    monkeypatch.setattr(isolated, "_answer", dies)
+    monkeypatch.setattr(memory, "_answer", dies)
     with pytest.raises(Unavailable, match="its process ended with exit status 3"):
         first_call_alone("resnet", True, "float32", EAGER, 1)
 
@@ -184,7 +195,7 @@ def test_other_processes_are_counted_and_our_own_work_is_not(monkeypatch):
     others, end = machine.Others(), time.process_time() + 0.5
     while time.process_time() < end:
         pass
-    assert others.cores() < machine.all_threads()
+    assert others.cores() < cores()
 
 
 def test_the_report_has_the_machine_the_mark_and_a_ratio_of_eager_to_itself():

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from tests.validation.planted import Idle, Inverse, Raise, entry
+from validation import timing
 from validation.checks import latency
 from validation.records import Outcome
 from validation.subject import Subject
@@ -109,7 +110,7 @@ def test_threads_are_those_of_timing_and_come_back(subject: Subject, monkeypatch
 
 
 def test_a_gpu_is_waited_for_before_and_after_each_run() -> None:
-    assert latency.synchronise("cuda") is torch.cuda.synchronize
+    assert timing.synchronise("cuda") is torch.cuda.synchronize
     waits: list[int] = []
     turn = latency._turn(lambda: None, lambda: waits.append(1))
     before = len(waits)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fxopt import ChangePrecision, PackLinears, Transformation
 from tests.validation.planted import Inverse, entry
 from validation import plan, repro
-from validation.capturing import named_shapes
+from validation.build import named_shapes
 from validation.entry import Entry
 from validation.passes import ZooError, passes_of
 from validation.records import Case, Check, Outcome

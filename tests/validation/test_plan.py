@@ -14,7 +14,7 @@ from fxopt.passes.change_precision import ChangePrecision
 from validation.entry import Entry
 from validation.plan import checks, content, members, pipelines, plan, unmet
 from validation.records import Case, Check
-from validation.sweep import Architecture
+from validation.zoo import Architecture
 
 
 class Exact(ReversibleTransformation):

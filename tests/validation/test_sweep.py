@@ -18,13 +18,13 @@ from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
 from validation import report, store, subject, sweep
-from validation.capturing import DEFAULT, SPECIALIZE
+from validation.build import DEFAULT, SPECIALIZE
 from validation.compare import compare
 from validation.plan import plan
 from validation.records import WORST_FIRST, Case, Check, Outcome, Record
 from validation.report import architectures as page
 from validation.run import Runner
-from validation.sweep import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
+from validation.zoo import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {

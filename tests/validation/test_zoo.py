@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import fxopt.passes
-from validation.expectations import KnownFailure, judged
+from validation.entry import KnownFailure, judged
 from validation.passes import ZooError
 from validation.records import Case, Check, Outcome, Record
 from validation.zoo import load_zoo, recorded_sites, sites_file

@@ -50,18 +50,10 @@ def build(model_type: str) -> nn.Module:
 
 
 def example_inputs(model: nn.Module, batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
-    """Inputs of a model of `build`, the same for the same arguments; floating ones in the model's dtype.
+    """Inputs of a model of `build` by the names of its forward's parameters; floating ones in the model's dtype.
 
-    Args:
-        model: a model of `build`.
-        batch: how many examples.
-        sequence: how many tokens of text, or steps of audio or time, where the architecture leaves that free.
-
-    Returns:
-        Tensors by the names of the forward's parameters.
-
-    Raises:
-        LookupError: when no rule makes an input that the forward requires.
+    `sequence` is of tokens of text, or steps of audio or time, where the architecture leaves that free. Raises
+    `LookupError` when no rule makes an input that the forward requires.
     """
     model_type = getattr(model.config, "model_type", "")
     return make_inputs(model, batch, sequence, _overrides().get(model_type, {}).get("inputs", {}))

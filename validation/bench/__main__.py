@@ -8,11 +8,10 @@ from .ablation import ablation
 from .capture import capture
 from .fleet import fleet
 from .memory import memory
-from .passes import passes
+from .passes import passes, verification
 from .peers import peers
 from .presets import presets
 from .profile import profile
-from .verification import verification
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -16,10 +16,10 @@ from fxopt.optimizing.lowering import lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline, public_name
 
 from ..report.markdown import pipes
-from ..timing import in_random_order, ratio, second_of_two
+from ..timing import cores, in_random_order, ratio, second_of_two
 from . import machine
-from .nested import fresh
-from .pages import write
+from .engines import fresh
+from .machine import write
 from .workloads import Workload, chosen
 
 ALL, AGAIN, PLAIN = "all passes", "all passes, again", "none, as captured"
@@ -39,7 +39,7 @@ def ablation(
 
     The machine should be idle: a run on one that is not is marked.
     """
-    torch.set_num_threads(threads or machine.all_threads())
+    torch.set_num_threads(threads or cores())
     tables = [_measured(name, workload, precision, seconds) for name, workload in chosen(models, small)]
     table = pd.concat(tables, axis=1).fillna("-").rename_axis("without").reset_index()
     write(

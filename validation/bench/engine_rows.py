@@ -15,13 +15,11 @@ import torch
 
 from fxopt.testing import compare as compare_outputs
 
-from ..metrics.cosine import cosine
+from ..metrics import cosine
 from ..timing import in_random_order, ratio, second_of_two
-from .engines import EAGER, Prepare, reason
-from .isolated import FirstCall
+from .engines import EAGER, Prepare, cast, fresh, quiet, reason, tensors
 from .machine import BUSY, Others, cores_of_others, gemm_peak
-from .nested import cast, fresh, tensors
-from .quiet import quiet
+from .memory import FirstCall
 from .workloads import Workload
 
 WARM_UP = 3
@@ -29,13 +27,10 @@ WARM_UP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One engine on one workload. Without a reason it ran; numbers that were not measured are NaN.
+    """One engine on one workload. Without a reason why it was left out it ran; numbers that were not measured are NaN.
 
-    Attributes:
-        reason: Why the engine was left out; empty where it ran.
-        speedup: Median of the paired ratios of eager's time to its own, with the ends of the 95 % interval.
-        error_ratio: The error relative to float64, divided by that of eager float32.
-        busy_before: Cores that other processes used in a second of rest before, and (`busy_during`) in the rounds.
+    `speedup` is the median of the paired ratios of eager's time to its own, with the ends of the 95 % interval, `error_ratio`
+    the error to float64 by that of eager float32; `busy_before` the cores that others used in a second of rest before.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its processor, how fast it multiplies, and who else works on it."""
+"""The machine that a benchmark runs on: its processor, how fast it multiplies, who else works on it; and a page that names it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from rich.console import Console
+
+from .. import store
+from ..report.markdown import page
 
 BUSY = 0.1
 """A machine is idle while all other processes together use less than this part of one core."""
@@ -43,11 +47,6 @@ def cores_of_others(seconds: float = 1.0) -> float:
     return others.cores()
 
 
-def all_threads() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def gemm_peak(sizes: tuple[int, ...] = (1024, 2048), runs: int = 5) -> float:
     """The best of a few products of square float32 matrices, in operations per second, with torch's threads."""
     best = 0.0
@@ -75,3 +74,17 @@ def settings() -> str:
     """The environment variables that change how fast torch computes."""
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     return " ".join(chosen) or "none"
+
+
+def write(name: str, out: Path, title: str, *blocks: str, how: str = "") -> None:
+    """Write `<name>.md` into a folder and print it: the title, `how` and on what it was made, and these blocks."""
+    threads = torch.get_num_threads()
+    run = store.Run.now(threads=threads)
+    made = (
+        f"Written by `python -m validation.bench {name}`: {how}{threads} threads, {run.devices['cpu']}, "
+        f"torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}."
+    )
+    text = page(f"# {title}", made, *blocks)
+    out.mkdir(parents=True, exist_ok=True)
+    store.replace(out / f"{name}.md", text.encode())
+    Console().print(text, markup=False)

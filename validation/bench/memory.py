@@ -1,12 +1,17 @@
-"""How much memory an optimized model takes, by the value of `memory` that it was made with, and a capture at its peak."""
+"""How much memory an optimized model takes, by the value of `memory` that it was made with, a capture at its peak, and the first
+call of an engine: each in a process of its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import multiprocessing
 import re
+import time
 import tracemalloc
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +23,8 @@ from rich.table import Table
 import fxopt
 from fxopt.optimizing.prepare import MEMORIES
 
-from .nested import fresh
-from .quiet import quiet
-from .workloads import SMALL, WEIGHED, WORKLOADS, build, llama, named
+from .engines import Prepare, Unavailable, engines, fresh, quiet, reason
+from .workloads import SMALL, WEIGHED, WORKLOADS, Workload, build, llama, named
 
 _STATUS = Path("/proc/self/status")
 
@@ -124,3 +128,66 @@ def _of_capture(position: int, free: bool) -> tuple[str, int, int, int]:
     compile(traced.code, "<graph>", "exec")
     compiling = tracemalloc.get_traced_memory()[1]
     return subject.name, sum(p.nbytes for p in traced.parameters()), growth, compiling
+
+
+PATIENCE = 1800.0
+"""Seconds after which an engine that does not come to its first result is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstCall:
+    """Bytes of the whole process, with torch and the model; NaN where this system does not tell them."""
+
+    seconds: float  # from the model in memory to the first result
+    resident: float  # memory after that
+    peak: float  # of it, on the way
+
+
+def first_call(prepare: Prepare, workload: Workload, threads: int) -> FirstCall:
+    """Makes an engine ready and runs it once, in this process."""
+    torch.set_num_threads(threads)
+    gc.collect()
+    forget_peak()
+    start = time.perf_counter()
+    with torch.no_grad():
+        prepared = prepare(workload.model, workload.inputs, threads)
+        prepared.run(prepared.feed(workload.inputs))
+    seconds = time.perf_counter() - start
+    return FirstCall(seconds, resident("VmRSS"), resident("VmHWM"))
+
+
+def first_call_alone(
+    name: str, small: bool, precision: str, engine: str, threads: int, patience: float = PATIENCE
+) -> FirstCall:
+    """The same in a new process, which imports and compiles everything anew.
+
+    Raises `Unavailable` with the reason when the engine cannot run, and when its process ends without an answer.
+    """
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, name, small, precision, engine, threads))
+    process.start()
+    sender.close()
+    try:
+        if not answer.poll(patience):
+            raise Unavailable(f"no result after {patience:.0f} seconds")
+        found = answer.recv()
+        process.join(60)  # it has processes of its own to end
+    except EOFError:
+        process.join()
+        raise Unavailable(f"its process ended with exit status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise Unavailable(found)
+    assert isinstance(found, FirstCall)
+    return found
+
+
+def _answer(sender: Connection, name: str, small: bool, precision: str, engine: str, threads: int) -> None:
+    with quiet():
+        try:
+            sender.send(first_call(engines(precision, threads)[engine], build(name, small), threads))
+        except Exception as error:  # whatever an engine makes of a model
+            sender.send(reason(error))

@@ -19,10 +19,11 @@ from .. import store
 from ..records import counted
 from ..report.markdown import escape, page, pipes
 from ..report.wording import ABSENT
+from ..timing import cores
 from . import machine
 from .engine_rows import Row, compare
 from .engines import AGAIN, EAGER, PRECISIONS, Prepare, engines
-from .isolated import first_call_alone
+from .memory import first_call_alone
 from .workloads import SMALL, WORKLOADS, build, named
 
 _PEERS = ("torch", "transformers", "onnxruntime", "onnxscript", "openvino")
@@ -140,7 +141,7 @@ def _threads(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part == "all" or (part.isdigit() and int(part)) for part in parts):
         raise typer.BadParameter(f"{text!r}: numbers of threads, or `all`, separated by commas")
-    return list(dict.fromkeys(machine.all_threads() if part == "all" else int(part) for part in parts))
+    return list(dict.fromkeys(cores() if part == "all" else int(part) for part in parts))
 
 
 def _of(known: dict[str, Prepare], text: str) -> dict[str, Prepare]:

@@ -22,11 +22,11 @@ from .. import digits
 from ..build import build_model, make_inputs
 from ..entry import Entry, TrainedWeights
 from ..report.markdown import pipes
-from ..timing import in_random_order, ratio
+from ..timing import cores, in_random_order, ratio
 from ..zoo import load_zoo
 from . import machine
-from .pages import write
-from .quiet import quiet
+from .engines import quiet
+from .machine import write
 from .workloads import named
 
 _LONG = 2e-3  # seconds that a turn takes at least, so that the clock does not matter
@@ -44,7 +44,7 @@ def presets(
 
     The machine should be idle: a model that was measured while it was not is marked.
     """
-    torch.set_num_threads(threads or machine.all_threads())
+    torch.set_num_threads(threads or cores())
     entries = {entry.name: entry for entry in load_zoo(zoo, fxopt.passes.available())}
     kinds, rows = named(precision, PRECISIONS, "precision"), []
     for name in named(models, entries):

@@ -20,9 +20,10 @@ from fxopt.optimizing.lowering import functions_of, lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from ..report.markdown import pipes
+from ..timing import cores
 from . import machine
-from .nested import fresh
-from .pages import write
+from .engines import fresh
+from .machine import write
 from .workloads import Workload, chosen
 
 _ROUNDS = 3  # the first ones only warm up
@@ -43,7 +44,7 @@ def profile(
 
     The machine should be idle: a run on one that is not is marked.
     """
-    torch.set_num_threads(threads or machine.all_threads())
+    torch.set_num_threads(threads or cores())
     parts = [_section(name, workload, precision, seconds, rows) for name, workload in chosen(models, small)]
     write(
         "profile",

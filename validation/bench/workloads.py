@@ -24,7 +24,7 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from .nested import fresh
+from .engines import fresh
 
 
 @dataclasses.dataclass(frozen=True)

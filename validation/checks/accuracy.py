@@ -13,9 +13,10 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from .. import digits, metrics, steps
+from .. import digits, steps
 from ..comparison import per_dtype
 from ..entry import TrainedWeights
+from ..metrics import METRICS
 from ..records import Finding, Outcome
 from ..subject import Subject
 
@@ -79,7 +80,7 @@ def _sizes_follow_values(graph: GraphModule) -> bool:
 def _measure(original: Any, output: Any) -> dict[str, float | int]:
     compared = compare(original, output)
     reference, candidate = _floating(original), _floating(output)
-    measured = {name: metric(reference, candidate) for name, metric in metrics.available().items()}
+    measured = {name: metric(reference, candidate) for name, metric in METRICS.items()}
     return {**measured, "tensors_compared": compared.tensors}
 
 

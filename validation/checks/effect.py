@@ -15,7 +15,7 @@ from fxopt.testing import assert_round_trip
 
 from ..comparison import judge_graph
 from ..records import Finding, Outcome
-from ..rewritten import Refusals, Rewritten, computation, differ
+from ..rewritten import Refusals, Rewritten, computation, differ, size
 from ..subject import Subject
 
 AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
@@ -120,8 +120,7 @@ def _wrong_undo(before: GraphModule, pass_: ReversibleTransformation, module: Gr
 def _size(module: GraphModule) -> dict[str, int | float]:
     parameters = list(module.parameters())
     return {
-        "nodes": len(module.graph.nodes),
-        "modules": len({node.target for node in module.graph.nodes if node.op == "call_module"}),
+        **size(module),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameters_mb": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
     }

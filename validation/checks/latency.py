@@ -15,13 +15,12 @@ from fxopt.submodules import sharing_copy
 
 from .. import steps
 from ..bench import engines
-from ..bench.engines import Unavailable, reason
-from ..bench.quiet import quiet
+from ..bench.engines import Unavailable, quiet, reason
 from ..plan import checks, members, pipelines
 from ..records import Check, Finding, Outcome
 from ..rewritten import differ
 from ..subject import TIMING, Subject
-from ..timing import Ratio, Times, floor_of, in_random_order, ratio, seconds_of
+from ..timing import Ratio, Times, cores, floor_of, in_random_order, ratio, seconds_of, synchronise
 
 FEWEST, MOST = 7, 200
 """Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""
@@ -42,21 +41,13 @@ EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The times of the arms of one model.
-
-    Attributes:
-        times: the seconds of each round, by the name of the arm.
-        threads: how many each run had.
-        memory: the peak of the tensors that a run allocates, in MB, by the name of the arm.
-        failed: the stage in which an arm failed, and the error, by the name of the arm.
-        seconds: after which the rounds ended.
-    """
+    """The times of the arms of one model: by the name of the arm the seconds of each round, and what else there is of it."""
 
     times: Times
-    threads: int
-    memory: Mapping[str, float]
-    failed: Mapping[str, tuple[str, str]]
-    seconds: float = TIMING
+    threads: int  # of each run
+    memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
+    failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
+    seconds: float = TIMING  # after which the rounds ended
 
     @functools.cached_property
     def floor(self) -> float:
@@ -116,13 +107,7 @@ def timing_threads() -> int:
     """Half of the cores that this process may use: when other programs run, threads on all cores wait for each
     other, and a run takes a hundred times as long.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // 2)
-
-
-def synchronise(device: str) -> Callable[[], None]:
-    """Make a function that waits until the device has done all its work; a CPU always has."""
-    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    return max(1, cores() // 2)
 
 
 def narrow(times: Times) -> bool:

@@ -10,8 +10,9 @@ from fxopt.testing.free_sizes import SIZES
 from ..build import free_sizes
 from ..comparison import difference, judge_graph
 from ..records import Finding, Outcome
+from ..rewritten import size
 from ..subject import Subject
-from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE
+from ..zoo import FIXED, FIXED_BY_MODEL, FREE, NONE
 
 OTHER_SIZES = {
     "batch": ({"batch": 3}, {"batch": 1}),
@@ -25,10 +26,8 @@ GUARDED = "guarded: "
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare the model, run eagerly, with its captured graph, in float64 and in each dtype of the entry; of all sizes if it says so."""
     captured = subject.captured(subject.wide)
-    graph = captured.graph.graph
     subject.measurements |= {
-        "nodes": len(graph.nodes),
-        "modules": len({node.target for node in graph.find_nodes(op="call_module")}),
+        **size(captured.graph),
         "forward_runs": captured.graph.meta["forward_runs"],
         "trace_seconds": captured.seconds,
     }

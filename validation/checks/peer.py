@@ -10,7 +10,7 @@ from ..build import free_sizes
 from ..comparison import difference
 from ..records import Finding
 from ..subject import Subject
-from ..sweep import FIXED, FREE
+from ..zoo import FIXED, FREE
 from .parity import OTHER_SIZES, fate_of
 
 

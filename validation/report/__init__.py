@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from .. import store
 from . import architectures, headline, html, markdown, tables
-from .changes import earlier, since
 
 T = TypeVar("T")
 
@@ -68,8 +67,8 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     """
     written = Written()
     history = history or directory.parent / "history"
-    runs = written.attempt(lambda: earlier(table, history), history) or []
-    changed = written.attempt(lambda: since(table, runs), history)
+    runs = written.attempt(lambda: headline.earlier(table, history), history) or []
+    changed = written.attempt(lambda: headline.since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
     pages = directory / "compatibility"
     if headline.is_sweep(table):

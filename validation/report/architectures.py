@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..capturing import DEFAULT, SPECIALIZE
+from ..build import DEFAULT, SPECIALIZE
 from ..records import FAILING, WORST_FIRST, Check, Outcome
-from ..sweep import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
+from ..zoo import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
 from . import tables, wording
 from .markdown import page, pipes
 

@@ -1,12 +1,17 @@
-"""A run in a sentence or two: what failed, and what was not run and why."""
+"""A run in a sentence or two: what failed, what was not run and why, and what has changed since the runs before it."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from pathlib import Path
+
 import pandas as pd
 
+from ..compare import compare
 from ..records import FAILING, Outcome, counted
-from ..store import missing
-from ..sweep import SOURCE
+from ..store import ReportError, missing, read_run
+from ..zoo import SOURCE
 
 MOST = 10
 """Reasons for not running cases that are told one by one."""
@@ -54,3 +59,43 @@ def ran(table: pd.DataFrame) -> pd.DataFrame:
 def is_sweep(table: pd.DataFrame) -> bool:
     """Tell whether the run was a sweep."""
     return SOURCE in table and bool(table[SOURCE].fillna("").ne("").any())
+
+
+MOST_RUNS = 12
+"""The runs of the history that a report shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Since:
+    """The changes (a table of `compare.compare`) since the run of this id."""
+
+    run: str
+    changes: pd.DataFrame
+
+
+def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
+    """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none."""
+    newest, swept = str(table["run"].max()), is_sweep(table)
+    found: list[pd.DataFrame] = []
+    for file in sorted(history.glob("[!.]*.parquet"), reverse=True):
+        if file.stem < newest and len(found) < MOST_RUNS:
+            with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
+                run = read_run(file)
+                found += [run] if is_sweep(run) == swept else []
+    return found[::-1]
+
+
+def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since | None:
+    """Compare a run with the last of the earlier ones; None where there is none."""
+    return Since(str(runs[-1]["run"].iloc[0]), compare(runs[-1], table)) if runs else None
+
+
+def marked(changes: pd.DataFrame) -> pd.DataFrame:
+    """The changes with a word in the place of a truth."""
+    return changes.assign(regression=changes["regression"].map({True: "worse", False: ""}))
+
+
+def changed(changes: pd.DataFrame) -> str:
+    """The number of regressions and of other changes, of a table of `compare.compare`."""
+    worse = int(changes["regression"].sum())
+    return f"{counted(worse, 'regression')}, {counted(len(changes) - worse, 'other change')}"

@@ -20,8 +20,6 @@ from ..metric import UNKNOWN, metric_of
 from ..records import AGAIN, FAILING, WORST_FIRST, Outcome
 from ..store import COLUMNS, measurements_of
 from . import headline, tables, wording
-from .changes import Since
-from .changes import headline as changes_headline
 from .pipelines import fastest
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -31,7 +29,9 @@ FOLLOWED = "latency_ratio"
 """The measurement whose history the page draws."""
 
 
-def document(table: pd.DataFrame, runs: list[pd.DataFrame] | None = None, since: Since | None = None) -> str:
+def document(
+    table: pd.DataFrame, runs: list[pd.DataFrame] | None = None, since: headline.Since | None = None
+) -> str:
     """The report of a run, with the runs before it, as one HTML document."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -50,7 +50,7 @@ def document(table: pd.DataFrame, runs: list[pd.DataFrame] | None = None, since:
     )
 
 
-def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: Since | None) -> dict[str, Any]:
+def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | None) -> dict[str, Any]:
     """Collect all that the page shows of a run, the runs before it, and the changes since the last of them."""
     ran = headline.ran(table)
     words: dict[str, int] = {}
@@ -117,16 +117,16 @@ def _history(ran: pd.DataFrame, runs: list[pd.DataFrame]) -> dict[str, Any]:
     return {"runs": names, "outcomes": outcomes, "ends": ends, "measured": measured}
 
 
-def _changes(since: Since | None) -> dict[str, Any] | None:
+def _changes(since: headline.Since | None) -> dict[str, Any] | None:
     if since is None:
         return None
     shown = since.changes.head(MOST_CHANGES)
     return {
         "run": since.run,
-        "headline": changes_headline(since.changes),
+        "headline": headline.changed(since.changes),
         "worse": bool(since.changes["regression"].any()),
         "more": len(since.changes) - len(shown),
-        **_rows(shown.assign(regression=shown["regression"].map({True: "worse", False: ""}))),
+        **_rows(headline.marked(shown)),
     }
 
 

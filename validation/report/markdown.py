@@ -11,15 +11,13 @@ import pandas as pd
 from ..records import AGAIN, FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
-from .changes import Since
-from .changes import headline as changes_headline
 from .pipelines import fastest, orders, steps
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
 
 
-def summary(table: pd.DataFrame, since: Since | None = None) -> str:
+def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     """The whole run on one page: what failed and what changed, the fastest pipelines, the matrix, refused sites."""
     ran = headlines.ran(table)
     verdict = tables.verdicts(ran)
@@ -96,11 +94,11 @@ def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
     return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
 
 
-def _since(since: Since | None) -> list[str]:
+def _since(since: headlines.Since | None) -> list[str]:
     if since is None:
         return []
     worse = since.changes[since.changes["regression"]].drop(columns="regression")
-    return [f"## Since {since.run}", f"{changes_headline(since.changes)}.", pipes(worse.head(50))]
+    return [f"## Since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
 
 
 FASTEST = (
@@ -129,7 +127,7 @@ def comparison(changes: pd.DataFrame, most: int = 100) -> str:
         counts = others["kind"].value_counts().rename_axis("other changes").reset_index(name="rows")
         lines = _first(others, most)
         folded = [pipes(counts), "<details><summary>one by one</summary>", *lines, "</details>"]
-    return page(f"# {changes_headline(changes)}", *_first(worse, most), *folded)
+    return page(f"# {headlines.changed(changes)}", *_first(worse, most), *folded)
 
 
 def _first(rows: pd.DataFrame, most: int) -> list[str]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from .files import SCHEMA, ReportError, file_of, replace
 from .journal import Journal
-from .past import accept, append_history, history, seconds_by_group, write_table
+from .past import accept, append_history, history, read_run, read_table, seconds_by_group, write_table
 from .place import Place
 from .provenance import Run, version
-from .reading import read_run, read_table
-from .table import COLUMNS, measurements_of, merge, missing, plan_of, table_of
+from .table import (
+    COLUMNS,
+    SCHEMA,
+    ReportError,
+    file_of,
+    measurements_of,
+    merge,
+    missing,
+    plan_of,
+    replace,
+    table_of,
+)
 
 __all__ = [
     "COLUMNS",

@@ -12,23 +12,16 @@ import filelock
 import pyarrow as pa
 
 from ..records import Case, Record
-from .files import SCHEMA, ReportError, check_schema, first_line, replace
 from .provenance import Run
-from .table import table_of
+from .table import SCHEMA, ReportError, check_schema, first_line, replace, table_of
 
 
 class Journal:
     """The records of a run as they arrive, one line each, in a folder that no other run writes to meanwhile.
 
-    Args:
-        directory: where reports are kept.
-        run: the one that begins.
-        resume: go on with the newest run that was cut, if one is left here of the same commit, versions, devices and
-            plan. Its records are `earlier`, and `run` is that one. A commit is needed to tell: with changed files, or
-            outside a checkout, nothing is resumed.
-
-    Raises:
-        ReportError: when the folder cannot be written, or another run has it.
+    With `resume`, it goes on with the newest run that was cut, if one is left here of the same commit, versions, devices and
+    plan: its records are `earlier`, and `run` is that one. A commit is needed to tell: with changed files, or outside a
+    checkout, nothing is resumed. Raises `ReportError` when the folder cannot be written, or another run has it.
     """
 
     def __init__(self, directory: Path, run: Run, resume: bool = False) -> None:

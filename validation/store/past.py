@@ -1,4 +1,4 @@
-"""The runs that are kept: the last one, those before it, and the baseline."""
+"""The runs that are kept: the last one, those before it, and the baseline; each is read of its Parquet file, of any version, or its journal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..records import FAILING
-from .files import ReportError, file_of, parquet, replace, stamped
-from .reading import read_run, read_table
-from .table import missing
+from .journal import read_journal
+from .table import (
+    COLUMNS,
+    REQUIRED,
+    ReportError,
+    check_schema,
+    file_of,
+    first_line,
+    missing,
+    parquet,
+    replace,
+    stamped,
+)
 
 
 def write_table(table: pa.Table, directory: Path) -> list[Path]:
@@ -101,3 +111,35 @@ def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
         [part.replace_schema_metadata() for part in (rest, row)], promote_options="default"
     )
     replace(file_of(baseline), parquet(stamped(joined.sort_by("id"))))
+
+
+def read_run(path: Path) -> pd.DataFrame:
+    """The table of one run: of its Parquet file, the directory that holds `records.parquet`, or its journal.
+
+    Raises `ReportError` when there is no such file, or when it is not the table of a run.
+    """
+    frame: pd.DataFrame = read_table(path).to_pandas()
+    return frame
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table that `read_run` reads, with every column of this version; the new ones are empty in a file of an older one."""
+    file = file_of(path)
+    if not file.is_file():
+        raise ReportError(f"{file}: no such file; `fxopt validate` writes one")
+    if file.suffix == ".jsonl":
+        return read_journal(file)
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ReportError(f"{file}: not a readable Parquet file ({first_line(error)})") from error
+    check_schema(file, int((table.schema.metadata or {}).get(b"fxopt.schema", 1)))
+    if lacking := [name for name in REQUIRED if name not in table.column_names]:
+        raise ReportError(f"{file}: not the table of a run, it has no column {', '.join(lacking)}")
+    if not table.num_rows:
+        raise ReportError(f"{file}: the table of this run is empty")
+    for name, kind in COLUMNS.items():
+        if name not in table.column_names:
+            empty: object = "" if kind == pa.string() else [] if pa.types.is_list(kind) else None
+            table = table.append_column(name, pa.array([empty] * table.num_rows, kind))
+    return table

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .files import ReportError, first_line
+from .table import ReportError, first_line
 
 PAUSE, SHARE = 10.0, 0.05
 """Seconds between two times that a run sends what it has found, and the most of its time that sending may take."""
@@ -30,16 +30,8 @@ class Place:
     """A folder, or a URL of fsspec such as `s3://bucket/reports`, whose files are fetched to a folder and sent from there.
 
     Storage that is reached by a URL seldom has locks, or files that grow or are renamed: all of that happens in the folder,
-    and what is sent is whole files.
-
-    Attributes:
-        name: as it was given.
-        path: the folder, or the file where it is one.
-        far: whether `path` stands in for a URL.
-        empty: whether there was nothing at the URL.
-
-    Raises:
-        ReportError: the URL cannot be read, or its kind is not known here.
+    and what is sent is whole files. `path` is the folder, or the file where it is one; it stands in for a URL where the place
+    is `far`, at which there was nothing where it is `empty`. Raises `ReportError` for a URL that cannot be read.
     """
 
     def __init__(self, name: str | Path) -> None:
