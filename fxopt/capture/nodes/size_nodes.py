@@ -101,7 +101,11 @@ class SizeNodes:
 
 
 class _Analysis(PythonReferenceAnalysis):
-    """Python's arithmetic on proxies; rounding, which `math` does on numbers alone, becomes a node of its own."""
+    """Python's arithmetic on proxies; rounding, which Python does on numbers alone, becomes a node of its own."""
+
+    @staticmethod
+    def identity(x: Any) -> Any:
+        return x
 
     @staticmethod
     def int_truediv(a: Any, b: Any) -> Any:
@@ -119,6 +123,19 @@ class _Analysis(PythonReferenceAnalysis):
     def trunc_to_int(x: Any, dtype: Any) -> Any:
         return _rounded(math.trunc, x)
 
+    @staticmethod
+    def round_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(round, x)
 
-def _rounded(function: Callable[[Any], int], x: Any) -> Any:
-    return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
+    @staticmethod
+    def round_decimal(x: Any, digits: Any) -> Any:
+        return _rounded(round, x, digits)
+
+
+def _rounded(function: Callable[..., Any], x: Any, *digits: int) -> Any:
+    given = (x, *digits)
+    return (
+        x.tracer.create_proxy("call_function", function, given, {})
+        if isinstance(x, Proxy)
+        else function(*given)
+    )
