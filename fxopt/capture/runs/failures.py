@@ -14,6 +14,8 @@ from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, 
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.errors import TraceError
 
+# A stack with more functions of the model than this is one that does not end.
+_MOST_NESTED = 100
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -42,8 +44,11 @@ def raise_caught(recorder: Recorder, shape_env: CaptureShapeEnv) -> None:
 
 def _is_own(error: Exception) -> bool:
     """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return is_own_code(frame.f_code)
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, RecursionError) and RUN_FORWARD in (code.co_name for code in codes):
+        called = [code for code in codes if is_model_code(code.co_filename)]
+        return len(called) < _MOST_NESTED  # else the model calls itself
+    return is_own_code(codes[-1])
 
 
 def _with_line(error: Any, writer: GraphWriter) -> TraceError:
