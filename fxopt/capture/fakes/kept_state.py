@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from fxopt.errors import TraceError
 
-# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
+# Module and attribute -> what is there: a number or string, or a Snapshot (whose parts are MADE, or the name of a
+# tensor of the model); None where it is no more.
 Changes = dict[tuple[str, str], Any]
-# Stands, in what a call starts from, for an attribute that is not there, and that the call may not read.
-UNREAD = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,17 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptState:
-    """All that earlier calls have left in a model: what they changed of its state, and the hooks of each module.
+    """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
+    the context variables.
 
-    `known` are the values of tensors and sizes in it, by identity. What is `UNREAD` in the changes the next call may not
-    read, and a number that is `Counted` it may only make others of.
+    `known` are the values of tensors and sizes in it, by identity. Of a number that is `Counted` the next call may only
+    make others.
     """
 
     changes: Changes = dataclasses.field(default_factory=dict)
     known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context: contextvars.Context | None = None
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:

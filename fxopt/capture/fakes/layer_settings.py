@@ -11,12 +11,13 @@ _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 def settings_of(module: torch.nn.Module) -> dict[str, Any]:
-    """All that decides how a layer computes: numbers, flags, and the tensors it holds."""
+    """All that decides how a layer computes: numbers, flags, the tensors it holds, and hooks."""
     held = dict(module._parameters) | dict(module._buffers) | module.__dict__
-    return {
+    hooks = {key: tuple(held[key]) for key in ("_forward_hooks", "_forward_pre_hooks")}
+    return hooks | {
         key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
         for key, value in held.items()
-        if isinstance(value, (*_PLAIN, tuple, list, torch.Tensor, type(None)))
+        if isinstance(value, (*_PLAIN, tuple, list, torch.Tensor, type(None))) or key == "forward"
     }
 
 
