@@ -244,3 +244,17 @@ def test_an_error_of_the_capture_itself_is_not_blamed_on_the_model(used, monkeyp
 def test_no_file_of_the_library_is_the_models():
     assert is_model_code(__file__)
     assert not any(is_model_code(str(file)) for file in Path(fxopt.__file__).parent.rglob("*.py"))
+
+
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self(self.layer(x))
+
+
+def test_a_model_that_calls_itself_without_end():
+    with pytest.raises(fxopt.TraceError, match="the forward failed under capture.*RecursionError"):
+        fxopt.trace(CallsItself(), (X,))

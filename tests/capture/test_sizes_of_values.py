@@ -407,24 +407,37 @@ class AsksForIntegers(nn.Module):
 def test_int_is_what_it_is_otherwise():
     model, x = AsksForIntegers(), torch.randn(3, 4)
     assert fxopt.trace(model, (x,))(x)[1:] == model(x)[1:]
-    given = ("x.to(int)", "torch.ones(2, dtype=int)", "{int: x}", "map(int, x)")
+    given = ("x.to(int)", "x.to(x.device, int)", "torch.ones(2, dtype=int)", "{int: x}", "map(int, x)")
     compared = ("isinstance(x, (int, float))", "type(x) is int", "int(x) + int('1')")
     codes = [compile(f"def f(x): return {text}", "", "exec") for text in (*given, *compared)]
     assert list(map(_hands_on_int, codes)) == [True] * len(given) + [False] * len(compared)
 
 
-def test_a_number_that_sympy_would_round_otherwise_is_fixed():
-    def forward(self, x):
-        return x.new_zeros(math.floor(x.shape[0] * 0.29 * 100))
+ROUNDS = {
+    "floor": lambda x: x.new_zeros(math.floor(x.shape[0] * 0.29 * 100)),
+    "product": lambda x: x * (x.shape[0] / 2 * 0.1 * 3.0),
+    "sum": lambda x: x * (0.1 * x.shape[0] + 0.2 * x.shape[0] - 0.7 * x.shape[0] * 0.3),
+    "square": lambda x: x * (x.shape[0] * 0.1 * 3.0) * (x.shape[0] * 0.1 * 3.0) ** -0.5,
+    "output": lambda x: (x, x.shape[0] * 0.1 * 3.0 * (x.shape[0] * 0.1 * 3.0)),
+    "round": lambda x: x[: round(x.shape[0] * 0.35)] * round(x.shape[0] * 0.35, 1),
+}
 
-    model = module(forward)
-    rounded = [n for n in range(2, 99) if math.floor(n * 0.29 * 100) != math.floor(n * (0.29 * 100))]
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_number_that_sympy_would_round_otherwise_is_pythons(name):
+    model = module(lambda self, x: ROUNDS[name](x))
     traced = fxopt.trace(model, (torch.ones(50, 1),), dynamic_shapes=({0: Dim.AUTO},))
-    assert rounded
-    assert 50 not in rounded
-    for n in rounded:
-        with pytest.raises(fxopt.GuardError):
-            traced(torch.ones(n, 1))
+    for n in range(2, 99):
+        x = torch.rand(n, 1)
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0)
+
+
+def test_a_number_that_is_rounded_twice_and_compared_is_fixed():
+    model = module(lambda self, x: x * 2 if x.shape[0] * 0.1 * 3.0 > 0.9 else x)
+    traced = fxopt.trace(model, (torch.ones(3, 1),), dynamic_shapes=({0: Dim.AUTO},), verify=False)
+    assert torch.equal(traced(torch.ones(3, 1)), model(torch.ones(3, 1)))
+    with pytest.raises(fxopt.GuardError):
+        traced(torch.ones(4, 1))
 
 
 class Divides(nn.Module):

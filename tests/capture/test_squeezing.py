@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 import fxopt
@@ -60,3 +61,22 @@ def test_the_rows_of_a_product_of_sizes(forward):
     model = module(forward)
     gm = fxopt.trace(model, (X[:3],), dynamic_shapes=ROWS)
     assert right_or_refused(gm, model, X[:3], X[:4]) == [False, True]
+
+
+class MaskOfRows(nn.Module):
+    """Repeats a mask for each head, as MRA does: in a batch of one, only the mask's length is the tokens'."""
+
+    def forward(self, tokens, mask):
+        batch, length = tokens.shape
+        mask = mask.squeeze().repeat(1, 4, 1).reshape(batch * 4, length)
+        return mask * tokens.repeat(4, 1)
+
+
+def test_sizes_that_only_a_batch_of_one_makes_equal():
+    model = MaskOfRows()
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    traced = fxopt.trace(model, (X, X), dynamic_shapes=(free, free))
+    for x in (X, X[:1], X[:2, :3], X[:1, :3]):
+        assert torch.equal(traced(x, x), model(x, x))
+    with pytest.raises(fxopt.GuardError):
+        traced(X[:1], X[:1, :2])

@@ -1,6 +1,10 @@
 """State that a forward leaves behind: left out where no later call reads it, and refused elsewhere."""
 
+import contextvars
+import copy
+import inspect
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -271,13 +275,11 @@ class KeepsForOneBranch(nn.Module):
         return y
 
 
-def test_what_no_call_reads_takes_one_second_call():
+def test_what_no_call_reads_takes_a_second_call_for_each_outcome():
     model = KeepsForOneBranch(reads=False)
     traced = fxopt.trace(model, (X,))
     assert torch.equal(traced(X), model(X))
-    assert (
-        traced.meta["forward_runs"] == 5
-    )  # up to the loop, with its body, after that call, without, and in turn
+    assert traced.meta["forward_runs"] == 7  # up to the loop; with its body, without, and in turn, twice each
 
 
 def test_what_is_compared_with_none_alone_is_read():
@@ -323,7 +325,242 @@ def listed(self, x):
     return x * (1 + len(names))
 
 
-@pytest.mark.parametrize("forward", [looked_up, made_once, listed])
+def taken_from_object(self, x):
+    try:
+        factor = object.__getattribute__(self, "kept")
+    except AttributeError:
+        factor = 1
+    self.kept = 2
+    return x * factor
+
+
+def taken_from_module(self, x):
+    try:
+        factor = nn.Module.__getattribute__(self, "kept")
+    except AttributeError:
+        factor = 1
+    self.kept = 2
+    return x * factor
+
+
+def taken_statically(self, x):
+    factor = inspect.getattr_static(self, "kept", 1)
+    self.kept = 2
+    return x * factor
+
+
+def taken_from_dict(self, x):
+    factor = dict.get(self.__dict__, "kept", 1)
+    self.kept = 2
+    return x * factor
+
+
+def taken_from_a_copy(self, x):
+    factor = getattr(copy.copy(self), "kept", 1)
+    self.kept = 2
+    return x * factor
+
+
+def there_or_not(self, x):
+    factor = 2 if hasattr(self, "kept") else 1
+    self.kept = None
+    return x * factor
+
+
+def called_or_not(self, x):
+    try:
+        y = self.kept(x)
+    except (AttributeError, TypeError):
+        y = x
+    total = x.sum()
+    self.kept = lambda t: t * total
+    return y
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(
+            looked_up,
+            made_once,
+            listed,
+            taken_from_object,
+            taken_from_module,
+            taken_statically,
+            taken_from_dict,
+        ),
+        *(taken_from_a_copy, there_or_not, called_or_not),
+    ],
+)
 def test_what_is_read_past_getattr_is_read(forward):
     with pytest.raises(fxopt.TraceError, match="assigns to 'kept'"):
         fxopt.trace(module(forward), (X,), dynamic_shapes=({0: Dim.AUTO},), verify=False)
+
+
+def in_a_slot(self, x):
+    factor = 2 if hasattr(self, "slot") else 1
+    self.slot = 1
+    return x * factor
+
+
+def test_what_is_in_slots_of_a_module_is_state():
+    model = type("Made", (nn.Module,), {"forward": in_a_slot, "__slots__": ("slot",)})()
+    with pytest.raises(fxopt.TraceError, match="assigns to 'slot'"):
+        fxopt.trace(model, (X,), verify=False)
+
+
+class ReadsAtOne(nn.Module):
+    """Reads, in a batch of one, what calls of other sizes leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1
+
+    def forward(self, x):
+        if x.shape[0] == 1:
+            return x * self.factor
+        self.factor = 2
+        return x * 1
+
+
+def test_what_is_read_at_size_one_alone_is_read():
+    model = ReadsAtOne()
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.AUTO},))
+    assert torch.equal(traced(X), model(X))
+    with pytest.raises(fxopt.GuardError):
+        traced(X[:1])
+
+
+def swapped_children(self, x):
+    y = self.first(x)
+    self.first, self.second = self.second, self.first
+    return y
+
+
+def turned(self, x):
+    y = self.order[0](x)
+    self.order.reverse()
+    return y
+
+
+def bound(self, x):
+    y = self.method(x)
+    self.method = self.second.forward
+    return y
+
+
+def other_parameter(self, x):
+    y = self.first(x)
+    self.first.weight, self.second.weight = self.second.weight, self.first.weight
+    return y
+
+
+def other_tensor(self, x):
+    y = x * 2 if self.now is self.table else x
+    self.now = self.table
+    return y
+
+
+def other_forward(self, x):
+    y = self.first(x)
+    self.first.forward = torch.relu
+    return y
+
+
+def other_class(self, x):
+    y = self.first(x)
+    self.__class__ = nn.Module
+    return y
+
+
+def without_child(self, x):
+    if hasattr(self, "second"):
+        del self.second
+        return self.first(x)
+    return self.first(x) * 2
+
+
+def hooked_for_good(self, x):
+    self.first.register_forward_hook(lambda module, args, output: output * 2)
+    return self.first(x)
+
+
+def through_a_weak_reference(self, x):
+    kept = self.reference()
+    y = x * kept.factor
+    kept.factor = 2
+    return y
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(swapped_children, turned, bound, other_parameter, other_tensor, other_forward, other_class),
+        *(without_child, hooked_for_good, through_a_weak_reference),
+    ],
+)
+def test_which_modules_and_tensors_a_module_has_is_state(forward):
+    first, second, held = nn.Linear(4, 4), nn.Linear(4, 4), Held()
+    held.factor = 1
+    model = module(forward, first=first, second=second, held=held, table=torch.ones(4), now=None)
+    model.order, model.method, model.reference = [first, second], first.forward, weakref.ref(held)
+    with pytest.raises(fxopt.TraceError, match="assigns to"):
+        fxopt.trace(model, (X,), verify=False)
+    assert held.factor == 1
+
+
+def hooked_for_one_call(self, x):
+    handle = self.first.register_forward_hook(lambda module, args, output: output * 2)
+    y = self.first(x)
+    handle.remove()
+    return y
+
+
+def test_a_hook_of_one_call_of_a_layer():
+    model = module(hooked_for_one_call, first=nn.Linear(4, 4))
+    traced = fxopt.trace(model, (X,), verify=False)
+    for _ in range(2):
+        assert torch.equal(traced(X), model(X))
+
+
+def grown(self, x):
+    self.extra = nn.Linear(4, 4)
+    return self.extra(x)
+
+
+def as_long_as_it_was_called(self, x):
+    self.calls += 1
+    return x * len([2] * self.calls)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [(grown, "adds the module 'extra'"), (as_long_as_it_was_called, "assigns to 'calls'")],
+)
+def test_a_reason_is_given(forward, message):
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(module(forward, calls=0), (X,), verify=False)
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1)
+
+
+def in_a_context_variable(self, x):
+    y = x * VARIABLE.get()
+    VARIABLE.set(2)
+    return y
+
+
+def in_a_context_variable_for_a_while(self, x):
+    token = VARIABLE.set(3)
+    try:
+        return x * VARIABLE.get()
+    finally:
+        VARIABLE.reset(token)
+
+
+def test_context_variables():
+    with pytest.raises(fxopt.TraceError, match="changes the context variable 'VARIABLE'"):
+        fxopt.trace(module(in_a_context_variable), (X,), verify=False)
+    assert VARIABLE.get() == 1
+    assert torch.equal(fxopt.trace(module(in_a_context_variable_for_a_while), (X,))(X), X * 3)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState, set_on, settings_of
+from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, set_on, settings_of
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
+from fxopt.objects import attributes
 
 # Stands for a tensor that the forward has made.
 MADE = object()
 
 _PLAIN = (bool, int, float, str)
+_HOOKS = "_forward_hooks"
 # Attributes that every module has: parameters, children and hooks among them.
 _OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
 
@@ -72,8 +75,10 @@ class FakeModel:
         self._settings = {id(module): settings_of(module) for module in self.model.modules()}
         self._held: dict[int, tuple[Any, ...]] = {}
         self._containers = recorded_modules(self.model, self._layers)
-        self._given = {name: set(vars(module)) for name, module in self.model.named_modules()}
-        self._own = {
+        self._modules = dict(self.model.named_modules())
+        self._places = {id(module): name for name, module in self._modules.items()}
+        self._given = {name: set(vars(module)) for name, module in self._modules.items()}
+        self._own = self.names | {
             id(t): f"{n}.{key}"
             for n, m in self._containers
             for key, t in _attributes(m)
@@ -84,7 +89,6 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
-        self.unread: set[tuple[int, str]] = set()  # attributes of modules
         self._leave(earlier)
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
@@ -102,38 +106,45 @@ class FakeModel:
 
     def _leave(self, earlier: KeptState) -> None:
         """Leave in the copy what an earlier call has left."""
-        for (name, key), value in earlier.changes.items():
+        # First what is deleted: it may be elsewhere in the same module now.
+        for (name, key), value in sorted(earlier.changes.items(), key=lambda change: change[1] is not None):
+            if key == _HOOKS:
+                continue
+            holder: Any = self._tensors.get(name, self._modules.get(name))
             if isinstance(value, Snapshot):
-                if value.in_closure and (value.tensors or value.sizes):
-                    raise TraceError(
-                        f"a function that {key!r} holds keeps a tensor or a size for a later call."
-                    )
-                stand_ins = self._stand_ins(value, earlier.known)
-                value = copy.deepcopy(value.kept, stand_ins) if stand_ins else value.kept
+                value = self._left(value, earlier.known)
             elif isinstance(value, Counted):
                 value = CountedNumber(self._refuse, value.kind)
-            elif value is UNREAD:
-                module = self.model.get_submodule(name)
-                vars(module).pop(key, None)
-                self.unread.add((id(module), key))
+            elif value is None:
+                delattr(holder, key)
                 continue
-            holder = self._tensors.get(name)
-            if holder is not None or is_unusable(value):
-                # `nn.Module` would ask what the number is
-                vars(self.model.get_submodule(name) if holder is None else holder)[key] = value
+            registries = [] if isinstance(holder, torch.Tensor) else [holder._parameters, holder._buffers]
+            for registry in (registry for registry in registries if key in registry):
+                registry[key] = value
+                break
             else:
-                setattr(self.model.get_submodule(name), key, value)
+                # `nn.Module` would ask what it is.
+                object.__setattr__(holder, key, value)
 
-    def refuse_unread(self, module: torch.nn.Module, name: str) -> None:
-        """Refuse an attribute that is missing because this call may not read it."""
-        if (id(module), name) in self.unread:
-            self._refuse()
+    def _left(self, snapshot: Snapshot, known: Mapping[int, Any]) -> Any:
+        """The object that an earlier call has left, with stand-ins for its tensors, sizes and modules."""
+        stand_ins = self._stand_ins(snapshot, known)
+        if not stand_ins:
+            return snapshot.kept
+        if isinstance(snapshot.kept, types.FunctionType):
+            return lambda *args, **kwargs: self._refuse()
+        if snapshot.in_closure:
+            raise TraceError("a function in an object keeps a tensor, a size or a module for a later call.")
+        if not {id(module) for module in snapshot.modules} <= known.keys():
+            raise TraceError("a module that is made in a call is kept for a later one.")
+        return copy.deepcopy(snapshot.kept, stand_ins)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
-        self.originals[id(fake)] = tensor
-        self._outside[id(fake)] = fake
+        if id(fake) not in self.names:
+            self.originals[id(fake)] = tensor
+            self._outside[id(fake)] = fake
         return fake
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
@@ -143,7 +154,7 @@ class FakeModel:
 
     def report_to(self, recorder: Any) -> None:
         """Report calls of modules to a `Recorder`."""
-        for name, module in self.model.named_modules():
+        for name, module in self._modules.items():
             call = recorder.call_layer if id(module) in self._layers else recorder.call_container
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
             module._compiled_call_impl = _Call(call, name, module)
@@ -158,33 +169,35 @@ class FakeModel:
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other, tensors of the model by name; `aliases` gives others that are the same."""
+        if new := [name for name, module in self.model.named_modules() if id(module) not in self._places]:
+            raise TraceError(f"the forward adds the module {new[0]!r}: add it before the capture.")
 
         def named(tensor: torch.Tensor) -> Any:
             key = id(aliases.get(id(tensor), tensor))
             return self._own.get(key) or self._held.get(key, (MADE,))[0]
 
         state: Changes = {}
-        contents = SnapshotMaker(named)
+        contents = SnapshotMaker(named, placed=lambda module: self._places.get(id(module), MADE))
         for name, module in self._containers:
+            state[name, "_modules"] = contents(module._modules)
+            state[name, "__class__"] = Snapshot(type(module), type(module))
             for key, value in _attributes(module):
-                if is_unusable(value):
-                    state[name, key] = contents(value)
-                elif isinstance(value, _PLAIN):
+                if not is_unusable(value) and isinstance(value, _PLAIN):
                     state[name, key] = value
-                elif isinstance(value, torch.Tensor):
-                    own = named(value)
-                    state[name, key] = Snapshot(MADE, value, (value,)) if own is MADE else own
-                elif value is not None and key not in _OF_TORCH:
+                elif key not in _OF_TORCH:
                     state[name, key] = contents(value)
         for name, tensor in self._tensors.items():
             state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
-        for name, module in self.model.named_modules():
+        for name, module in self._modules.items():
+            if module._forward_hooks or module._forward_pre_hooks:
+                state[name, _HOOKS] = contents((*module._forward_hooks, None, *module._forward_pre_hooks))
             if type(module).__module__.startswith("torch.nn."):
                 plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
                 state |= {(name, key): value for key, value in plain.items()}
-                added = vars(module).keys() - plain.keys() - self._given[name] - _OF_TORCH
-                state |= {(name, key): contents(vars(module)[key]) for key in sorted(added)}
+                added = sorted(vars(module).keys() - plain.keys() - self._given[name] - _OF_TORCH)
+                held = module._parameters | module._buffers | {key: vars(module)[key] for key in added}
+                state |= {(name, key): contents(value) for key, value in held.items()}
         return state
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
@@ -195,19 +208,25 @@ class FakeModel:
         )
         return {key: after.get(key) for key in changed}
 
+    def own(self, state: Changes, aliases: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+        """The real tensors for those in a state that were there before the run, and the names of modules, by identity."""
+        tensors = [t for value in state.values() if isinstance(value, Snapshot) for t in value.tensors]
+        real = {id(t): self.real(aliases.get(id(t), t))[1] for t in tensors}
+        return {key: tensor for key, tensor in real.items() if tensor is not None} | self._places
+
     def unchanged_buffers(self) -> set[str]:
         """The names of the buffers that the forward has neither replaced nor written."""
         after = self.model.named_buffers()
         return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == b._version}
 
     def hooks(self) -> dict[str, Any]:
-        """The hooks of each module, of which the forward may have added some; they are no state that it reads."""
-        return {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in self.model.named_modules()}
+        """The hooks of each module, of which the forward may have added some."""
+        return {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in self._modules.items()}
 
     def take_hooks(self, hooks: Mapping[str, Any]) -> None:
         """Give the modules the hooks that an earlier call has left."""
         for name, kinds in hooks.items():
-            module = self.model.get_submodule(name)
+            module = self._modules[name]
             for own, left in zip((module._forward_hooks, module._forward_pre_hooks), kinds, strict=True):
                 # Its own hooks write into this copy, those of the earlier call into the copy of that.
                 hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
@@ -230,7 +249,9 @@ class FakeModel:
         tensors = {
             id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in snapshot.tensors
         }
-        return tensors | {id(s): known.get(id(s), UnusableNumber(self._refuse)) for s in snapshot.sizes}
+        modules = {id(m): self._modules[known[id(m)]] for m in snapshot.modules if id(m) in known}
+        sizes = {id(s): known.get(id(s), UnusableNumber(self._refuse)) for s in snapshot.sizes}
+        return tensors | modules | sizes
 
     def _stale(self) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
@@ -250,7 +271,7 @@ def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for registry in (module.__dict__, module._parameters, module._buffers):
+    for registry in (attributes(module), module._parameters, module._buffers):
         for key, value in registry.items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 yield key, value

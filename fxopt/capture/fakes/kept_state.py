@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -14,10 +15,9 @@ from fxopt.errors import TraceError
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 
-# Module and attribute -> what is there: a number or string, the name of a tensor of the model, MADE, or a Snapshot.
+# Module and attribute -> what is there: a number or string, or a Snapshot (whose parts are MADE, or the name of a
+# tensor of the model); None where it is no more.
 Changes = dict[tuple[str, str], Any]
-# Stands, in what a call starts from, for an attribute that is not there, and that the call may not read.
-UNREAD = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,17 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptState:
-    """All that earlier calls have left in a model: what they changed of its state, and the hooks of each module.
+    """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
+    the context variables.
 
-    `known` are the values of tensors and sizes in it, by identity. What is `UNREAD` in the changes the next call may not
-    read, and a number that is `Counted` it may only make others of.
+    `known` are the values of tensors and sizes in it, by identity. Of a number that is `Counted` the next call may only
+    make others.
     """
 
     changes: Changes = dataclasses.field(default_factory=dict)
     known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context: contextvars.Context | None = None
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:
@@ -49,12 +51,13 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 
 def settings_of(module: torch.nn.Module) -> dict[str, Any]:
-    """All that decides how a layer computes: numbers, flags, and the tensors it holds, in a form that can be compared."""
+    """All that decides how a layer computes: numbers, flags, tensors and hooks, in a form that can be compared."""
     held = dict(module._parameters) | dict(module._buffers) | module.__dict__
-    return {
+    hooks = {key: tuple(held[key]) for key in ("_forward_hooks", "_forward_pre_hooks")}
+    return hooks | {
         key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
         for key, value in held.items()
-        if isinstance(value, (*_PLAIN, tuple, list, torch.Tensor, type(None)))
+        if isinstance(value, (*_PLAIN, tuple, list, torch.Tensor, type(None))) or key == "forward"
     }
 
 

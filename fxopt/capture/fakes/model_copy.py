@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxopt.objects import is_open
+
 T = TypeVar("T")
 
 
@@ -80,9 +82,17 @@ def _copy_cache(cache: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_reference(reference: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
-    """A weak reference to the copy of a module; to anything else, which the model need not hold, it is itself."""
+    """A weak reference to the copy of a module, or of an object, which it holds itself as the model need not."""
     target = reference()
-    return weakref.ref(copy.deepcopy(target, memo)) if isinstance(target, torch.nn.Module) else reference
+    if not isinstance(target, torch.nn.Module) and not is_open(target):
+        return reference
+    made = _Reference(copied := _copied_or_same(target, memo))
+    made.held = None if isinstance(target, torch.nn.Module) else copied
+    return made
+
+
+class _Reference(weakref.ref[Any]):
+    held: Any
 
 
 def _copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

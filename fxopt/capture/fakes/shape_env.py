@@ -24,6 +24,17 @@ from fxopt.capture.fakes.size_one_trials import SizeOneTrials
 LEARNED = "learned"
 
 
+class Rounded(sympy.Function):  # type: ignore[misc]
+    """A float that Python rounds before it goes on: `(n * 0.29) * 100` is not `n * 29.0`, which sympy makes of it."""
+
+    is_real = True
+    _torch_handler_name = "identity"
+
+    @classmethod
+    def eval(cls, value: Any) -> Any:
+        return value if value.is_number else None
+
+
 def forget_shape_envs() -> None:
     """Empty the caches in which torch keeps ShapeEnvs, some for good, with all lines and fake tensors that they know."""
     for method in vars(ShapeEnv).values():
@@ -80,6 +91,11 @@ class CaptureShapeEnv(ShapeEnv):
             self._questions = outer
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        for rounded in orig_expr.atoms(Rounded) if isinstance(orig_expr, sympy.Basic) else ():
+            # No guard can say this of other sizes.
+            if not free_unbacked_symbols(rounded) and self._maybe_evaluate_static(orig_expr) is None:
+                for symbol in rounded.free_symbols:
+                    self._evaluate(symbol)
         try:
             return self._evaluate(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -11,6 +12,7 @@ import pickle
 import random
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,35 +30,41 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `tensors` and `sizes` are the tensors and free sizes in it."""
+    """All that is in an object; `tensors`, `sizes` and `modules` are the tensors, free sizes and modules in it."""
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)  # the object itself
     tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
     sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+    modules: tuple[torch.nn.Module, ...] = dataclasses.field(default=(), compare=False)
     # A function in it holds variables, which `copy.deepcopy` does not copy.
     in_closure: bool = dataclasses.field(default=False, compare=False)
 
 
 class SnapshotMaker:
-    """Describes objects; `named` gives the name of a tensor, `sized` that of a size. One object is described once."""
+    """Describes objects; `named`, `sized` and `placed` name a tensor, a size, a module. One object is described once."""
 
-    def __init__(self, named: Callable[[torch.Tensor], Any], sized: Callable[[Any], Any] = str) -> None:
-        self._named, self._sized = named, sized
+    def __init__(
+        self,
+        named: Callable[[torch.Tensor], Any],
+        sized: Callable[[Any], Any] = str,
+        placed: Callable[[torch.nn.Module], Any] = lambda module: None,
+    ) -> None:
+        self._named, self._sized, self._placed = named, sized, placed
         self._known: dict[int, Snapshot] = {}
         # Objects that can be changed, in the order in which they were met in the one described now.
         self._met: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[Any] = []
+        self._modules: list[torch.nn.Module] = []
         self._in_closure = False
 
     def __call__(self, value: Any) -> Snapshot:
         if id(value) not in self._known:
-            self._tensors, self._sizes, self._met, self._in_closure = [], [], {}, False
+            self._tensors, self._sizes, self._modules, self._met, self._in_closure = [], [], [], {}, False
             parts = self._parts(value)
-            self._known[id(value)] = Snapshot(
-                parts, value, tuple(self._tensors), tuple(self._sizes), self._in_closure
-            )
+            held = tuple(self._tensors), tuple(self._sizes), tuple(self._modules)
+            self._known[id(value)] = Snapshot(parts, value, *held, self._in_closure)
         return self._known[id(value)]
 
     def _parts(self, value: Any) -> Any:
@@ -72,6 +80,9 @@ class SnapshotMaker:
             self._sizes.append(value)
             return self._sized(value)
         kind = type(value).__qualname__
+        if isinstance(value, torch.nn.Module):
+            self._modules.append(value)
+            return kind, self._placed(value)
         if id(value) in self._met:
             return kind, self._met[id(value)]
         if isinstance(value, (set, frozenset)):
@@ -87,6 +98,10 @@ class SnapshotMaker:
             return kind, tuple((self._parts(key), self._parts(item)) for key, item in tuple(value.items()))
         if is_open(value):
             return kind, self._parts(attributes(value))
+        if isinstance(value, weakref.ref):
+            return kind, self._parts(value())
+        if isinstance(value, contextvars.ContextVar):
+            return kind, self._parts(value.get(None))
         if isinstance(value, functools.partial):
             return kind, self._parts((value.func, value.args, value.keywords))
         if isinstance(value, types.MethodType):

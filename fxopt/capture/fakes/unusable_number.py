@@ -43,9 +43,13 @@ def is_unusable(value: Any) -> bool:
     return type(value) in (UnusableNumber, CountedNumber)
 
 
+def _counted(number: CountedNumber, other: Any) -> Any:
+    return number if is_unusable(other) or isinstance(other, (int, float)) else _use(number)
+
+
 # Python looks for what operators and builtins do in the class.
 for _name in {*dir(float), *dir(int)} - {*vars(UnusableNumber), *_OF_CLASSES}:
     setattr(UnusableNumber, _name, _use)
 for _name in ("add", "sub", "mul", "truediv", "floordiv"):
     for _form in (f"__{_name}__", f"__r{_name}__"):
-        setattr(CountedNumber, _form, lambda number, other: number)
+        setattr(CountedNumber, _form, _counted)

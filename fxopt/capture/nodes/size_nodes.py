@@ -97,16 +97,36 @@ class SizeNodes:
 
 
 class _Analysis(PythonReferenceAnalysis):
-    """Python's arithmetic on proxies; rounding, which `math` does on numbers alone, becomes a node of its own."""
+    """Python's arithmetic on proxies; rounding, which Python does on numbers alone, becomes a node of its own."""
+
+    @staticmethod
+    def identity(x: Any) -> Any:
+        return x
 
     @staticmethod
     def int_truediv(a: Any, b: Any) -> Any:
         return a / b
 
+    @staticmethod
+    def round_decimal(x: Any, digits: Any) -> Any:
+        return _rounded(round, x, digits)
 
-def _rounded(function: Callable[[Any], int], x: Any, dtype: Any) -> Any:
-    return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, Proxy) else function(x)
+
+def _rounded(function: Callable[..., Any], *args: Any) -> Any:
+    if not isinstance(args[0], Proxy):
+        return function(*args)
+    return args[0].tracer.create_proxy("call_function", function, args, {})
 
 
-for _name in ("floor", "ceil", "trunc"):
-    setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_rounded, getattr(math, _name))))
+def _to_int(function: Callable[..., Any], x: Any, dtype: Any) -> Any:
+    return _rounded(function, x)
+
+
+_TO_INT: dict[str, Callable[..., Any]] = {
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "round": round,
+}
+for _name, _function in _TO_INT.items():
+    setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_to_int, _function)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
-import operator
 import sys
 import types
 from typing import Any
@@ -17,6 +17,7 @@ from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.replaced import Patches
 
@@ -119,16 +120,16 @@ def _types(patch: Patches, decisions: BranchDecisions) -> None:
 
 
 def _floats(patch: Patches) -> None:
-    """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: such a number is fixed."""
-    for name, operation in (("_add", operator.add), ("_sub", operator.sub), ("_mul", operator.mul)):
+    """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: it must not look into the product."""
+    for name in ("_add", "_sub", "_mul"):
 
-        def compute(
-            self: Any, other: Any, original: Any = SymNode.__dict__[name], operation: Any = operation
-        ) -> Any:
+        def compute(self: Any, other: Any, original: Any = SymNode.__dict__[name]) -> Any:
             made = original(self, other)
-            if made.pytype is not float or not patch.in_forward() or _rounds_once(made, self, other):
+            if made.pytype is not float or not patch.in_forward():
                 return made
-            return self.wrap_float(operation(self.guard_float("", 0), other.guard_float("", 0)))
+            left, right = _rounded(self), _rounded(other)
+            pairs = (self, other), (left, other), (self, right), (left, _rounded(right))
+            return next(m for one, two in pairs if _rounds_once(m := original(one, two), one, two))
 
         patch.set(SymNode, name, compute)
     for name in ("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
@@ -137,6 +138,13 @@ def _floats(patch: Patches) -> None:
         def divide(original: Any, self: Any, other: Any, name: str = name) -> Any:
             """Python's is not the floor of the quotient, which is rounded: 0.4 // 0.1 is 3."""
             return getattr(float(self), name)(float(other)) if patch.in_forward() else original(self, other)
+
+
+def _rounded(number: SymNode) -> SymNode:
+    """A float as sympy cannot take it apart."""
+    made = copy.copy(number)
+    made._expr = Rounded(number.expr)
+    return made
 
 
 def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:

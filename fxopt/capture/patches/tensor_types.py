@@ -115,7 +115,9 @@ def _hands_on_int(code: types.CodeType) -> bool:
         compared = (
             before in _COMPARES
             or (before == "IS_OP" and of_type)
-            or (before in ("PRECALL", "CALL") and instruction.arg == 2)  # `isinstance`
+            or (
+                before in ("PRECALL", "CALL") and instruction.arg == 2 and "to" not in code.co_names
+            )  # `isinstance`
         )
         if given and not compared and before not in _LOADS:
             return True

@@ -23,7 +23,6 @@ from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
 from fxopt.capture.patches.replaced import Patches
-from fxopt.capture.patches.unread_attributes import refuse_unread
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
@@ -58,7 +57,6 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _lists(patch)
     _attention(patch)
     _refusals(patch, recorder.fail)
-    refuse_unread(patch, recorder.shell)
 
 
 def _inference_mode(patch: Patches, switches: ModeSwitches) -> None:

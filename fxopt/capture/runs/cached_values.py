@@ -44,7 +44,9 @@ class _State(KeptState):
     def parts(self) -> dict[Any, Any]:
         """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
         describe = SnapshotMaker(
-            lambda t: _Content(self.known.get(id(t))), lambda size: self.known.get(id(size))
+            lambda t: _Content(self.known.get(id(t))),
+            lambda size: self.known.get(id(size)),
+            lambda module: self.known.get(id(module)),
         )
         return {
             key: describe(value.kept).parts if isinstance(value, Snapshot) else value
@@ -200,4 +202,4 @@ def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None
             known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
             values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
             known |= {key: tensor for key, tensor in values.items() if tensor is not None}
-    return _State(left, known, made.hooks)
+    return _State(left, {**known, **made.own}, made.hooks, made.context)

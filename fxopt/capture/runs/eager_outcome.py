@@ -74,7 +74,7 @@ def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict
     }
     named |= {f"input {n}": leaf for n, leaf in enumerate(examples.leaves)}
     if not outputs or not named:
-        return {}
+        return dict.fromkeys(named)
     generator = torch.Generator().manual_seed(0)
     weights = [
         torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device)

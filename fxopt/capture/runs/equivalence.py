@@ -83,7 +83,8 @@ def is_steady_state(capture: RunResult, again: RunResult) -> bool:
 
 def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
     """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
-    if not _free(other).keys() <= _free(capture).keys():
+    mine, its = _free(capture), _free(other)
+    if not its.keys() <= mine.keys():
         return None  # at these sizes, the forward changes a number that it leaves alone otherwise
     if not capture.reads.cover(other.reads):
         return None  # there, the forward decides on a property that the graph does not check
@@ -97,14 +98,28 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
     def translated(expression: Any) -> Any:
         return at_one(in_symbols(expression))
 
+    in_its = {mine[where]: symbol for where, symbol in its.items()}
+    # Sizes that only the run at 1 has learned to be equal.
+    learned = [sympy.Eq(at_one(mine[where]), translated(symbol)) for where, symbol in its.items()]
+
+    def same_size(one: Any, size: Any) -> bool:
+        there = other.shape_env.replace(at_one(one).xreplace(in_its))
+        return same_expression(at_one(one), translated(size)) or same_expression(
+            there, other.shape_env.replace(size)
+        )
+
     # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
     idle = {**views_of_same_shape(capture.graph, at_one), **views_of_same_shape(other.graph, translated)}
-    if not _same_graph(
-        capture, other, lambda mine, size: same_expression(at_one(mine), translated(size)), idle
-    ):
+    if not _same_graph(capture, other, same_size, idle):
         return None
+    conditions = [(equal, "the capture at size 1") for equal in learned]
     sizes = [SizeGuard(f"{symbol} == 1", "the capture at size 1") for symbol in ones]
-    return sizes + guards_of(other.relied_on(), translated) + guards_of(capture.free.asked(), at_one)
+    return (
+        sizes
+        + guards_of(conditions, at_one)
+        + guards_of(other.relied_on(), translated)
+        + guards_of(capture.free.asked(), at_one)
+    )
 
 
 def _same_size(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-import torch
 from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
@@ -15,7 +13,7 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
     SizeAsKeyError,
 )
-from fxopt.capture.fakes.kept_state import UNREAD, Changes, Counted, KeptState, refused_change
+from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, refused_change
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
@@ -73,8 +71,6 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         try:
             made = run.record()
             if not made.moved:
-                made = _with_unread(made)
-                request = dataclasses.replace(request, earlier=made.unread)
                 tried = general is not None and general.keeps_tables
                 return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
         except SizeAsKeyError:
@@ -92,11 +88,6 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                 raise
             request = dataclasses.replace(request, layers=request.layers - hooked)
             return record(answers)
-        except TraceError:
-            if not run.reads_earlier or not request.earlier.changes:
-                raise
-            request = dataclasses.replace(request, earlier=KeptState())
-            return record(answers)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         request = dataclasses.replace(request, moving=request.moving | made.moved)
         return record(answers)
@@ -108,40 +99,19 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     )
 
 
-def _with_unread(made: RunResult) -> RunResult:
-    """A run, with all that it changes as unread if a call that may not read that does the same: others then start without it."""
-    if made.changed_outside or not made.changes:
-        return made
-    if made.changes.keys() <= made.request.earlier.changes.keys():
-        return dataclasses.replace(made, unread=made.request.earlier)
-    modules = dict(made.request.model.named_modules())
-    if not all(name in modules and _is_seen_when_read(modules[name], key) for name, key in made.changes):
-        return made
-    again = _second_call(made, dict.fromkeys(made.changes, UNREAD))
-    steady = again is not None and is_steady_state(made, again)
-    return dataclasses.replace(made, unread=again.request.earlier) if steady and again else made
-
-
-def _is_seen_when_read(module: torch.nn.Module, key: str) -> bool:
-    """Tell whether Python asks `nn.Module.__getattr__` for an attribute that the module itself does not have."""
-    cls: Any = type(module)
-    registered = key in module._buffers or key in module._parameters or hasattr(cls, key)
-    plain = cls.__getattr__ is torch.nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
-    return plain and not registered and not cls.__module__.startswith("torch.nn.")
-
-
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
     It could not if a second call, from that state, makes the same calls under the same guards and leaves the same state. It may
     read what depends on sizes and constants alone, which is `tried` at several sizes.
     """
-    if made.changes.keys() <= made.unread.changes.keys() and not made.changed_outside:
-        return False
     if not (made.changes or made.changed_outside):
         return False
-    first: Any = next(iter(made.changes or made.changed_outside))
-    refused = refused_change(first) if made.changes else refused_outside(first)
+    refused = (
+        refused_change(next(iter(made.changes)))
+        if made.changes
+        else refused_outside(next(iter(made.changed_outside)))
+    )
     if any(made.changed_outside.values()):
         raise refused
     again = _second_call(made, made.changes)
@@ -183,7 +153,9 @@ def _tables(made: RunResult) -> set[str]:
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
     """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
-    request = dataclasses.replace(made.request, earlier=KeptState(changes, {}, made.hooks))
+    request = dataclasses.replace(
+        made.request, earlier=KeptState(changes, made.own, made.hooks, made.context)
+    )
     try:
         return ForwardRun(request).record()
     except TraceError:
@@ -251,16 +223,16 @@ def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard]
     """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
     symbols = [symbol for symbol, _ in made.free.roots() if str(symbol) in ones]
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in symbols}
-    request = dataclasses.replace(made.request, at_one=narrowed, earlier=made.unread)
+    request = dataclasses.replace(made.request, at_one=narrowed)
     try:
         other = _settled(request, made)
     except TraceError:
         return None  # sizes of 1 stay excluded, and the guard says so
-    unread = other.changes.keys() <= made.unread.changes.keys()
-    if other.changes != made.changes and not (made.keeps_tables or unread):
-        again = _second_call(made, other.changes)
-        if again is None or not is_steady_state(made, again):
-            return None  # other sizes would read what a call at these leaves
+    if other.changes != made.changes and not made.keeps_tables:
+        for one, left in ((made, other.changes), (other, made.changes)):
+            again = _second_call(one, left)
+            if again is None or not is_steady_state(one, again):
+                return None  # the one reads what a call of the other has left
     try:
         return size_one_guards(made, other, symbols)
     except ZeroDivisionError:

@@ -41,6 +41,8 @@ from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 
 _fx_config: Any = torch.fx.experimental._config
+# A stack with more functions of the model than this is one that does not end.
+_MOST_NESTED = 100
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -61,7 +63,9 @@ class ForwardRun:
         self.sizes = SizeNodes(self.graph, self.shape_env)
         self.free = DynamicDimensions(self.shape_env)
         self._example: ExampleRun | None = None
-        self.reads_earlier = False  # what it started from and may not read
+        earlier = request.earlier.context
+        self._context = contextvars.copy_context() if earlier is None else earlier.copy()
+        self._changed: dict[str, bool] = {}
 
     def record(self) -> RunResult:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
@@ -94,7 +98,7 @@ class ForwardRun:
             if self._example is not None:
                 self._example.close()
         _raise_caught(recorder)
-        result = self._result(recorder, changed_outside)
+        result = self._result(recorder, changed_outside | self._changed)
         if fakes_left and not changed_outside:
             raise refused_outside(fakes_left[0])
         self.placeholders.check_unchanged()
@@ -140,7 +144,9 @@ class ForwardRun:
             drawn=self.fake_mode.drawn,
             changes=changes,
             state=state,
+            own=shell.own(state, recorder.aliases),
             hooks=shell.hooks(),
+            context=self._context,
             written=shell.written(),
             originals=shell.originals,
             unchanged_buffers=shell.unchanged_buffers(),
@@ -149,7 +155,6 @@ class ForwardRun:
         )
 
     def _refuse_earlier(self) -> None:
-        self.reads_earlier = True
         reason = "the forward reads what an earlier call has left"
         if not hasattr(self, "recorder"):
             raise TraceError(f"{reason}.")  # as the key of a dict, which is being copied
@@ -186,15 +191,16 @@ class ForwardRun:
             patched_torch(recorder, model),
             recorder,
         ):
-            # Context variables that the forward sets are set for this run.
-            context = contextvars.copy_context()
-            before = dict(context)
-            result = context.run(_run_forward, model, args, kwargs)
+            before = dict(self._context)
+            result = self._context.run(_run_forward, model, args, kwargs)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
-            for variable, value in context.items():
-                if before.get(variable) is not value and _is_of_this_call(value):
-                    raise refused_outside(f"the context variable {variable.name!r}")
+            contents = SnapshotMaker(id)
+            for variable, value in self._context.items():
+                if contents(before.get(variable)) != (left := contents(value)):
+                    self._changed[f"the context variable {variable.name!r}"] = bool(
+                        left.tensors or left.sizes
+                    )
             with recorder.paused():
                 self._check_values()
                 recorder.writer.add_output(result)
@@ -218,12 +224,6 @@ def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
 assert _run_forward.__name__ == RUN_FORWARD
 
 
-def _is_of_this_call(value: Any) -> bool:
-    """Tell whether tensors or free sizes are in a value."""
-    contents = SnapshotMaker(id)(value)
-    return bool(contents.tensors or contents.sizes)
-
-
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
     """Give back the gradient mode and the default dtype."""
@@ -244,9 +244,16 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
         return error
     if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
         return decisions.text_question
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    # What the capture's own code raises is a bug here, not something about the model.
-    return error if is_own_code(frame.f_code) else _with_line(error, recorder.writer)
+    return error if _is_own(error) else _with_line(error, recorder.writer)
+
+
+def _is_own(error: Exception) -> bool:
+    """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, RecursionError) and RUN_FORWARD in (code.co_name for code in codes):
+        called = [code for code in codes if is_model_code(code.co_filename)]
+        return len(called) < _MOST_NESTED  # else the model calls itself
+    return is_own_code(codes[-1])
 
 
 def _raise_caught(recorder: Recorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from fxopt.capture.data_dependence.branch_decisions import Body, BranchAtLine
 from fxopt.capture.fakes.fake_model import Written
-from fxopt.capture.fakes.kept_state import Changes, KeptState
+from fxopt.capture.fakes.kept_state import Changes
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions
 from fxopt.capture.nodes.size_nodes import SizeNodes
@@ -40,7 +41,11 @@ class RunResult:
     drawn: int  # how often random numbers were drawn
     state: Changes  # the state of the model afterwards
     changes: Changes  # what it has changed of that
+    own: Mapping[
+        int, Any
+    ]  # the real tensors behind fakes in it that no call has made, and modules' names, by identity
     hooks: Mapping[str, Any]  # the hooks of each module
+    context: contextvars.Context  # the context variables
     written: Written  # the tensors of the user that it writes
     # The real tensors behind fakes that stand for others than parameters and buffers, by identity.
     originals: Mapping[int, torch.Tensor]
@@ -52,8 +57,6 @@ class RunResult:
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
     # Later calls read what the forward keeps of sizes and constants, as was tried at several sizes.
     keeps_tables: bool = False
-    # What it changes and no call reads, as state that other runs may start from.
-    unread: KeptState = dataclasses.field(default_factory=KeptState)
 
     def relied_on(self) -> list[Condition]:
         """The conditions on sizes under which the forward makes the calls that it has made."""
