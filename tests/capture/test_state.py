@@ -277,9 +277,16 @@ class KeepsForOneBranch(nn.Module):
 
 def test_what_no_call_reads_takes_a_second_call_for_each_outcome():
     model = KeepsForOneBranch(reads=False)
-    traced = fxopt.trace(model, (X,))
-    assert torch.equal(traced(X), model(X))
+    x = X.abs()
+    traced = fxopt.trace(model, (x,))
+    assert torch.equal(traced(x), model(x))
     assert traced.meta["forward_runs"] == 7  # up to the loop; with its body, without, and in turn, twice each
+
+
+def test_an_expert_that_is_not_hit_has_gradients_of_zero_in_a_graph_and_none_in_the_model():
+    model, x = KeepsForOneBranch(reads=False).train(), -X.abs()
+    assert not model(x).requires_grad
+    assert torch.equal(fxopt.trace(model, (x,))(x), model(x))
 
 
 def test_what_is_compared_with_none_alone_is_read():
