@@ -217,6 +217,6 @@ def test_an_address_that_does_not_answer_is_named(address: str, monkeypatch: pyt
 
 def test_nodes_with_other_versions_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = fleet.versions()["torch"]
-    monkeypatch.setattr(fleet.importlib.metadata, "version", lambda name: "1.0")  # in this process alone
+    monkeypatch.setattr(fleet, "version", lambda name: "1.0")  # in this process alone
     with pytest.raises(FleetError, match=rf"torch 1\.0.*has torch {re.escape(theirs)}"):
         Fleet(made, limit, preload=[], address=cluster.address)

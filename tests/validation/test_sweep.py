@@ -17,7 +17,7 @@ import fxopt.passes
 from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
-from validation import report, store, subject, sweep
+from validation import report, store, subject, zoo
 from validation.build import DEFAULT, SPECIALIZE
 from validation.compare import compare
 from validation.plan import plan
@@ -273,7 +273,7 @@ def test_what_the_model_cannot_is_not_asked_of_the_graph() -> None:
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs `pytest validation` over the planted models, in this process; returns the exit status."""
-    monkeypatch.setitem(sweep.SOURCES, "planted", sweep_models.__name__)
+    monkeypatch.setitem(zoo.SOURCES, "planted", sweep_models.__name__)
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     options = ["--fx-device", "cpu", "--fx-report-dir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache"]
@@ -354,8 +354,8 @@ def test_parts_are_fixed_disjoint_and_together_everything(
 
 
 def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sweep.SOURCES, "planted", "tests.validation.no_such_models")
-    with pytest.raises(sweep.ZooError, match="planted cannot be swept: No module named"):
+    monkeypatch.setitem(zoo.SOURCES, "planted", "tests.validation.no_such_models")
+    with pytest.raises(zoo.ZooError, match="planted cannot be swept: No module named"):
         architectures("planted")
 
 
