@@ -20,7 +20,8 @@ from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 
 _ATTENTION = "scaled_dot_product_attention"
-_FOLLOWED = ("transpose", "swapaxes", "swapdims", "permute", "reshape", "flatten", "contiguous", _ATTENTION)
+_TURNING = ("transpose", "swapaxes", "swapdims", "permute", _ATTENTION)
+_READING = ("reshape", "flatten", "contiguous")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +156,14 @@ def _turned(
     values, turned = {**values, node: value}, {node: value}
     for user in node.users:
         name = name_of(user)
-        if name not in _FOLLOWED:
+        if name not in (*_READING, *_TURNING):
             return f"{user.name} ({name or user.op}) may depend on its strides"
         if name == _ATTENTION and value.stride()[-1] != 1:
             return f"{user.name} reads the numbers of a row one after the other"
         found = _value(user, values)
         changes = str(found.stride()) != str(graph.value_of(user).stride())
+        if name in _READING and changes:
+            return f"{user.name} would have other strides"
         layouts = [found] if changes else []
         if name == _ATTENTION:
             layouts = _layouts(found) if node is user.args[0] else []

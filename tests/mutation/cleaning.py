@@ -70,7 +70,8 @@ CLEANING = (
     # --- copies
     Fault("copies: writes are ignored", _COPIES, "    writer = index.memory.written(copy.node)", "    writer = None"),
     Fault("copies: returned memory is shared", _COPIES, "    if index.memory.is_returned(copy.node):", "    if False:"),
-    Fault("copies: any operator reads any strides", _COPIES, "        if name not in _FOLLOWED:", "        if name not in (*_FOLLOWED, 'mul', 'as_strided', 'view'):"),
+    Fault("copies: any operator reads any strides", _COPIES, "        if name not in (*_READING, *_TURNING):", "        if name not in (*_READING, *_TURNING, 'mul', 'as_strided', 'view'):"),
+    Fault("copies: strides behind a reshape do not matter", _COPIES, "        if name in _READING and changes:", "        if False:"),
     Fault("copies: attention has one layout", _COPIES, "            layouts = _layouts(found) if node is user.args[0] else []", "            layouts = []"),
     Fault("copies: rows of attention have gaps", _COPIES, "        if name == _ATTENTION and value.stride()[-1] != 1:", "        if False:"),
     Fault("copies: sizes that are written alike are alike", _COPIES, "        if index.guard is None:", "        if False:"),

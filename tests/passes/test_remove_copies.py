@@ -78,6 +78,7 @@ def test_copies_go(function, sites, left):
         (lambda x: heads(x).contiguous(), "the graph returns it or a view of it"),
         (lambda x: heads(x).contiguous().view(2, 10, 4) + 1, None),
         (lambda x: heads(x).contiguous() * 2, "may depend on its strides"),
+        (lambda x: heads(x).contiguous().reshape(2, 2, 5, 2, 2) + 1, "reshape would have other strides"),
         (lambda x: joined(heads(x).contiguous().add_(1)), "may write into"),
         (lambda x: (lambda v: joined(v.contiguous()) + v.mul_(2).sum())(heads(x)), "may write into"),
         (
