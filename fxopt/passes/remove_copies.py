@@ -113,14 +113,12 @@ def _copy(node: Node) -> Copy | None:
 def _is_plain(node: Node) -> bool:
     """Tell whether a node reshapes its first argument, and that alone, in every run.
 
-    `view` may change the dtype, `contiguous` the layout, and `squeeze` drops a free size where it is 1.
+    `view` may change the dtype, and `squeeze` drops a free size where it is 1.
     """
     if name_of(node) == "squeeze":
         return False
     if not node.args or not isinstance(node.args[0], Node) or not isinstance(graph.value_of(node), Tensor):
         return False
-    if name_of(node) == "contiguous":
-        return len(node.args) + len(node.kwargs) == 1
     return graph.dtype_of(node) == graph.dtype_of(node.args[0])
 
 
@@ -133,10 +131,9 @@ def _alike(left: Node, right: Node) -> bool:
 
 def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
     """Why a copy has to stay."""
-    for value in (copy.node, copy.source):
-        writer = index.memory.written(value)
-        if writer:
-            return f"{writer.name} may write into {value.name}"
+    writer = index.memory.written(copy.node)  # or into the source, of which it may be a view
+    if writer:
+        return f"{writer.name} may write into {copy.node.name}"
     if index.memory.is_returned(copy.node):
         return "the graph returns it or a view of it"
     return None
@@ -159,7 +156,7 @@ def _turned(
     values, turned = {**values, node: value}, {node: value}
     for user in node.users:
         name = name_of(user)
-        if name not in (*_READING, *_TURNING, _ATTENTION):
+        if name not in (*_READING, *_TURNING):
             return f"{user.name} ({name or user.op}) may depend on its strides"
         if name == _ATTENTION and value.stride()[-1] != 1:
             return f"{user.name} reads the numbers of a row one after the other"

@@ -68,14 +68,13 @@ CLEANING = (
     Fault("pure: functional dropout is always active", _EFFECTS, 'graph.argument(node, "training") is False or', "False or"),
     Fault("pure: layers in training are inactive", _EFFECTS, "        return not any(part.training for part in parts(module))", "        return True"),
     # --- copies
-    Fault("copies: writes into what they are made of are seen", _COPIES, "    for value in (copy.node, copy.source):", "    for value in (copy.node,):"),
+    Fault("copies: writes are ignored", _COPIES, "    writer = index.memory.written(copy.node)", "    writer = None"),
     Fault("copies: returned memory is shared", _COPIES, "    if index.memory.is_returned(copy.node):", "    if False:"),
-    Fault("copies: any operator reads any strides", _COPIES, "        if name not in (*_READING, *_TURNING, _ATTENTION):", "        if name not in (*_READING, *_TURNING, _ATTENTION, 'mul', 'as_strided', 'view'):"),
+    Fault("copies: any operator reads any strides", _COPIES, "        if name not in (*_READING, *_TURNING):", "        if name not in (*_READING, *_TURNING, 'mul', 'as_strided', 'view'):"),
     Fault("copies: strides behind a reshape do not matter", _COPIES, "        if name in _READING and changes:", "        if False:"),
     Fault("copies: attention has one layout", _COPIES, "            layouts = _layouts(found) if node is user.args[0] else []", "            layouts = []"),
     Fault("copies: rows of attention have gaps", _COPIES, "        if name == _ATTENTION and value.stride()[-1] != 1:", "        if False:"),
     Fault("copies: sizes that are written alike are alike", _COPIES, "        if index.guard is None:", "        if False:"),
     Fault("copies: free sizes gain guards", _COPIES, "mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()", "contextlib.nullcontext()"),
-    Fault("copies: channels_last is the default layout", _COPIES, "        return len(node.args) + len(node.kwargs) == 1", "        return True"),
     Fault("memory: numbers have memory", "memory.py", "                    if not _is_number(value):", "                    if True:"),
 )  # fmt: skip
