@@ -564,3 +564,10 @@ def test_context_variables():
         fxopt.trace(module(in_a_context_variable), (X,), verify=False)
     assert VARIABLE.get() == 1
     assert torch.equal(fxopt.trace(module(in_a_context_variable_for_a_while), (X,))(X), X * 3)
+
+
+@pytest.mark.parametrize("asked", ["is_shared()", "_is_view()", "is_set_to(x)"])
+def test_properties_that_no_guard_holds(asked):
+    forward = eval(f"lambda self, x: x * 2 if x.{asked} else x")
+    with pytest.raises(fxopt.TraceError, match="no guard holds"):
+        fxopt.trace(module(forward), (X,), verify=False)

@@ -159,7 +159,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         if name == "__get__" and about in GRAD_QUERIES:
             self.queries.note(about, args, result)  # `grad_fn` may be None
             return False
-        if reason := refusal(function, name, args, result):
+        if reason := refusal(function, about, args, result):
             raise TraceError(f"the forward {reason} {self.writer.where()}")
         if result is not None and not self.writer.makes_something(result):
             self.queries.note(about, args, result)
