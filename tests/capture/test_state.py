@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import decimal
 import inspect
 import itertools
 import weakref
@@ -557,6 +558,13 @@ def in_a_context_variable_for_a_while(self, x):
         return x * VARIABLE.get()
     finally:
         VARIABLE.reset(token)
+
+
+def test_the_context_of_decimal_numbers_is_no_state():
+    def made_in_a_new_context():
+        return fxopt.trace(module(lambda self, x: x * float(decimal.Decimal(1) / 4)), (X,), verify=False)
+
+    assert contextvars.Context().run(made_in_a_new_context).meta["forward_runs"] == 1
 
 
 def test_context_variables():

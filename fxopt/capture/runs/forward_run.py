@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import decimal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,6 +194,7 @@ class ForwardRun:
             patched_torch(recorder, model),
             recorder,
         ):
+            decimal.getcontext()  # sets a context variable when it is first asked, as sympy does
             context = contextvars.copy_context()
             for variable, value in self._variables.items():
                 context.run(variable.set, value)
