@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import decimal
 import inspect
 import itertools
 import weakref
@@ -566,8 +567,22 @@ def in_a_context_variable_for_a_while(self, x):
         VARIABLE.reset(token)
 
 
+def test_the_context_of_decimal_numbers_is_no_state():
+    def made_in_a_new_context():
+        return fxopt.trace(module(lambda self, x: x * float(decimal.Decimal(1) / 4)), (X,), verify=False)
+
+    assert contextvars.Context().run(made_in_a_new_context).meta["forward_runs"] == 1
+
+
 def test_context_variables():
     with pytest.raises(fxopt.TraceError, match="changes the context variable 'VARIABLE'"):
         fxopt.trace(module(in_a_context_variable), (X,), verify=False)
     assert VARIABLE.get() == 1
     assert torch.equal(fxopt.trace(module(in_a_context_variable_for_a_while), (X,))(X), X * 3)
+
+
+@pytest.mark.parametrize("asked", ["is_shared()", "_is_view()", "is_set_to(x)"])
+def test_properties_that_no_guard_holds(asked):
+    forward = eval(f"lambda self, x: x * 2 if x.{asked} else x")
+    with pytest.raises(fxopt.TraceError, match="no guard holds"):
+        fxopt.trace(module(forward), (X,), verify=False)

@@ -30,7 +30,7 @@ class Counted:
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptState:
     """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
-    the context variables.
+    the context variables that they set.
 
     `known` are the values of tensors and sizes in it, by identity. Of a number that is `Counted` the next call may only
     make others.
@@ -39,7 +39,7 @@ class KeptState:
     changes: Changes = dataclasses.field(default_factory=dict)
     known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    context: contextvars.Context | None = None
+    variables: Mapping[contextvars.ContextVar[Any], Any] = dataclasses.field(default_factory=dict)
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:

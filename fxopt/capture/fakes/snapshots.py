@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -12,6 +14,7 @@ import pickle
 import random
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -110,8 +113,10 @@ class SnapshotMaker:
             self._in_closure = True
             filled = [cell.cell_contents for cell in value.__closure__ if cell != types.CellType()]
             return kind, self._parts(tuple(filled))
-        if isinstance(value, bytearray):
-            return kind, bytes(value)
+        if isinstance(value, collections.abc.Iterator) and (state := _place(value)) is not None:
+            return kind, self._parts(state)
+        if (held := _memory(value)) is not None:
+            return kind, held
         if isinstance(value, (types.SimpleNamespace, threading.local, BaseException)):
             return kind, self._parts((vars(value), *getattr(value, "args", ())))
         held = {} if isinstance(value, (*_CODE, *_TOLD)) else attributes(value)
@@ -123,6 +128,25 @@ class SnapshotMaker:
         parts = self._parts(item)
         self._met = met
         return parts
+
+
+def _place(iterator: Any) -> Any:
+    """Where an iterator of Python stands, in a form that can be compared; None where that cannot be told."""
+    if type(iterator).__module__ not in ("builtins", "itertools"):
+        return None
+    with warnings.catch_warnings(), contextlib.suppress(TypeError):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return iterator.__reduce__()[1:]
+    return None
+
+
+def _memory(value: Any) -> Any:
+    """The numbers in an array of numpy, a bytearray and the like, in a form that can be compared; None for what is none."""
+    try:
+        memory = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return memory.format, memory.shape, hash(memory.tobytes())
 
 
 def generator_state(value: Any) -> Any:

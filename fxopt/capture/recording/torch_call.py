@@ -22,6 +22,10 @@ _REASONS = {
         "uses forward-mode AD (torch.autograd.forward_ad), whose levels a graph cannot hold: torch.func.jvp can be "
         "captured.",
     ),
+    **dict.fromkeys(
+        ("_is_view", "is_set_to", "is_shared"),
+        "reads {name!r}, which may be another one at each call and which no guard holds.",
+    ),
     "__set__": "assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph cannot hold.",
 }
 PACKED = (

@@ -202,4 +202,4 @@ def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None
             known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
             values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
             known |= {key: tensor for key, tensor in values.items() if tensor is not None}
-    return _State(left, {**known, **made.own}, made.hooks, made.context)
+    return _State(left, {**known, **made.own}, made.hooks, made.variables)

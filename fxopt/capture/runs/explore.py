@@ -154,7 +154,7 @@ def _tables(made: RunResult) -> set[str]:
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
     """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
     request = dataclasses.replace(
-        made.request, earlier=KeptState(changes, made.own, made.hooks, made.context)
+        made.request, earlier=KeptState(changes, made.own, made.hooks, made.variables)
     )
     try:
         return ForwardRun(request).record()

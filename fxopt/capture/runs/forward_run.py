@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import decimal
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -63,8 +64,7 @@ class ForwardRun:
         self.sizes = SizeNodes(self.graph, self.shape_env)
         self.free = DynamicDimensions(self.shape_env)
         self._example: ExampleRun | None = None
-        earlier = request.earlier.context
-        self._context = contextvars.copy_context() if earlier is None else earlier.copy()
+        self._variables = dict(request.earlier.variables)
         self._changed: dict[str, bool] = {}
 
     def record(self) -> RunResult:
@@ -146,7 +146,7 @@ class ForwardRun:
             state=state,
             own=shell.own(state, recorder.aliases),
             hooks=shell.hooks(),
-            context=self._context,
+            variables=self._variables,
             written=shell.written(),
             originals=shell.originals,
             unchanged_buffers=shell.unchanged_buffers(),
@@ -191,13 +191,18 @@ class ForwardRun:
             patched_torch(recorder, model),
             recorder,
         ):
-            before = dict(self._context)
-            result = self._context.run(_run_forward, model, args, kwargs)
+            decimal.getcontext()  # sets a context variable when it is first asked, as sympy does
+            context = contextvars.copy_context()
+            for variable, value in self._variables.items():
+                context.run(variable.set, value)
+            before = dict(context)
+            result = context.run(_run_forward, model, args, kwargs)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             contents = SnapshotMaker(id)
-            for variable, value in self._context.items():
+            for variable, value in context.items():
                 if contents(before.get(variable)) != (left := contents(value)):
+                    self._variables[variable] = value
                     self._changed[f"the context variable {variable.name!r}"] = bool(
                         left.tensors or left.sizes
                     )

@@ -45,7 +45,7 @@ class RunResult:
         int, Any
     ]  # the real tensors behind fakes in it that no call has made, and modules' names, by identity
     hooks: Mapping[str, Any]  # the hooks of each module
-    context: contextvars.Context  # the context variables
+    variables: Mapping[contextvars.ContextVar[Any], Any]  # the context variables that it has set
     written: Written  # the tensors of the user that it writes
     # The real tensors behind fakes that stand for others than parameters and buffers, by identity.
     originals: Mapping[int, torch.Tensor]
