@@ -597,6 +597,20 @@ def test_state_behind_defaults_and_generators(forward, name):
     assert COUNTED.get() == [0]
 
 
+GROWN = {1: 1}
+OVER_GROWN = iter(GROWN)
+
+
+def grown_under_its_iterator(self, x):
+    GROWN[2] = 2
+    return x if OVER_GROWN is None else x * 2
+
+
+def test_an_iterator_that_can_go_no_further_is_no_fault_of_the_capture():
+    model = module(grown_under_its_iterator)
+    assert torch.equal(fxopt.trace(model, (X,), verify=False)(X), model(X))
+
+
 def test_the_context_of_decimal_numbers_is_no_state():
     def made_in_a_new_context():
         return fxopt.trace(module(lambda self, x: x * float(decimal.Decimal(1) / 4)), (X,), verify=False)

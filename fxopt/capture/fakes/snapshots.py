@@ -137,7 +137,7 @@ def _place(iterator: Any) -> Any:
         return frame and (frame.f_lasti, frame.f_locals)
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return None
-    with warnings.catch_warnings(), contextlib.suppress(TypeError):
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, RuntimeError):
         warnings.simplefilter("ignore", DeprecationWarning)
         return iterator.__reduce__()[1:]
     return None
