@@ -419,6 +419,7 @@ ROUNDS = {
     "sum": lambda x: x * (0.1 * x.shape[0] + 0.2 * x.shape[0] - 0.7 * x.shape[0] * 0.3),
     "square": lambda x: x * (x.shape[0] * 0.1 * 3.0) * (x.shape[0] * 0.1 * 3.0) ** -0.5,
     "output": lambda x: (x, x.shape[0] * 0.1 * 3.0 * (x.shape[0] * 0.1 * 3.0)),
+    "tens": lambda x: x * round(x.shape[0] * 1.7, -1) * round(x.shape[0], 1),
     "round": lambda x: x[: round(x.shape[0] * 0.35)] * round(x.shape[0] * 0.35, 1),
 }
 
@@ -432,8 +433,15 @@ def test_a_number_that_sympy_would_round_otherwise_is_pythons(name):
         torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0)
 
 
-def test_a_number_that_is_rounded_twice_and_compared_is_fixed():
-    model = module(lambda self, x: x * 2 if x.shape[0] * 0.1 * 3.0 > 0.9 else x)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x * 2 if x.shape[0] * 0.1 * 3.0 > 0.9 else x,  # rounded twice, and compared
+        lambda self, x: x * round(x.shape[0], -1),
+    ],
+)
+def test_a_number_that_no_guard_and_no_node_can_be_made_of_is_fixed(forward):
+    model = module(forward)
     traced = fxopt.trace(model, (torch.ones(3, 1),), dynamic_shapes=({0: Dim.AUTO},), verify=False)
     assert torch.equal(traced(torch.ones(3, 1)), model(torch.ones(3, 1)))
     with pytest.raises(fxopt.GuardError):

@@ -567,6 +567,50 @@ def in_a_context_variable_for_a_while(self, x):
         VARIABLE.reset(token)
 
 
+UNSET = contextvars.ContextVar("UNSET", default=1)
+COUNTED = contextvars.ContextVar("COUNTED", default=[0])  # noqa: B039 - the list that a forward may change
+NUMBERS = (n for n in range(99))
+
+
+def set_to_none(self, x):
+    y = x if UNSET.get() is None else x * 2
+    UNSET.set(None)
+    return y
+
+
+def counted_in_a_default(self, x):
+    COUNTED.get()[0] += 1
+    return x * COUNTED.get()[0]
+
+
+def by_a_generator(self, x):
+    return x * next(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [(set_to_none, "variable 'UNSET'"), (counted_in_a_default, "'COUNTED'"), (by_a_generator, "'NUMBERS'")],
+)
+def test_state_behind_defaults_and_generators(forward, name):
+    with pytest.raises(fxopt.TraceError, match=f"changes .*{name}"):
+        fxopt.trace(module(forward), (X,), verify=False)
+    assert COUNTED.get() == [0]
+
+
+GROWN = {1: 1}
+OVER_GROWN = iter(GROWN)
+
+
+def grown_under_its_iterator(self, x):
+    GROWN[2] = 2
+    return x if OVER_GROWN is None else x * 2
+
+
+def test_an_iterator_that_can_go_no_further_is_no_fault_of_the_capture():
+    model = module(grown_under_its_iterator)
+    assert torch.equal(fxopt.trace(model, (X,), verify=False)(X), model(X))
+
+
 def test_the_context_of_decimal_numbers_is_no_state():
     def made_in_a_new_context():
         return fxopt.trace(module(lambda self, x: x * float(decimal.Decimal(1) / 4)), (X,), verify=False)

@@ -104,7 +104,7 @@ class SnapshotMaker:
         if isinstance(value, weakref.ref):
             return kind, self._parts(value())
         if isinstance(value, contextvars.ContextVar):
-            return kind, self._parts(value.get(None))
+            return kind, self._parts(value_of(value))
         if isinstance(value, functools.partial):
             return kind, self._parts((value.func, value.args, value.keywords))
         if isinstance(value, types.MethodType):
@@ -132,12 +132,23 @@ class SnapshotMaker:
 
 def _place(iterator: Any) -> Any:
     """Where an iterator of Python stands, in a form that can be compared; None where that cannot be told."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return frame and (frame.f_lasti, frame.f_locals)
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return None
-    with warnings.catch_warnings(), contextlib.suppress(TypeError):
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, RuntimeError):
         warnings.simplefilter("ignore", DeprecationWarning)
         return iterator.__reduce__()[1:]
     return None
+
+
+def value_of(variable: contextvars.ContextVar[Any]) -> Any:
+    """The value of a context variable, or its default; None where it has neither."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
 
 
 def _memory(value: Any) -> Any:

@@ -35,6 +35,11 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
         """`round` of an unbacked number: torch has no symbol for it, so the number is decided, as by `float`."""
         return original(self, digits) if self.node.has_hint() else round(float(self), digits)
 
+    @patch(torch.SymInt, "__round__")
+    def to_tens(original: Any, self: Any, digits: int | None = None) -> Any:
+        """`round(size, -1)`, which torch takes for `size`: it is decided, as by `int`."""
+        return original(self) if (digits or 0) >= 0 else round(int(self), digits)
+
 
 def _lengths(patch: Patches) -> None:
     """`len` of a tensor is its first size; CPython would have it as an int, and so fix it or ask for it."""

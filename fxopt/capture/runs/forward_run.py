@@ -201,7 +201,7 @@ class ForwardRun:
                 raise TraceError(f"{reason(source)}.")
             contents = SnapshotMaker(id)
             for variable, value in context.items():
-                if contents(before.get(variable)) != (left := contents(value)):
+                if contents(before.get(variable, variable)) != (left := contents(value)):
                     self._variables[variable] = value
                     self._changed[f"the context variable {variable.name!r}"] = bool(
                         left.tensors or left.sizes

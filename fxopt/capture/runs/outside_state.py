@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
+from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker, value_of
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.errors import TraceError
 from fxopt.objects import is_open
@@ -170,6 +171,7 @@ def _holders(names: Any) -> list[Any]:
     left = [names]
     while left:
         value = left.pop()
+        value = value_of(value) if isinstance(value, contextvars.ContextVar) else value
         opened = is_open(value) or isinstance(value, (types.SimpleNamespace, threading.local))
         holder = vars(value) if opened and hasattr(value, "__dict__") else value
         if id(holder) in found or type(holder) not in (*_HOLDERS, tuple):
