@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import fxopt
+from fxopt.capture.runs.eager_outcome import Outcome, difference
 from fxopt.capture.runs.own_copies import copy_inputs
 
 X = torch.ones(3, 4)
@@ -251,6 +252,12 @@ def test_weights_that_a_forward_writes_are_those_of_a_copy():
     assert model.weight.tolist() == [1.0] * 4
     traced(torch.tensor([1, 2]))
     assert model.weight.tolist() == [0.5] * 4
+
+
+def test_a_gradient_that_only_the_graph_has_must_be_zero():
+    none, zero, one = (Outcome(None, {}, {}, {"w": g}) for g in (None, torch.zeros(2), torch.ones(2)))
+    assert difference(none, zero) is None
+    assert difference(none, one) == "gradient of w is a Tensor, not a NoneType"
 
 
 def test_inputs_of_two_dtypes_share_memory_in_the_copies_as_well():

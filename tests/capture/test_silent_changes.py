@@ -66,6 +66,16 @@ def test_tensors_of_the_user_are_not_written_by_a_capture():
     OUTSIDE.zero_()
 
 
+def test_tensors_outside_that_a_model_writes_before_it_raises_are_as_they_were():
+    def forward(self, x, rows):
+        OUTSIDE.add_(1)
+        return x[rows] + OUTSIDE
+
+    with pytest.warns(UserWarning, match="the model raises IndexError"):
+        fxopt.trace(module(forward), (X, torch.tensor([9])))
+    assert OUTSIDE.sum() == 0
+
+
 def test_inputs_are_not_touched_by_a_capture():
     def append(self, x, items):
         items.append(x)

@@ -559,6 +559,11 @@ def in_a_context_variable(self, x):
     return y
 
 
+def in_a_context_variable_before_it_is_read(self, x):
+    VARIABLE.set(2)
+    return x * VARIABLE.get()
+
+
 def in_a_context_variable_for_a_while(self, x):
     token = VARIABLE.set(3)
     try:
@@ -623,6 +628,7 @@ def test_context_variables():
         fxopt.trace(module(in_a_context_variable), (X,), verify=False)
     assert VARIABLE.get() == 1
     assert torch.equal(fxopt.trace(module(in_a_context_variable_for_a_while), (X,))(X), X * 3)
+    assert torch.equal(fxopt.trace(module(in_a_context_variable_before_it_is_read), (X,))(X), X * 2)
 
 
 @pytest.mark.parametrize("asked", ["is_shared()", "_is_view()", "is_set_to(x)"])

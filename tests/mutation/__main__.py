@@ -301,7 +301,8 @@ def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
         if not soon:
             yield ["tests/validation"]
         return
-    folder, _, name = fault.file.rpartition("/")
+    path, _, name = fault.file.rpartition("/")
+    folder = path.partition("/")[0]  # the rooms of a folder share its tests
     mirror = f"tests/{folder + '/' if folder else ''}test_{name}"
     found = sorted((ROOT / "tests").glob("test_*.py"))
     files = [f"tests/{file.name}" for file in found if file.name not in _NO_FAULT_SEEN]

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 
+from tests.mutation.__main__ import _stages
 from tests.mutation.fault import ROOT, FaultError, guards
 from tests.mutation.faults import FAULTS
 from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, write
@@ -32,6 +33,10 @@ def test_every_fault_fits_the_code_and_is_one():
             continue
         assert dump(changed) != dump(source), fault.name
     assert not stale, "\n".join(stale)
+
+
+def test_every_fault_has_tests_that_see_it_soon():
+    assert [fault.name for fault in FAULTS if not any(_stages(fault, soon=True))] == []
 
 
 def test_no_fault_is_planted_twice():

@@ -145,9 +145,11 @@ def test_training_of_the_module_is_followed(optimizer, fused):
 @torch.no_grad()
 def test_functional_call_takes_the_weights_it_is_given():
     _, fast = set_up()
+    wanted, made = fast(X), list(fast.report)
     others = {name: torch.zeros_like(value) for name, value in fast.named_parameters()}
     assert not torch.func.functional_call(fast, others, (X,)).any()
-    assert fast(X).any()
+    assert torch.equal(fast(X), wanted)
+    assert all(one is other for one, other in zip(fast.report, made, strict=True)), "it is captured again"
 
 
 @torch.no_grad()

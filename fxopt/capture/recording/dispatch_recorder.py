@@ -44,9 +44,7 @@ class DispatchRecorder(TorchDispatchMode):
         args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
         result: Any = None
         if operator.overloadpacket is aten.squeeze:
-            result = squeeze_with_guard(self._call, is_backed, *args, **kwargs)
-            if result is not None:
-                return result
+            list(squeeze_with_guard(is_backed, *args, **kwargs))
         if operator.overloadpacket is aten.unbind:
             result = unbind_with_guard(*args, **kwargs)
         if result is None:
@@ -59,8 +57,3 @@ class DispatchRecorder(TorchDispatchMode):
         node_args, node_kwargs = self._writer.arguments(operator.__name__, args, kwargs)
         self._writer.create("call_function", operator, node_args, node_kwargs, result)
         return result
-
-    def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of `Tensor.select` or `Tensor.squeeze`, as the operator that it comes down to."""
-        operator = {torch.Tensor.select: aten.select.int, torch.Tensor.squeeze: aten.squeeze.dims}[method]
-        return self.__torch_dispatch__(operator, (), args, kwargs)

@@ -77,24 +77,13 @@ def are_numbers(data: Any) -> bool:
 
 
 def squeeze_with_guard(
-    call: MakesCall, is_known: Callable[[Any], bool], input: torch.Tensor, *dims: Any, dim: Any = None
-) -> torch.Tensor | None:
-    """Squeeze by other calls, where `is_known` says that it can be told of a size if it is 1; None where torch gives the same."""
-    named = _named(input, dims, dim)
-    ones = [d for d in named if is_known(input.shape[d]) and input.shape[d] == 1]
-    if not ones:
-        return None
-    for one in reversed(ones):
-        input = call(torch.Tensor.select, (input, one, 0), {})
-    rest = tuple(d - sum(one < d for one in ones) for d in named if d not in ones)
-    return call(torch.Tensor.squeeze, (input, rest), {}) if rest else input
-
-
-def assumed_kept(input: torch.Tensor, *dims: Any, dim: Any = None) -> Iterator[Any]:
-    """List what torch takes for granted of unbacked sizes where it squeezes them."""
+    is_known: Callable[[Any], bool], input: torch.Tensor, *dims: Any, dim: Any = None
+) -> Iterator[Any]:
+    """Ask if sizes are 1 that are squeezed, where `is_known` says that it can be told; gives what torch takes for granted of others."""
     sizes: Any = input.shape
     for size in (sizes[d] for d in _named(input, dims, dim)):
-        if is_unbacked(size):
+        is_one = is_known(size) and bool(size == 1)
+        if not is_one and is_unbacked(size):
             yield sympy.Ne(size.node.expr, 1)
 
 

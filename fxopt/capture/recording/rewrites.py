@@ -128,12 +128,9 @@ def _stack_indices(recorder: Recorder, call: Call) -> Call:
 
 
 def _squeeze(recorder: Recorder, call: Call) -> Any:
-    """`squeeze`, where torch would keep a free size of 1; what it takes for granted otherwise is checked."""
+    """`squeeze`, where torch would keep a free size of 1 that it was not asked for; what it takes for granted is checked."""
     is_known = (lambda size: True) if recorder.decisions.specialised else is_backed
-    result = indexing.squeeze_with_guard(recorder.call, is_known, *call.args, **call.kwargs)
-    if result is not None:
-        return result
-    for fact in indexing.assumed_kept(*call.args, **call.kwargs):
+    for fact in indexing.squeeze_with_guard(is_known, *call.args, **call.kwargs):
         recorder.shape_env.assume(fact, f"`squeeze` at {recorder.writer.location()}")
     return NotImplemented
 
