@@ -148,7 +148,7 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     held = [weight] if bias is None else [weight, bias]
     if any(each.dtype is not dtype or each.device.type != "cpu" for each in held):
         return None
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if not _reads(weight, bias):
         return None
     return functools.partial(_packed(packed, kernel).run, bias)
 
@@ -201,7 +201,7 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
             and not each.is_nested
             for each in inputs
         )
-        and (bias is None or bias.shape == weight.shape[:1])
+        and _reads(weight, bias)
         and (input.shape[-1:] == weight.shape[1:] if isinstance(layer, nn.Linear) else input.dim() == 4)
         and not torch.is_autocast_enabled("cpu")
         and torch._C._get_tracing_state() is None
@@ -209,6 +209,11 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and _get_current_dispatch_mode() is None
     )
+
+
+def _reads(weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether kernels read a bias as it is: they ask neither for its size nor for its strides."""
+    return bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
 
 
 def _packed(layer: Any, kernel: Kernel) -> Packed:

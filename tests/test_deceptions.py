@@ -539,3 +539,27 @@ def test_numbers_in_the_place_of_nan_are_those_of_ordinary_inputs(ids, wrong):
     verdict = judged(product, wrong, TABLE, torch.tensor(ids))
     assert verdict.grade is Grade.WRONG
     assert "with NaN and infinities" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (lambda layer, x: x.clamp(0, 1).amax(), lambda layer, x: x.nan_to_num().clamp(0, 1).amax()),
+        (lambda layer, x: x.relu().amin(), lambda layer, x: torch.fmax(x, x.new_zeros(())).amin()),
+        (lambda layer, x: (9 * x * x + 99).sigmoid(), lambda layer, x: torch.ones_like(x)),
+        (lambda layer, x: x / x, lambda layer, x: torch.ones_like(x)),  # but for 0
+    ],
+)
+def test_nan_is_lost_by_a_product_with_0_alone(right, wrong):
+    verdict = judged(right, wrong, torch.randn(6, 64, generator=torch.Generator().manual_seed(0)))
+    assert verdict.grade is Grade.WRONG
+    assert "with NaN and infinities, output is not NaN" in verdict.reason
+
+
+def test_a_reference_that_raises_with_an_infinity_alone_is_asked_for_nothing_more():
+    def strict(layer: nn.Module, table: Tensor, ids: Tensor) -> Tensor:
+        if table.isinf().any():
+            raise ValueError("infinite")
+        return product(layer, table, ids)
+
+    assert "with NaN and infinities" in judged(strict, lookup, TABLE, IDS).reason

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxopt.activations import ACTIVATIONS
-from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight
+from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unguarded
 from fxopt.packed_operators import ACTIVATED, available
 
 LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
@@ -313,3 +313,13 @@ def test_a_new_layer_does_not_take_what_was_packed_before_a_write_without_trace(
     layer.bias.data = layer.bias.data.to(torch.bfloat16)
     third = packed_layer(layer, "onednn", (2, 64))
     assert_close(third(x.to(torch.bfloat16)), layer, x.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("layer", "kernel"), CASES)
+def test_a_bias_with_gaps_is_not_read_as_one_without(layer, kernel):
+    layer = random_layer(layer)
+    layer.bias = nn.Parameter(torch.stack([layer.bias, layer.bias + 7], 1)[:, 0], False)
+    shape = SHAPES[type(layer)]
+    packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
+    assert_close(packed(x), layer, x)
+    assert unguarded(packed, x.dtype) is None

@@ -506,3 +506,10 @@ def test_complex_numbers_are_widened_as_floating_ones_are(trace):
         next(weight for weight in rewritten.parameters() if weight.is_complex())[0, 0] *= 1 + 1e-5j
     with pytest.raises(AssertionError, match="in float64"):
         assert_equivalent(model, rewritten, [x])
+
+
+def test_a_buffer_of_two_layers_is_one_in_float64() -> None:
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second._buffers |= {name: first._buffers[name] for name in ("running_mean", "running_var")}
+    norms = nn.Sequential(first, second)
+    assert Oracle(norms, [X]).judge(copy.deepcopy(norms)).grade is Grade.BIT_EXACT

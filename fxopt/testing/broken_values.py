@@ -15,9 +15,10 @@ from fxopt.objects import tensors_in
 from fxopt.testing.differences import FILL, leaves
 from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe
 
-VALUES = (math.nan, math.inf, -math.inf)
-ORDINARY = (1024.0, -1024.0)
-"""Numbers in the place of these: an output that is the same with both, and with that of the example, has no use for any."""
+INFINITIES = (math.inf, -math.inf)
+VALUES = (math.nan, *INFINITIES)
+ORDINARY = (1024.0, -1024.0, 0.0)
+"""Numbers in the place of these: an output that is the same with each, and with that of the example, has no use for any."""
 
 
 def broken_calls(given: Call) -> Iterator[Call]:
@@ -53,7 +54,8 @@ def one_by_one(
 
     0 times NaN is NaN, and 0 times infinity, too: `one_hot(ids) @ table` gives NaN for every id where a single row of the table
     has one, and the lookup that may stand for it does so for that row alone. Such a place of the original has the same number
-    whichever finite ones stand there, so that a candidate may have this number, as well as NaN.
+    whichever finite ones stand there, so that a candidate may have this number, as well as NaN. A place that is NaN of NaN alone
+    is none: `x.clamp(0, 1).amax()` has no use for most numbers either, and has to pass NaN on.
 
     Args:
         given: the inputs of the example.
@@ -62,7 +64,8 @@ def one_by_one(
         candidate: the module to judge, in that dtype.
 
     Returns:
-        The calls, with what is right and what the candidate does, and whether it may have a number where the reference has NaN.
+        The calls, with what is right and what the candidate does, and whether it may have a number where the reference has NaN;
+        none where the reference raises with an infinity, so that nothing tells.
     """
     infinite = _infinities(taken) > _infinities(given)
     for row, value in enumerate(VALUES if infinite else VALUES[:1]):
@@ -70,9 +73,12 @@ def one_by_one(
         def alone(value: float, row: int = row) -> Call:
             return given.changed(functools.partial(_broken, values=[value], first=row), BROKEN)
 
-        broken, *ordinary = observe(reference, [*map(alone, (value, *ORDINARY)), given])
+        try:
+            broken, *others = observe(reference, [*map(alone, (value, *INFINITIES, *ORDINARY)), given])
+        except Exception:  # whatever it raises
+            return
         (actual,) = observe(candidate, [alone(value)])
-        output, spared = _spared(broken, ordinary, actual)
+        output, spared = _spared(broken, others, actual)
         yield alone(value), dataclasses.replace(broken, output=output), actual, spared
 
 
@@ -80,15 +86,19 @@ def _infinities(call: Call) -> int:
     return sum(int(tensor.isinf().sum()) for tensor in tensors_in([call.args, call.kwargs]))
 
 
-def _spared(broken: Observation, ordinary: Sequence[Observation], actual: Observation) -> tuple[object, bool]:
-    """The output of a reference with the numbers of ordinary calls where these agree, and a candidate is not NaN as it is."""
-    sides = [list(tensors_in(each.output)) for each in (broken, actual, *ordinary)]
+def _spared(broken: Observation, others: Sequence[Observation], actual: Observation) -> tuple[object, bool]:
+    """The output of a reference with the numbers of ordinary calls where these agree, and a candidate is not NaN as it is.
+
+    The others are those with each infinity, and the ordinary ones.
+    """
+    sides = [list(tensors_in(each.output)) for each in (broken, actual, *others)]
     memo: dict[int, Tensor] = {}
-    for mine, its, *others in zip(*sides, strict=False):
-        if mine.is_floating_point() and len({each.shape for each in (mine, its, *others)}) == 1:
-            free = mine.isnan() & ~its.isnan() & others[0].isfinite()
-            for other in others[1:]:
-                free &= other == others[0]
+    for mine, its, up, down, number, *numbers in zip(*sides, strict=False):
+        same_shape = len({each.shape for each in (mine, its, up, down, number, *numbers)}) == 1
+        if mine.is_floating_point() and same_shape:
+            free = mine.isnan() & ~its.isnan() & (up.isnan() | down.isnan()) & number.isfinite()
+            for other in numbers:
+                free &= other == number
             if free.any():
-                memo[id(mine)] = torch.where(free, others[0], mine)
+                memo[id(mine)] = torch.where(free, number, mine)
     return copy.deepcopy(broken.output, {**memo}), bool(memo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -19,7 +20,8 @@ M = TypeVar("M", bound=nn.Module)
 def in_float64(module: M) -> M:
     """A deep copy of `module` with floating parameters and buffers in float64, complex ones in complex128."""
     copied = copy.deepcopy(module)
-    copied._apply(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))  # type: ignore[no-untyped-call]
+    # A buffer of two layers is converted once, and stays one.
+    copied._apply(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))  # type: ignore[no-untyped-call]
     return copied
 
 

@@ -67,7 +67,7 @@ _FIRST = {
     "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
     "packing.py": ["tests/passes/test_packing.py"],
     "packed_operators.py": ["tests/test_kernels.py", "tests/passes/test_packing.py"],
-    "kernels.py": ["tests/passes/test_packing.py"],
+    "kernels.py": ["tests/test_kernels.py", "tests/passes/test_packing.py"],
     "obstacles/layouts.py": ["tests/passes/test_packing.py"],
     "passes/pack_convs.py": ["tests/passes/test_packing.py"],
     "passes/fuse_epilogues.py": ["tests/passes/test_packing.py"],

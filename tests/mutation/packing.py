@@ -19,6 +19,7 @@ _EXACT = "optimizing/exactness.py"
 _WATCHING = "optimizing/watching.py"
 
 PACKING = (
+    Fault("kernels: a bias lies without gaps", _KERNELS, " and bias.is_contiguous())", ")"),
     Fault(
         "lowering: sums go where somebody reads",
         _LOWERING,
