@@ -491,3 +491,12 @@ def test_nothing_is_kept_alive_by_a_capture():
     references = capture()
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_dict_with_a_further_entry_is_refused():
+    def forward(self, x, held):
+        return x * held.get("b", 1)
+
+    gm = fxopt.trace(module(forward), (X, {"a": X}))
+    with pytest.raises(fxopt.GuardError, match=r"'held' has entries \['a', 'b'\]"):
+        gm(X, {"a": X, "b": X})
