@@ -636,3 +636,19 @@ def test_properties_that_no_guard_holds(asked):
     forward = eval(f"lambda self, x: x * 2 if x.{asked} else x")
     with pytest.raises(fxopt.TraceError, match="no guard holds"):
         fxopt.trace(module(forward), (X,), verify=False)
+
+
+class Counter:
+    def __init__(self, count):
+        self.count = count
+
+
+def counts_in_the_last_of_many(self, x):
+    self.counters[-1].count += 1
+    return x * self.counters[-1].count
+
+
+def test_each_of_many_objects_is_state():
+    model = module(counts_in_the_last_of_many, counters=[Counter(n) for n in range(50)])
+    with pytest.raises(fxopt.TraceError, match="counters"):
+        fxopt.trace(model, (X,), verify=False)

@@ -55,8 +55,9 @@ class SnapshotMaker:
     ) -> None:
         self._named, self._sized, self._placed = named, sized, placed
         self._known: dict[int, Snapshot] = {}
-        # Objects that can be changed, in the order in which they were met in the one described now.
-        self._met: dict[int, int] = {}
+        # Objects that can be changed, in the order in which they were met in the one described now; they are held, since
+        # one that is made for a moment would leave its identity to the next.
+        self._met: dict[int, tuple[int, Any]] = {}
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[Any] = []
         self._modules: list[torch.nn.Module] = []
@@ -87,14 +88,14 @@ class SnapshotMaker:
             self._modules.append(value)
             return kind, self._placed(value)
         if id(value) in self._met:
-            return kind, self._met[id(value)]
+            return kind, self._met[id(value)][0]
         if isinstance(value, (set, frozenset)):
             return kind, frozenset(map(self._parts_of_one, tuple(value)))
         if isinstance(value, tuple):
             return kind, tuple(map(self._parts, value))
         if (state := generator_state(value)) is not None:
             return kind, state
-        self._met[id(value)] = len(self._met)
+        self._met[id(value)] = len(self._met), value
         if isinstance(value, _SEQUENCES):
             return kind, tuple(map(self._parts, tuple(value)))  # another thread may change it meanwhile
         if isinstance(value, dict):
