@@ -244,7 +244,9 @@ class Subject:
                     with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
                         self.run(wide, torch.float64)
                     self._judged = torch.float64, ROUNDED if roundings.found else RTOL_FLOAT64
-                except Exception:  # it mixes dtypes, or overflows: whatever that raises, it is judged in its own
+                except (
+                    Exception
+                ):  # it mixes dtypes, or overflows: whatever that raises, it is judged in its own
                     self._judged = own, RTOL_FLOAT32
             self.dtype = str(self._judged[0]).removeprefix("torch.")
         return self._judged
