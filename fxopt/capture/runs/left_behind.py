@@ -36,7 +36,7 @@ _Entry = tuple[Any, str, Callable[[], Any] | None]
 def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: bool = False) -> list[str]:
     """Empty each `functools.lru_cache` that holds a fake tensor or size; take away those that are elsewhere, and say where."""
     found = []
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # held, so that none leaves its identity to another
     left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code, model)]
     while left:
         (value, where, remove), depth = left.pop()
@@ -47,7 +47,7 @@ def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: b
             continue
         if id(value) in seen or _is_foreign(value):
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, functools._lru_cache_wrapper):
             if _holds_fake(gc.get_referents(value)):
                 value.cache_clear()
