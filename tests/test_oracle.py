@@ -513,3 +513,24 @@ def test_a_buffer_of_two_layers_is_one_in_float64() -> None:
     second._buffers |= {name: first._buffers[name] for name in ("running_mean", "running_var")}
     norms = nn.Sequential(first, second)
     assert Oracle(norms, [X]).judge(copy.deepcopy(norms)).grade is Grade.BIT_EXACT
+
+
+class NamesItsDtype(nn.Module):
+    """Returns its dtype beside a tensor, as the layers of a cache hold it."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(4, 4), dtype
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, self.dtype or y.dtype
+
+
+def test_an_output_may_name_the_dtype_in_which_it_was_computed():
+    reference, x = randomise(NamesItsDtype()), torch.randn(2, 4)
+    assert assert_equivalent(reference, copy.deepcopy(reference), (x,)).grade.passes
+    other = NamesItsDtype(torch.float16)
+    other.load_state_dict(reference.state_dict())
+    with pytest.raises(AssertionError, match="dtype|float"):
+        assert_equivalent(reference, other, (x,))

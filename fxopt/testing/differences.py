@@ -48,7 +48,7 @@ def compare(
     Args:
         expected: the output that is right.
         actual: the output to judge.
-        dtypes: whether tensors must have the same dtype.
+        dtypes: whether tensors must have the same dtype, and dtypes that an output names be the same.
         strides: whether tensors must be laid out alike in memory.
         path: what the outputs are called in `where` and in messages.
         nan_anywhere: whether a tensor with NaN or infinities may have anything in their places, as long as it has such, too.
@@ -70,6 +70,8 @@ def compare(
     where = ""
     for place, left, right in _pairs(expected, actual, path):
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            if not dtypes and isinstance(left, torch.dtype) and isinstance(right, torch.dtype):
+                continue
             if type(left) is not type(right) or (left != right and not _both_nan(left, right)):
                 raise AssertionError(f"{place}: expected {left!r}, got {right!r}")
             continue
