@@ -138,6 +138,7 @@ CAPTURE = (
     Fault("snapshots: an array is its shape", "capture/fakes/snapshots.py", "hash(memory.tobytes())", "0"),
     Fault("snapshots: an iterator stands nowhere", "capture/fakes/snapshots.py", "        return iterator.__reduce__()[1:]", "        return ()"),
     Fault("snapshots: one module is like another", "capture/fakes/snapshots.py", "            return kind, self._placed(value)", "            return kind"),
+    Fault("snapshots: what is made for a moment is not held", "capture/fakes/snapshots.py", "self._met[id(value)] = len(self._met), value", "self._met[id(value)] = len(self._met), None"),
     Fault("fake model: a class that is assigned is no state", "capture/fakes/fake_model.py", '            state[name, "__class__"] = Snapshot(type(module), type(module))\n', ""),
     Fault("numbers: sympy rounds a float once", "capture/patches/python_numbers.py", "            if made.pytype is not float or not patch.in_forward():", "            if True:"),
     Fault("shape env: a guard is made of a rounded float", "capture/fakes/shape_env.py", "            if not free_unbacked_symbols(rounded) and", "            if False and"),
