@@ -239,15 +239,13 @@ class Subject:
                 if where := not_finite(self.run(model, own)):
                     raise ValueError(f"{where} is not finite everywhere, so that nothing would be proved")
                 try:
-                    if where := not_finite(self.run(wide, torch.float64)):
-                        raise ValueError(f"{where} is not finite in float64")
+                    is_finite = not not_finite(self.run(wide, torch.float64))
                     with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
                         self.run(wide, torch.float64)
-                    self._judged = torch.float64, ROUNDED if roundings.found else RTOL_FLOAT64
-                except (
-                    Exception
-                ):  # it mixes dtypes, or overflows: whatever that raises, it is judged in its own
-                    self._judged = own, RTOL_FLOAT32
+                except Exception:  # it mixes dtypes, whatever that raises
+                    is_finite = False
+            exact = torch.float64, ROUNDED if is_finite and roundings.found else RTOL_FLOAT64
+            self._judged = exact if is_finite else (own, RTOL_FLOAT32)
             self.dtype = str(self._judged[0]).removeprefix("torch.")
         return self._judged
 

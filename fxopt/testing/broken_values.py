@@ -49,7 +49,7 @@ SPARED = f"with {BROKEN}, it has numbers where the original has NaN although its
 
 def one_by_one(
     given: Call, taken: Call, reference: nn.Module, candidate: nn.Module
-) -> Iterator[tuple[Call, Observation, Observation, bool]]:
+) -> list[tuple[Call, Observation, Observation, bool]]:
     """The effects on two modules of NaN, and of each infinity, alone.
 
     0 times NaN is NaN, and 0 times infinity, too: `one_hot(ids) @ table` gives NaN for every id where a single row of the table
@@ -67,6 +67,7 @@ def one_by_one(
         The calls, with what is right and what the candidate does, and whether it may have a number where the reference has NaN;
         none where the reference raises with an infinity, so that nothing tells.
     """
+    found = []
     infinite = _infinities(taken) > _infinities(given)
     for row, value in enumerate(VALUES if infinite else VALUES[:1]):
 
@@ -75,11 +76,12 @@ def one_by_one(
 
         try:
             broken, *others = observe(reference, [*map(alone, (value, *INFINITIES, *ORDINARY)), given])
-        except Exception:  # whatever it raises
-            return
+        except Exception:  # whatever it raises: part of the values would hide the others
+            return []
         (actual,) = observe(candidate, [alone(value)])
         output, spared = _spared(broken, others, actual)
-        yield alone(value), dataclasses.replace(broken, output=output), actual, spared
+        found.append((alone(value), dataclasses.replace(broken, output=output), actual, spared))
+    return found
 
 
 def _infinities(call: Call) -> int:

@@ -206,7 +206,7 @@ class Oracle:
         for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True):
             each = self._differences(call, truth, actual, where)
             if call.name == BROKEN and not all(one.max_rel <= self._rtol for one in each):
-                alone = [*one_by_one(self._wide_calls[0], call, self._exact(), candidate)]
+                alone = one_by_one(self._wide_calls[0], call, self._exact(), candidate)
                 if any(spared for *_, spared in alone):
                     each = [d for c, right, its, _ in alone for d in self._differences(c, right, its, where)]
                     remark = SPARED

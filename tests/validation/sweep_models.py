@@ -99,6 +99,13 @@ class Single(Good):
         return super().forward(x.to(torch.float32))
 
 
+class Overflows(Good):
+    """Is infinite in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (float("inf") if x.dtype == torch.float64 else 1.0)
+
+
 class Parametrized(Good):
     """No pickle takes it."""
 
@@ -111,7 +118,7 @@ MODELS = {
     cls.__name__.lower(): cls
     for cls in (
         *(Counts, Decides, Different, DifferentAtOtherSizes, Good, Infinite, OneBatch, OneSequence),
-        *(Parametrized, Reads, Rounds, Single, Unbuilt, Unrunnable, Unseeded),
+        *(Overflows, Parametrized, Reads, Rounds, Single, Unbuilt, Unrunnable, Unseeded),
     )
 }
 
