@@ -315,11 +315,16 @@ def dict_in_itself(x):
     return made
 
 
+def called_at(depth, function):
+    return called_at(depth - 1, function) if depth else function()
+
+
 @pytest.mark.parametrize("make", [list_in_itself, dict_in_itself])
 def test_what_holds_itself_is_one_clear_error(make):
     for model, args in (
         (Does(lambda self, held: self.linear.weight), (make(X),)),
         (Does(lambda self, x: make(x)), (X,)),
     ):
-        with pytest.raises(fxopt.TraceError, match="holds itself.*leave out the part that leads back"):
-            fxopt.trace(model, args)
+        for depth in range(4):  # where Python stops depends on how deep the caller is
+            with pytest.raises(fxopt.TraceError, match="holds itself.*leave out the part that leads back"):
+                called_at(depth, lambda model=model, args=args: fxopt.trace(model, args))

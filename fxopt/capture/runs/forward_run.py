@@ -255,7 +255,7 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
 def _is_own(error: Exception) -> bool:
     """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, RecursionError) and RUN_FORWARD in (code.co_name for code in codes):
+    if isinstance(error, RecursionError):
         called = [code for code in codes if is_model_code(code.co_filename)]
         return len(called) < _MOST_NESTED  # else the model calls itself
     return is_own_code(codes[-1])
