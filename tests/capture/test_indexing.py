@@ -47,6 +47,34 @@ def test_what_is_indexed_is_what_the_model_indexes(name, free):
         assert x.grad.equal(y.grad)
 
 
+BY_SIZE = {
+    "the last": lambda x, n: x[:, x.shape[1] - 1],
+    "the middle": lambda x, n: x[..., x.shape[1] // 2, :],
+    "of either sign": lambda x, n: x[x.shape[0] - 3, None, x.shape[1] - 8],
+    "beside a value": lambda x, n: x[n[0], x.shape[1] - 2, n],
+    "between tensors": lambda x, n: x[n, x.shape[1] - 2, n],
+    "a view": lambda x, n: x.clone()[:, x.shape[1] - 1].add_(1),
+    "of a list": lambda x, n: [x, x + 1][1][x.shape[0] - 1],
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_an_index_that_a_size_gives_leaves_it_free(name):
+    model = module(lambda self, x, n: BY_SIZE[name](x, n))
+    gm = fxopt.trace(model, (X, NUMBERS[0]), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, None))
+    taken = 0
+    for rows in (1, 3, 4, 6):
+        for columns in range(1, 12):
+            x = torch.randn(rows, columns, 6, dtype=torch.float64)
+            try:
+                found = gm(x, NUMBERS[0])
+            except (fxopt.GuardError, IndexError):
+                continue
+            taken += 1
+            assert found.equal(model(x, NUMBERS[0]))
+    assert taken >= 9
+
+
 @pytest.mark.parametrize("name", list(INDICES)[:11])
 def test_what_is_indexed_is_a_view(name):
     def forward(self, x, n):

@@ -1,7 +1,8 @@
 """Indexing, squeezing and unbinding where numbers or sizes are not known.
 
 Of `x[scores.argmax()]`, and of `x[rows, columns]` with sequences of such numbers, torch reads the numbers, which no fake
-tensor has. Selecting with a number that is a node, and indexing with a tensor of them, are the same in values and memory.
+tensor has, and it fixes `n` of `x[n - 1]`. Selecting with a number that is a node, and indexing with a tensor of them, are the
+same in values and memory.
 
 To torch, as it is told to leave sizes of 0 and 1 free, a size that it cannot tell to be 1 is not 1, without a guard:
 `squeeze` then keeps dimensions that a run would remove, and so does `unbind` of a product of sizes, which squeezes its
@@ -31,7 +32,7 @@ def with_tensors(index: Any, call: MakesCall) -> Any:
 
 
 def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
-    """`value[index]`: first a `select` for each unbacked number, then the rest.
+    """`value[index]`: first a `select` for each number that is free or unbacked, then the rest.
 
     Not where there is no such number, or a list: how many dimensions that takes depends on what is in it.
     """
@@ -94,11 +95,11 @@ def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, 
 
 
 def _is_unknown(part: Any) -> bool:
-    """Tell whether a part of an index is an unbacked integer, as a tensor or a number."""
+    """Tell whether a part of an index is an integer that is not known, as a tensor or a number; torch would fix a free one."""
     if isinstance(part, FakeTensor):
         whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
         return part.dim() == 0 and whole and part.constant is None
-    return is_unbacked(part)
+    return isinstance(part, torch.SymInt)
 
 
 def _dims(part: Any) -> int:
