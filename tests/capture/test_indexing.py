@@ -75,6 +75,39 @@ def test_an_index_that_a_size_gives_leaves_it_free(name):
     assert taken >= 9
 
 
+WRITTEN_AT = {
+    "the last": lambda x, n: (slice(None), x.shape[1] - 1),
+    "a number": lambda x, n: n[0].item(),
+    "numbers": lambda x, n: (n[0].item(), x.shape[1] // 2, n[1].item()),
+    "an ellipsis": lambda x, n: (..., n[1].item(), slice(1, None)),
+    "a new dimension": lambda x, n: (n[0].item(), None, x.shape[1] - 2),
+    "beside tensors": lambda x, n: (n, x.shape[1] - 1, n),
+    "a mask": lambda x, n: (n[0].item(), x[0, :, 0] > 0),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_AT)
+def test_what_is_written_at_such_an_index_is_what_the_model_writes(name):
+    def forward(self, x, n):
+        copy, index = x * 2, WRITTEN_AT[name](x, n)
+        copy[index] = x[3, 1, 2]
+        copy[index] += x[0, 0, 0]
+        copy[index] = copy[index].clone() * x[1, 0, 1]
+        return copy
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X, NUMBERS[0]), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, None))
+    for numbers in NUMBERS:
+        for columns in (4, 5, 8):
+            x = torch.randn(4, columns, 6, dtype=torch.float64)
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            actual, expected = gm(inputs[0], numbers), model(inputs[1], numbers)
+            assert actual.equal(expected)
+            actual.sum().backward()
+            expected.sum().backward()
+            assert inputs[0].grad.equal(inputs[1].grad)
+
+
 @pytest.mark.parametrize("name", list(INDICES)[:11])
 def test_what_is_indexed_is_a_view(name):
     def forward(self, x, n):
