@@ -56,9 +56,10 @@ def as_module(node: Node) -> nn.Module | None:
     """
     name = graph.function_name(node)
     activation = ACTIVATIONS.get(name)
+    if activation is None or len(node.all_input_nodes) != 1:
+        return None
     homes = [getattr(home, name, None) for home in (F, torch, Tensor)]
-    known = homes[-1] is not None if node.op == "call_method" else node.target in homes
-    if activation is None or not known or len(node.all_input_nodes) != 1:
+    if not (homes[-1] is not None if node.op == "call_method" else node.target in homes):
         return None
     options = {name: value for name, value in node.kwargs.items() if name != "input"}
     try:  # modules take the options of these functions, in the same order; others, as `aten.elu`, take more

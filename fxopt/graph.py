@@ -143,10 +143,14 @@ def origin_of(node: Node) -> dict[str, Any]:
 
 def place(node: Node) -> str:
     """A node with its module and its line in the model, as far as they are known, for a message."""
-    path, line = module_path(node), source_line(node)
+    return place_text(node.name, module_path(node), source_line(node))
+
+
+def place_text(name: str, path: str, line: str) -> str:
+    """The same, of what is known already."""
     where = [f"in {path}" if path else "", f"from {line}" if line else ""]
     text = ", ".join(filter(None, where))
-    return f"{node.name} ({text})" if text else node.name
+    return f"{name} ({text})" if text else name
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -120,7 +119,7 @@ class GraphIndex:
             return f"{', '.join(unclear)} does not call it with one tensor alone"
         if getattr(module, "inplace", False):
             return "it writes into its input"
-        if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
+        if module._modules or _tensors(module):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
         return self._unusual(module) or next((reason for reason in places if reason), None)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from fxopt import effects, graph
 from fxopt.objects import set_attributes, set_items
 from fxopt.operators import Fact, facts_of, name_of
-from fxopt.submodules import attribute
+from fxopt.submodules import attribute, tensors_of
 
 
 class Memory:
@@ -88,10 +88,8 @@ class Memory:
 
     def writer_of(self, module: nn.Module) -> Node | None:
         """A node that may write into a parameter or buffer of `module`, under whatever name."""
-        tensors = (*module.parameters(), *module.buffers())
-        return next(
-            (self._memory_writers[s] for s in map(storage_of, tensors) if s in self._memory_writers), None
-        )
+        tensors = map(storage_of, (tensor for _, tensor in tensors_of({"": module})))
+        return next((self._memory_writers[s] for s in tensors if s in self._memory_writers), None)
 
     def may_alias(self, left: Node, right: Node) -> bool:
         """Tell whether two values may share memory."""

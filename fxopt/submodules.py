@@ -40,10 +40,21 @@ def common_parent(paths: Iterable[str]) -> str:
     return ".".join(names[0] for names in shared)
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a qualified name, as `get_submodule` finds it, in a small part of its time."""
+    found = root
+    for name in path.split(".") if path else ():
+        part = found._modules.get(name)
+        if part is None:
+            return root.get_submodule(path)  # which says what is missing
+        found = part
+    return found
+
+
 def attribute(graph_module: GraphModule, path: str) -> Any:
     """The tensor, or whatever a `get_attr` node reads, at `path`."""
     owner, name = split_path(path)
-    return getattr(graph_module.get_submodule(owner), name)
+    return getattr(module_at(graph_module, owner), name)
 
 
 def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -65,7 +76,7 @@ def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
 
 def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
     """Bring children back to a recorded order; those that are new since then come last."""
-    modules = graph_module.get_submodule(parent)._modules
+    modules = module_at(graph_module, parent)._modules
     recorded = dict.fromkeys(names)
     for name in [*(n for n in recorded if n in modules), *(n for n in modules if n not in recorded)]:
         modules[name] = modules.pop(name)
@@ -73,7 +84,7 @@ def order_children(graph_module: GraphModule, parent: str, names: Iterable[str])
 
 def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
     """`parent.name`, or with a number behind it where that name is taken."""
-    owner = graph_module.get_submodule(parent)
+    owner = module_at(graph_module, parent)
     candidate, number = name, 0
     while hasattr(owner, candidate):
         number += 1
@@ -108,7 +119,7 @@ def without_tensors(module: M) -> M:
     """A module of the same type with the same options and flags, whose parameters are all `None`."""
     shell = type(module).__new__(type(module))
     for name, value in vars(module).items():  # registries of hooks and such must not be shared
-        shell.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        shell.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
     shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
     return shell
 
@@ -118,10 +129,21 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight of a layer that holds one, in a small part of the time of `get_parameter`."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
 def layout_of(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     """The strides that copies of the parameters of a layer have, by name."""
     held = layer._parameters.items()
-    return {name: torch.empty_like(p, device="meta").stride() for name, p in held if p is not None}
+    return {name: _strides(p) for name, p in held if p is not None}
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
 
 
 def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
@@ -147,7 +169,7 @@ def is_plain(layer: nn.Module) -> bool:
 def find(graph_module: GraphModule, path: str) -> Any:
     """The module, parameter or buffer at `path`; None where there is none."""
     parent, name = split_path(path)
-    owner = graph_module.get_submodule(parent)
+    owner = module_at(graph_module, parent)
     for registry in (owner._modules, owner._parameters, owner._buffers):
         if name in registry:
             return registry[name]

@@ -9,32 +9,36 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt.obstacles.scaling import channels, wide_dtype
+from fxopt.submodules import weight_of
 
 
 def scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """The vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
     assert isinstance(norm, _BatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    wide = wide_dtype(norm.running_mean)
-    scale = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight.detach().to(wide)
-    shift = -norm.running_mean.to(wide) * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.detach().to(wide)
+    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    assert mean is not None
+    assert variance is not None
+    wide = wide_dtype(mean)
+    scale = torch.rsqrt(variance.to(wide) + norm.eps)
+    if weight is not None:
+        scale = scale * weight.detach().to(wide)
+    shift = -mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.detach().to(wide)
 
 
 def statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
     """Why `norm` is no scale and shift of the channels that `layer` gives, or takes; None if it is."""
-    kind, weight = type(norm).__name__, layer.get_parameter("weight")
+    kind, weight = type(norm).__name__, weight_of(layer)
     if norm.training:
         return f"the {kind} is in training mode: it normalises by batch statistics"
-    if norm.running_mean is None or norm.running_var is None:
+    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    if mean is None or variance is None:
         return f"the {kind} has no running statistics: it normalises by batch statistics"
     if norm.num_features != channels(layer, behind):
         return f"the {kind} has {norm.num_features} features, the layer has {channels(layer, behind)}"
-    for tensor in (*norm.parameters(), norm.running_mean, norm.running_var):
-        if tensor.dtype != weight.dtype or tensor.device != weight.device:
+    for tensor in (*norm._parameters.values(), mean, variance):
+        if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
             return f"the {kind} is {facts}"
     return None

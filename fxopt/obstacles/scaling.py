@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fxopt.submodules import without_tensors
+from fxopt.submodules import weight_of, without_tensors
 
 LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -26,7 +26,7 @@ def channel_dimension(layer: nn.Module) -> int:
         >>> channel_dimension(nn.Linear(2, 2)), channel_dimension(nn.Conv2d(2, 2, 1))
         (-1, -3)
     """
-    return 1 - layer.get_parameter("weight").ndim
+    return 1 - weight_of(layer).ndim
 
 
 def channels(layer: nn.Module, behind: bool) -> int:
@@ -37,7 +37,7 @@ def channels(layer: nn.Module, behind: bool) -> int:
         >>> channels(layer, behind=True), channels(layer, behind=False)
         (6, 4)
     """
-    rows, columns = layer.get_parameter("weight").shape[:2]
+    rows, columns = weight_of(layer).shape[:2]
     return rows if _of_rows(layer, behind) else columns * _groups(layer)
 
 
@@ -52,7 +52,7 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
         shift: summands likewise; None for none.
         behind: whether the channels are those that the layer gives, and not those that it takes.
     """
-    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    weight, bias = weight_of(layer), layer._parameters["bias"]
     scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
     values = weight.detach().to(scale.dtype)
     constant = None if bias is None else bias.detach().to(scale.dtype)
@@ -72,7 +72,7 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
 
 def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> str | None:
     """Why no layer can scale and shift as `folded` would have it; None if one can."""
-    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    weight, bias = weight_of(layer), layer._parameters["bias"]
     if not weight.is_floating_point():
         return f"the weight of the layer is {weight.dtype}"
     if shift is not None and not behind and _takes_zeros(layer):
@@ -81,28 +81,30 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
         return None
     scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
     limits, largest = torch.finfo(weight.dtype), _largest_of_channels(layer, behind).to(scale.dtype)
-    sizes = largest * scale.abs()
-    added = scale.new_zeros(()) if shift is None else shift.abs().max()
+    factors = scale.abs()
+    sizes = largest * factors
+    least, most = (size.item() for size in sizes.aminmax())
+    added = shifted = 0.0 if shift is None else shift.abs().max().item()
     if bias is not None:
-        added = added + bias.detach().abs().max() * (scale.abs().max() if behind else 1)
-    if shift is not None and not behind:
-        added = added + largest.max() * shift.abs().max() * weight[0].numel()
-    if not (sizes.max() <= limits.max and added <= limits.max):  # nan is not, either
+        added += bias.detach().abs().max().item() * (factors.max().item() if behind else 1)
+    if not behind:
+        added += largest.max().item() * shifted * weight[0].numel()
+    if not (most <= limits.max and added <= limits.max):  # nan is not, either
         return f"the folded weights are perhaps not finite in {weight.dtype}"
-    if ((sizes > 0) & (sizes < limits.tiny)).any():
+    if least < limits.tiny and ((sizes > 0) & (sizes < limits.tiny)).any():
         return f"the folded weights are too small for {weight.dtype}"
     return None
 
 
 def _spread(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
     """A value for each channel, in the dtype and on the device to compute weights in."""
-    weight = layer.get_parameter("weight")
+    weight = weight_of(layer)
     return values.to(weight.device, wide_dtype(weight)).expand(channels(layer, behind))
 
 
 def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
     """`values`, one for each channel, as a factor of the weight of a layer."""
-    weight = layer.get_parameter("weight")
+    weight = weight_of(layer)
     if _of_rows(layer, behind):
         factor = values.unsqueeze(1)
     else:
@@ -113,7 +115,7 @@ def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
 
 def _largest_of_channels(layer: nn.Module, behind: bool) -> Tensor:
     """The size of the largest weight of each channel."""
-    weight: Tensor = layer.get_parameter("weight").detach()
+    weight: Tensor = weight_of(layer).detach()
     sizes = weight.abs().reshape(*weight.shape[:2], -1)
     if _of_rows(layer, behind):
         return sizes.amax((1, 2))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,8 +23,10 @@ from fxopt.obstacles.foldable import (
 )
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
+from fxopt.submodules import module_at
 
 Kinds = tuple[type[nn.Module], ...]
+Facts = Callable[[nn.Module], tuple[Tensor, Tensor]]
 
 
 class FoldBatchNorms(Folding):
@@ -65,9 +68,9 @@ class FoldBatchNorms(Folding):
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the normalizations with the layers to fold them into, each layer at most once."""
-        index = GraphIndex(graph_module)
+        index, facts = GraphIndex(graph_module), functools.cache(batch_norm.scale_and_shift)
         return each_layer_once(
-            (norm, self._folds(index, norm, kind, layers))
+            (norm, self._folds(index, facts, norm, kind, layers))
             for kind, layers in self.layers.items()
             for norm in index.calls_like(kind)
         )
@@ -75,25 +78,27 @@ class FoldBatchNorms(Folding):
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """Tell whether a normalization is left, which may follow one that was folded, or come before it."""
         calls = graph_module.graph.find_nodes(op="call_module", sort=False)
-        return any(isinstance(graph_module.get_submodule(str(call.target)), _BatchNorm) for call in calls)
+        return any(isinstance(module_at(graph_module, str(call.target)), _BatchNorm) for call in calls)
 
     def _folds(
-        self, index: GraphIndex, norm: Node, kind: type[_BatchNorm], layers: Kinds
+        self, index: GraphIndex, facts: Facts, norm: Node, kind: type[_BatchNorm], layers: Kinds
     ) -> Iterator[Fold | str]:
         """The folds of a normalization, the better one first, and the reasons why there are no others."""
         value = graph.input_of(norm, index.module(norm))
         path = layer_before(index, value, layers)
         if path:
-            yield self._obstacle(index, path[0], [*path, norm], kind) or _fold(index, norm, path[:1], True)
+            reason = self._obstacle(index, facts, path[0], [*path, norm], kind)
+            yield reason or _fold(index, facts, norm, path[:1], True)
         behind = layers_behind(index, norm, layers) if self.into_behind else []
         if behind and value is not None:
-            reasons = (self._obstacle(index, layer, [norm, layer], kind, value) for layer in behind)
+            reasons = (self._obstacle(index, facts, layer, [norm, layer], kind, value) for layer in behind)
             reason = next(filter(None, reasons), None) or use_obstacle(norm, behind)
-            yield reason or _fold(index, norm, behind, False)
+            yield reason or _fold(index, facts, norm, behind, False)
 
     def _obstacle(
         self,
         index: GraphIndex,
+        facts: Facts,
         layer: Node,
         path: Sequence[Node],
         kind: type[_BatchNorm],
@@ -112,13 +117,13 @@ class FoldBatchNorms(Folding):
         if reason is None and value is None:
             uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
             reason = next(filter(None, uses), None)
-        return reason or folding_obstacle(index, layer, path, *batch_norm.scale_and_shift(module), value)
+        return reason or folding_obstacle(index, layer, path, *facts(module), value)
 
 
-def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
+def _fold(index: GraphIndex, facts: Facts, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
     module = index.module(norm)
-    facts = (*batch_norm.scale_and_shift(module), 0, {str(norm.target): module}, index.removable(norm))
-    return Fold((*layers,), norm, behind, *facts)
+    sources, removable = {str(norm.target): module}, index.removable(norm)
+    return Fold((*layers,), norm, behind, *facts(module), 0, sources, removable)
 
 
 def _rank_obstacle(norm: Node, kind: type[_BatchNorm], layer: nn.Module) -> str | None:

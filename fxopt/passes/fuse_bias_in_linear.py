@@ -54,7 +54,7 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Put a layer without a bias in the place of the old one, and a pad before it."""
         path, (value,) = str(site.target), site.all_input_nodes
-        layer = rewriter.graph_module.get_submodule(path)
+        layer = submodules.module_at(rewriter.graph_module, path)
         assert isinstance(layer, nn.Linear)
         fused = submodules.without_tensors(layer)
         fused.in_features += 1

@@ -60,7 +60,7 @@ class Merging(ReversibleRewrite[LayerGroup]):
     def apply(self, rewriter: Rewriter, site: LayerGroup) -> Node:
         """Put the merged layer before the first call, and slices in the place of the calls."""
         paths = [str(call.target) for call in site.calls]
-        layers: dict[str, Any] = {path: rewriter.graph_module.get_submodule(path) for path in paths}
+        layers: dict[str, Any] = {path: submodules.module_at(rewriter.graph_module, path) for path in paths}
         parent = submodules.common_parent(paths)
         name = "fxopt_merged_" + "_".join(path.removeprefix(f"{parent}.").replace(".", "_") for path in paths)
         path = submodules.free_path(rewriter.graph_module, parent, name)
@@ -105,7 +105,7 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
 
 def _kind(layer: nn.Module) -> object:
     """The facts in which layers must agree, so that one parameter can hold the weights of all, and come apart again."""
-    weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+    weight, bias = submodules.weight_of(layer), layer._parameters["bias"]
     trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
     like = weight if bias is None and not trains else bias
     facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
@@ -122,7 +122,7 @@ def _merged(layers: Sequence[nn.Module]) -> nn.Module:
         held = [layer._parameters[name] for layer in layers]
         gradients = {part.requires_grad for part in held if part is not None}
         if gradients:
-            zeros = layers[0].get_parameter("weight").detach().new_zeros
+            zeros = submodules.weight_of(layers[0]).detach().new_zeros
             parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
             merged._parameters[name] = nn.Parameter(torch.cat(parts), *gradients)
     return merged

@@ -17,6 +17,7 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import provenance
+from fxopt.submodules import module_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +79,13 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
         """Yield the calls of the source activation; all calls of one module are one site."""
-        index, source = GraphIndex(graph_module), _activation(self.source)
+        index, source, signature = GraphIndex(graph_module), _activation(self.source), self.signature
         like = None if source.function is None else source.make()
         for node in index.calls_like(source.module):
             module = index.module(node)
             calls, reason = index.call_sites(module), index.inexact(node, source.module)
             if reason is None:
-                made = self.signature in provenance(module)  # that may be of the source's type, too
+                made = signature in provenance(module)  # that may be of the source's type, too
                 if made or node is not calls[0] or (like and not same_activation(module, like)):
                     continue
                 reason = index.obstacle_everywhere(module)
@@ -100,7 +101,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         graph_module, node, target = rewriter.graph_module, site.node, _activation(self.target)
         called: dict[str, Any] = {"op": "call_function", "target": target.function, "kwargs": target.options}
         if site.paths:
-            old = graph_module.get_submodule(site.paths[0])
+            old = module_at(graph_module, site.paths[0])
             new = graph.placed(target.make(), graph_module, node).train(old.training)
             rewriter.swap(dict.fromkeys(site.paths, new))
             called = {"kwargs": {}}

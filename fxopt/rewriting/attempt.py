@@ -177,16 +177,16 @@ def check_unchanged(pass_: Any, graph_module: GraphModule, before: str) -> None:
         )
 
 
-def nodes_of(pass_: Any, made: Any, where: str) -> list[Node]:
+def nodes_of(pass_: Any, made: Any) -> list[Node]:
     """The nodes that `apply` returned; PassError if that is anything else."""
     nodes = made if isinstance(made, Iterable) and not isinstance(made, str) else [made]
-    wrong = next((each for each in nodes if each is not None and not isinstance(each, Node)), None)
+    found = [each for each in nodes if each is not None]
+    wrong = next((type(each).__name__ for each in found if not isinstance(each, Node)), None)
     if wrong is not None:
         raise PassError(
-            f"apply of {pass_!r} returned a {type(wrong).__name__}, rewriting {where}: it has to return the nodes to "
-            "mark as transformed, or None"
+            f"apply of {pass_!r} returned a {wrong}: it has to return the nodes to mark as transformed, or None"
         )
-    return [each for each in nodes if each is not None]
+    return found
 
 
 def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:

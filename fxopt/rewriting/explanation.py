@@ -54,6 +54,11 @@ class Row(NamedTuple):
         node, reason = node_of(found), found.reason if isinstance(found, Refusal) else None
         return cls(node.name, graph.module_path(node), reason, graph.source_line(node))
 
+    @property
+    def place(self) -> str:
+        """The same for a message."""
+        return graph.place_text(self.node, self.module, self.source)
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 from collections.abc import Hashable
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 
 from fxopt.rewriting.edits import ADDRESS, target_text
 from fxopt.rewriting.record import PassRecord
-from fxopt.rewriting.weights import PLAIN, PROVENANCE
+from fxopt.rewriting.weights import options_of
 
 
 def fingerprint(graph_module: GraphModule) -> str:
@@ -26,11 +27,11 @@ def fingerprint(graph_module: GraphModule) -> str:
     ]
     entries: list[tuple[str, int, str]] = []
     _describe("", graph_module, entries)
+    order = [path for path, _, _ in entries]
+    entries.sort(key=operator.itemgetter(0))
     first: dict[int, str] = {}  # what is one module or tensor has the least of its names
-    for path, identity, _ in entries:
-        first[identity] = min(path, first.get(identity, path))
-    modules = [f"{path} {text} {first[identity]}" for path, identity, text in entries]
-    return " ".join(map(_digest, (nodes, sorted(modules), modules)))
+    modules = [f"{path} {text} {first.setdefault(identity, path)}" for path, identity, text in entries]
+    return " ".join(map(_digest, (nodes, modules, order)))
 
 
 def _digest(lines: list[str]) -> str:
@@ -42,8 +43,8 @@ def _digest(lines: list[str]) -> str:
 def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
     """Append path, identity and description of a module, and of each module and tensor in it."""
     held = vars(module)
-    options = [(k, v) for k, v in held.items() if isinstance(v, PLAIN) and k[0] != "_" and k != PROVENANCE]
-    entries.append((path, id(module), f"{type(module).__name__ if path else ''} {options!r}"))
+    kind = type(module).__name__ if path else ""
+    entries.append((path, id(module), f"{kind} {module.training} {options_of(module)}"))
     for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
         if tensor is not None:
             kind = type(tensor).__name__

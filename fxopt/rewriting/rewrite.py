@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch.fx import GraphModule, Node
 
-from fxopt import graph, submodules
+from fxopt import submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, check_apply, check_promise, check_unchanged, nodes_of
@@ -150,14 +150,14 @@ class Rewrite(Transformation, Generic[S]):
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
             sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
             for site in sites:
-                row, start, where = rows[node_of(site).name], len(rewriter.log), graph.place(node_of(site))
+                row, start = rows[node_of(site).name], len(rewriter.log)
                 settled.add(row.node)
-                nodes = self._rewrite_site(rewriter, site, where)
+                nodes = self._rewrite_site(rewriter, site, row)
                 reason = verifier.difference(rewriter.log[start:], rewriter.made)
                 if reason:
                     rewriter.roll_back(start)
                     rows[row.node] = row._replace(reason=reason)
-                    warnings.warn(f"{self!r} left {where} alone: {reason}", VerificationWarning, 2)
+                    warnings.warn(f"{self!r} left {row.place} alone: {reason}", VerificationWarning, 2)
                     break  # what came back may be another node than the one in the sites: match again
                 marked += nodes
             else:
@@ -172,13 +172,12 @@ class Rewrite(Transformation, Generic[S]):
             warnings.warn(f"{self!r} could not verify the site at {where}: {why}", UnverifiedWarning, 2)
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
-    def _rewrite_site(self, rewriter: Rewriter, site: S, where: str) -> list[Node]:
+    def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:
         try:
-            made = self.apply(rewriter, site)
+            return nodes_of(self, self.apply(rewriter, site))
         except Exception as error:
-            error.add_note(f"{type(self).__name__} was rewriting {where}")
+            error.add_note(f"{type(self).__name__} was rewriting {row.place}")
             raise
-        return nodes_of(self, made, where)
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):

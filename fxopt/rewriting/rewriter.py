@@ -88,12 +88,16 @@ class Rewriter:
     def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
         """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
         check_nodes(self.graph, node, fields.get("args"), fields.get("kwargs"))
-        before, meta = NodeState.of(node), {}
-        if val is not None:
-            meta, node.meta["val"] = {"val": node.meta.get("val")}, val
+        self._set(node, {} if val is None else {"val": val}, fields)
+
+    def _set(self, node: Node, meta: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+        before, kept = NodeState.of(node), {name: node.meta.get(name) for name in meta}
+        node.meta.update(meta)
+        for name in (name for name, value in meta.items() if value is None):
+            del node.meta[name]  # it was not there
         for name, value in fields.items():
             setattr(node, name, value)
-        self.log.append(NodeEdit(node.name, before, NodeState.of(node), meta=meta))
+        self.log.append(NodeEdit(node.name, before, NodeState.of(node) if fields else before, meta=kept))
 
     def replace_input(self, node: Node, old: Node, new: Node) -> None:
         """Make one node take `new` wherever it took `old`."""
@@ -161,7 +165,7 @@ class Rewriter:
         """The orders that are `known` from before, and those of the children that were added or removed since."""
         found = dict(known)
         for path, names in self.orders.items():
-            if list(self.graph_module.get_submodule(path)._modules) != names:
+            if list(submodules.module_at(self.graph_module, path)._modules) != names:
                 found[path] = submodules.merged_order(found.get(path, []), names)
         return found
 
@@ -206,8 +210,7 @@ class Rewriter:
             raise changed(node.name, node)
         if edit.before is not None:
             state = edit.before.resolved(nodes)
-            self.set(node, **{name: state[name] for name in fields})
-            node.meta.update(edit.meta)
+            self._set(node, edit.meta, {name: state[name] for name in fields})
         elif node.users:
             raise changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)
         else:
@@ -255,8 +258,9 @@ class Rewriter:
     ) -> None:
         for path, value in after.items():
             parent, _ = submodules.split_path(path)
-            owner = self.graph_module.get_submodule(parent)
-            self.orders.setdefault(parent, list(owner._modules))
+            owner = submodules.module_at(self.graph_module, parent)
+            if parent not in self.orders:
+                self.orders[parent] = list(owner._modules)
             submodules.place(owner, path, value)
         self.log.append(Swap(before, after, restore, self.graph_module.training))
 

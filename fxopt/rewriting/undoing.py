@@ -21,7 +21,7 @@ from fxopt.rewriting.record import (
     orders_of,
     set_steps,
     steps_of,
-    unmark_names,
+    unmark,
 )
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import provenance
@@ -211,6 +211,7 @@ def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequenc
     """Take the marks of what was undone off the nodes that no other application has marked; returns their names."""
     signature = undone[0].signature
     held = {name for step in standing if step.signature == signature for name in step.marked}
-    names = [node.name for node in marked_nodes(graph_module, signature) if node.name not in held]
-    unmark_names(graph_module, signature, names)
-    return names
+    nodes = [node for node in marked_nodes(graph_module, signature) if node.name not in held]
+    for node in nodes:
+        unmark(node, signature)
+    return [node.name for node in nodes]

@@ -12,22 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import UndoError
+from fxopt.operators import hooks_of
 from fxopt.submodules import with_values, without_tensors
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
 
 
-PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
+_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 """The types of the options of modules that are compared."""
 
 
-def _options(value: Any) -> str:
-    if not isinstance(value, nn.Module):
-        return ""
-    own = [(k, v) for k, v in vars(value).items() if k[0] != "_" and k not in ("training", PROVENANCE)]
-    hooks = [k for k, v in vars(value).items() if k.endswith("_hooks") and v]
-    return repr(([(k, v) for k, v in own if isinstance(v, PLAIN)], hooks))
+def options_of(module: nn.Module) -> str:
+    """The options of a module as a text, but for its training flag."""
+    held = vars(module).items()
+    return " ".join(
+        [f"{k}={v!r}" for k, v in held if k[0] != "_" and k not in _NO_OPTIONS and isinstance(v, _PLAIN)]
+    )
+
+
+_NO_OPTIONS = ("training", PROVENANCE)
 
 
 def provenance(value: object) -> tuple[str, ...]:
@@ -58,14 +62,14 @@ class Left:
     def of(cls, value: Any) -> Left:
         """Describe a module or tensor."""
         facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in _tensors(value)}
-        return cls(type(value), provenance(value), facts, getattr(value, "training", False), _options(value))
+        return cls(type(value), provenance(value), facts, getattr(value, "training", False), _kept(value))
 
     def fits(self, value: Any) -> bool:
         """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
         shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(value)}
         left = {name: facts[0] for name, facts in self.tensors.items()}
         same = type(value) is self.kind and provenance(value) == self.made_by and shapes == left
-        return same and _options(value) == self.options
+        return same and _kept(value) == self.options
 
     def follow(self, restored: Any, now: Any) -> Any:
         """Give `restored` the dtype, device and gradients that `now` was given since it was left as this."""
@@ -78,6 +82,10 @@ class Left:
             if [facts[2] for facts in before] != [facts[2] for facts in after]:
                 restored.requires_grad_(any(facts[2] for facts in after))
         return restored
+
+
+def _kept(value: Any) -> str:
+    return f"{options_of(value)} {hooks_of(value)}" if isinstance(value, nn.Module) else ""
 
 
 Restore = Callable[[Mapping[str, Any], Mapping[str, Left]], Mapping[str, Any]]

@@ -112,6 +112,30 @@ def test_the_side_that_does_not_raise_is_taken_and_checked(forward, error, sizes
         gm(bad)
 
 
+def drawn_if_long(self, x, n):
+    n = n.max().item()
+    return torch.rand(n, generator=torch.Generator()) if n > 3 else x[:n] * 2
+
+
+def drawn_if_positive(self, x, n):
+    return torch.rand(3, generator=torch.Generator()) if (n > 3).any() else x[: n.max()] * 2
+
+
+def test_of_numbers_the_side_that_can_be_captured_is_taken_and_checked():
+    """As a guard is put on a free size; what is in other tensors is no number of a size."""
+    x, short, long = torch.randn(5, dtype=torch.float64), torch.tensor([1, 3]), torch.tensor([4, 2])
+    model = module(drawn_if_long)
+    traced = fxopt.trace(model, (x, short))
+    for n in (short, short - 1, short.flip(0)):
+        assert torch.equal(traced(x, n), model(x, n))
+    with pytest.raises(fxopt.GuardError, match=r"it was False.*if n > 3"):
+        traced(x, long)
+    with pytest.raises(fxopt.TraceError, match=r"if n > 3"):
+        fxopt.trace(module(drawn_if_long), (x, long))
+    with pytest.raises(fxopt.TraceError, match=r"if \(n > 3\).any\(\)"):
+        fxopt.trace(module(drawn_if_positive), (x, short))
+
+
 def test_an_assertion_of_torch_stays_in_the_graph():
     def forward(self, x):
         torch._assert((x > -100).all(), "too small")

@@ -47,6 +47,67 @@ def test_what_is_indexed_is_what_the_model_indexes(name, free):
         assert x.grad.equal(y.grad)
 
 
+BY_SIZE = {
+    "the last": lambda x, n: x[:, x.shape[1] - 1],
+    "the middle": lambda x, n: x[..., x.shape[1] // 2, :],
+    "of either sign": lambda x, n: x[x.shape[0] - 3, None, x.shape[1] - 8],
+    "beside a value": lambda x, n: x[n[0], x.shape[1] - 2, n],
+    "between tensors": lambda x, n: x[n, x.shape[1] - 2, n],
+    "a view": lambda x, n: x.clone()[:, x.shape[1] - 1].add_(1),
+    "of a list": lambda x, n: [x, x + 1][1][x.shape[0] - 1],
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_an_index_that_a_size_gives_leaves_it_free(name):
+    model = module(lambda self, x, n: BY_SIZE[name](x, n))
+    gm = fxopt.trace(model, (X, NUMBERS[0]), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, None))
+    taken = 0
+    for rows in (1, 3, 4, 6):
+        for columns in range(1, 12):
+            x = torch.randn(rows, columns, 6, dtype=torch.float64)
+            try:
+                found = gm(x, NUMBERS[0])
+            except (fxopt.GuardError, IndexError):
+                continue
+            taken += 1
+            assert found.equal(model(x, NUMBERS[0]))
+    assert taken >= 9
+
+
+WRITTEN_AT = {
+    "the last": lambda x, n: (slice(None), x.shape[1] - 1),
+    "a number": lambda x, n: n[0].item(),
+    "numbers": lambda x, n: (n[0].item(), x.shape[1] // 2, n[1].item()),
+    "an ellipsis": lambda x, n: (..., n[1].item(), slice(1, None)),
+    "a new dimension": lambda x, n: (n[0].item(), None, x.shape[1] - 2),
+    "beside tensors": lambda x, n: (n, x.shape[1] - 1, n),
+    "a mask": lambda x, n: (n[0].item(), x[0, :, 0] > 0),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_AT)
+def test_what_is_written_at_such_an_index_is_what_the_model_writes(name):
+    def forward(self, x, n):
+        copy, index = x * 2, WRITTEN_AT[name](x, n)
+        copy[index] = x[3, 1, 2]
+        copy[index] += x[0, 0, 0]
+        copy[index] = copy[index].clone() * x[1, 0, 1]
+        return copy
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X, NUMBERS[0]), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, None))
+    for numbers in NUMBERS:
+        for columns in (4, 5, 8):
+            x = torch.randn(4, columns, 6, dtype=torch.float64)
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            actual, expected = gm(inputs[0], numbers), model(inputs[1], numbers)
+            assert actual.equal(expected)
+            actual.sum().backward()
+            expected.sum().backward()
+            assert inputs[0].grad.equal(inputs[1].grad)
+
+
 @pytest.mark.parametrize("name", list(INDICES)[:11])
 def test_what_is_indexed_is_a_view(name):
     def forward(self, x, n):

@@ -8,7 +8,7 @@ from torch.export import Dim
 from transformers import Aimv2TextConfig, Aimv2TextModel, masking_utils, modeling_utils
 
 import fxopt
-from fxopt.errors import TraceError
+from fxopt.errors import GuardError, TraceError
 from fxopt.testing import assert_equivalent
 
 
@@ -245,3 +245,19 @@ def test_a_mask_of_a_window_stays(attention: str) -> None:
     traced = fxopt.trace(model, (x,))
     assert not torch.allclose(model(x), WithoutPadding(attention, window=9)(x))
     assert_equivalent(model, traced, (x,))
+
+
+def test_a_mask_of_fewer_rows_than_the_batch_is_refused_with_a_guard() -> None:
+    """The eager model leaves out one that hides nothing before it looks up a row for each."""
+    model, x = BothWays(), torch.randn(4, 6, 16, dtype=torch.float64)
+    free = ({0: Dim.AUTO}, {0: Dim.AUTO})
+    traced = fxopt.trace(model, (x[:2], inputs(1)["attention_mask"]), dynamic_shapes=free)
+    for rows, hidden in ((4, 2), (2, 0), (1, 0)):
+        mask = inputs(hidden)["attention_mask"].repeat(2, 1)
+        assert_equivalent(model, traced, (x[:rows], mask[:rows]))
+    hides_in_the_last_row = inputs(1)["attention_mask"]
+    assert_equivalent(model, traced, (x[:1], hides_in_the_last_row))
+    one_row = inputs(0)["attention_mask"][:1]
+    model(x[:2], one_row)
+    with pytest.raises(GuardError, match="transformers_masks|masking_utils"):
+        traced(x[:2], one_row)

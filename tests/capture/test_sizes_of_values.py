@@ -384,6 +384,61 @@ def test_the_number_in_a_tensor_is_a_size():
     assert_same(traced(x, batch), Graphs()(x, batch))
 
 
+class ComparesNumbers(nn.Module):
+    def forward(self, x, n):
+        t = n.item()
+        later = torch.arange(t) + int(t > 1)
+        return later.repeat(int(t >= 3) + 1), x * int(x.numel() > t) - int(t == 2)
+
+
+def test_a_comparison_of_numbers_in_tensors_is_a_number():
+    x = torch.randn(3, dtype=torch.float64)
+    traced = fxopt.trace(ComparesNumbers(), (x, torch.tensor(2)))
+    assert not checks(traced)
+    for n in range(6):
+        assert_same(traced(x, torch.tensor(n)), ComparesNumbers()(x, torch.tensor(n)))
+
+
+class InChunks(nn.Module):
+    def forward(self, x):
+        total = 0
+        for start in range(1, x.shape[0], 4):
+            total = total + start * x[start : start + 4].sum(0)
+        return total
+
+
+class FromTheEnd(nn.Module):
+    def forward(self, x):
+        n = len(x)
+        return (
+            [x[i : i + 2] * i for i in range(n - 3, n)],
+            len(range(n, 2 * n, n)),
+            [*reversed(range(0, n, n))],
+        )
+
+
+class Downwards(nn.Module):
+    def forward(self, x):
+        return [x[i] for i in range(len(x) - 1, -1, -4)], isinstance(range(len(x)), range), [*range(2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("model", "taken"),
+    [(InChunks(), [6, 7, 8, 9]), (FromTheEnd(), [3, 4, 7, 30]), (Downwards(), [6])],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_loop_over_chunks_holds_for_all_sizes_with_as_many(model, taken):
+    x = torch.randn(40, 2, dtype=torch.float64)
+    traced = fxopt.trace(model, (x[:6],), dynamic_shapes=({0: Dim.AUTO},))
+    for n in range(1, 40):
+        try:
+            found = traced(x[:n])
+        except GuardError:
+            assert n not in taken
+        else:
+            assert_same(found, model(x[:n]))
+
+
 class AsksForIntegers(nn.Module):
     """Comparisons with the type `int`, and calls of it."""
 

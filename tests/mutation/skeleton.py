@@ -18,7 +18,7 @@ SKELETON = (
     Fault("memory: only the first write is listed", "memory.py", "found.setdefault(number, []).append(node)\n        return found\n\n    @functools.cached_property\n    def _memory_writers", "found.setdefault(number, [node])\n        return found\n\n    @functools.cached_property\n    def _memory_writers", BEHIND),
     Fault("graph: a keyword call is taken for none", "graph.py", "    values = [*node.args, *node.kwargs.values()]\n    if (\n", "    values = [*node.args]\n    if (\n"),
     Fault("graph: any keyword is the input", "graph.py", "        or (node.kwargs and names[:1] != list(node.kwargs))\n", ""),
-    Fault("submodules: copies share the registry of hooks", "submodules.py", "value.copy() if isinstance(value, dict | set) else value", "value"),
+    Fault("submodules: copies share the registry of hooks", "submodules.py", "value.copy() if isinstance(value, (dict, set)) else value", "value"),
     Fault("submodules: children that were added come first", "submodules.py", "[*(n for n in recorded if n in modules), *(n for n in modules if n not in recorded)]", "[*(n for n in modules if n not in recorded), *(n for n in recorded if n in modules)]"),
     Fault("operators: method names with _ write nothing", "operators.py", '    return name.endswith("_")', "    return False", SITE),
     Fault("operators: setitem writes nothing", "operators.py", 'return bare in ("setitem", "delitem")', 'return bare == "delitem"', SITE),

@@ -18,6 +18,7 @@ from fxopt.capture.data_dependence.branches import (
     DataDependentBranch,
     DataDependentLoop,
     DataDependentText,
+    NumberBranch,
     Outcomes,
 )
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
@@ -176,7 +177,7 @@ class BranchDecisions:
         if by_line is not None:
             self._suppose(expression, by_line)
             return sympy.sympify(by_line)
-        answer = self._decide(node, kind)
+        answer = self._decide(node, kind, NumberBranch)
         self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
@@ -223,7 +224,9 @@ class BranchDecisions:
         )
         return answer
 
-    def _decide(self, node: torch.fx.Node, kind: type) -> Any:
+    def _decide(
+        self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
+    ) -> Any:
         by_line = self._by_line(node, kind)
         if by_line is not None:
             return by_line
@@ -234,7 +237,7 @@ class BranchDecisions:
             self._check(node, settled.answer, settled.otherwise)
             return settled.answer
         if self.example is None:
-            raise self._opened(node, kind)
+            raise self._opened(node, kind, of)
         answer = self.example.read(node, kind)
         self._check(node, answer, "")
         return answer

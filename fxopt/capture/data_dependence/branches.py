@@ -25,6 +25,10 @@ class DataDependentLoop(DataDependentBranch):
     """The forward loops over the places where a mask is true: is there one?"""
 
 
+class NumberBranch(DataDependentBranch):
+    """The forward compares numbers that are known only when the graph runs, as sizes are, for which guards are put."""
+
+
 class PlaceError(TraceError):
     """The body of a loop raises an error of the model's at a place: `error`, as for an index that is out of range."""
 

@@ -1,6 +1,6 @@
-"""`type(x) is torch.Tensor` and `int(x)`: the type of a fake is that of the tensor for which it stands, and a free size stays free.
+"""`type(x) is torch.Tensor`, `int(x)`, `range(n)`: a fake has the type of the tensor for which it stands, and a free size stays free.
 
-`type` and `int` cannot be replaced in Python's builtins, as torch asks there what is a fake, and everybody what is an int. The
+These cannot be replaced in Python's builtins, as torch asks there what is a fake, and everybody what is an int. The
 modules that define the model, and those of whose functions and classes they know, get their own among their globals, while a run lasts; `int` alone where
 none of their code hands it on, as `x.to(int)` does.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.capture.patches.replaced import Patches
 
@@ -44,12 +45,22 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
         if type(value) is FakeTensor and value.dtype in _INTEGERS and value.constant is None and not decided:
             value = value.item()
+        if type(value) is torch.SymBool and not value.node.has_hint() and not decided:
+            value = torch.sym_ite(value, 1, 0)
         symbolic = type(value) in (torch.SymInt, torch.SymFloat) and not (
             decided and not value.node.has_hint()
         )
         return torch.sym_int(value) if symbolic else int(*args, **kwargs)
 
-    stand_ins = {"type": _stand_in(type, type_of), "int": _stand_in(int, whole)}
+    def steps(*args: Any) -> Any:
+        symbolic = any(type(value) is torch.SymInt for value in args)
+        return _steps(*args) if symbolic and all(map(_is_given, args)) and patch.active() else range(*args)
+
+    stand_ins = {
+        "type": _stand_in(type, type_of),
+        "int": _stand_in(int, whole),
+        "range": _stand_in(range, steps, ()),
+    }
     for known in _globals(model):
         left = {"int"} if any(map(_hands_on_int, _codes(known))) else set()
         for name in stand_ins.keys() - known.keys() - left:
@@ -71,7 +82,21 @@ def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _stand_in(kind: type, call: Callable[..., Any]) -> type:
+def _is_given(value: Any) -> bool:
+    return type(value) is int or is_backed(value)
+
+
+def _steps(start: Any, stop: Any = None, step: Any = 1) -> Any:
+    """A range of free sizes: its length is fixed, so that a loop over chunks holds for all sizes with as many of them."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    if not step > 0:
+        return range(start, stop, step)
+    count = int((stop - start + step - 1) // step) if stop > start else 0
+    numbers = [start + number * step for number in range(count)]
+    return range(start, start + count * step, step) if type(start) is int is type(step) else numbers
+
+
+def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | None = None) -> type:
     """A class that is `kind` in all that Python code can ask, but for what a call of it gives."""
 
     class Meta(type):
@@ -90,7 +115,7 @@ def _stand_in(kind: type, call: Callable[..., Any]) -> type:
         def __hash__(cls) -> int:
             return hash(kind)
 
-    return Meta(kind.__name__, (kind,), {"__module__": kind.__module__})
+    return Meta(kind.__name__, (kind,) if bases is None else bases, {"__module__": kind.__module__})
 
 
 def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:

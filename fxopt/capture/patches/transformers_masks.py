@@ -103,6 +103,10 @@ class _SkippableMasks:
         """Take note of the masks that `make` makes, of the implementation with this name."""
 
         def mask(*args: Any, **options: Any) -> Any:
+            padding = options.get("attention_mask")
+            if self.active() and isinstance(padding, torch.Tensor):
+                # Its rows are found by their numbers: too few raise an IndexError, but where the eager model leaves the mask out.
+                torch._check(padding.shape[0] >= options["batch_size"])
             made = make(*args, **options)
             if self.active() and isinstance(made, torch.Tensor):
                 is_causal = options.get("allow_is_causal_skip", True)

@@ -1,7 +1,8 @@
 """Indexing, squeezing and unbinding where numbers or sizes are not known.
 
 Of `x[scores.argmax()]`, and of `x[rows, columns]` with sequences of such numbers, torch reads the numbers, which no fake
-tensor has. Selecting with a number that is a node, and indexing with a tensor of them, are the same in values and memory.
+tensor has, and it fixes `n` of `x[n - 1]`. Selecting with a number that is a node, and indexing with a tensor of them, are the
+same in values and memory.
 
 To torch, as it is told to leave sizes of 0 and 1 free, a size that it cannot tell to be 1 is not 1, without a guard:
 `squeeze` then keeps dimensions that a run would remove, and so does `unbind` of a product of sizes, which squeezes its
@@ -31,14 +32,34 @@ def with_tensors(index: Any, call: MakesCall) -> Any:
 
 
 def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
-    """`value[index]`: first a `select` for each unbacked number, then the rest.
-
-    Not where there is no such number, or a list: how many dimensions that takes depends on what is in it.
-    """
+    """`value[index]`: first a `select` for each number that is free or unbacked, then the rest."""
     parts = index if isinstance(index, tuple) else (index,)
-    known = (type(None), type(Ellipsis), int, slice, torch.SymInt, torch.Tensor)
-    if not any(map(_is_unknown, parts)) or not all(isinstance(part, known) for part in parts):
+    if not any(map(_is_unknown, parts)) or not _are_counted(parts):
         return NotImplemented
+    value, rest = _selected(call, value, parts)
+    whole = all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in rest)
+    return value if whole else call(torch.Tensor.__getitem__, (value, rest), {})
+
+
+def set_by_scalar(call: MakesCall, value: torch.Tensor, index: Any, given: Any) -> Any:
+    """`value[index] = given` as `selected[rest] = given`, where a number is free or unbacked."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, torch.SymInt) for part in parts) or not _are_counted(parts):
+        return NotImplemented
+    value, rest = _selected(call, value, parts)
+    return call(torch.Tensor.__setitem__, (value, rest or ..., given), {})
+
+
+def _are_counted(parts: tuple[Any, ...]) -> bool:
+    """Tell whether it is known how many dimensions an index takes: of a list, that depends on what is in it."""
+    known = (type(None), type(Ellipsis), int, slice, torch.SymInt, torch.Tensor)
+    return all(isinstance(part, known) for part in parts)
+
+
+def _selected(
+    call: MakesCall, value: torch.Tensor, parts: tuple[Any, ...]
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The view at the numbers of an index that are not known, and what is left of the index."""
     taken = sum(_dims(part) for part in parts)
     dim, numbers, rest = 0, [], []
     for part in parts:
@@ -51,8 +72,7 @@ def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
         if isinstance(number, torch.Tensor):
             number = call(torch.Tensor.item, (number,), {})
         value = call(torch.Tensor.select, (value, dim, number), {})
-    whole = all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in rest)
-    return value if whole else call(torch.Tensor.__getitem__, (value, tuple(rest)), {})
+    return value, tuple(rest)
 
 
 def slice_in_turn(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
@@ -94,11 +114,11 @@ def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, 
 
 
 def _is_unknown(part: Any) -> bool:
-    """Tell whether a part of an index is an unbacked integer, as a tensor or a number."""
+    """Tell whether a part of an index is an integer that is not known, as a tensor or a number; torch would fix a free one."""
     if isinstance(part, FakeTensor):
         whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
         return part.dim() == 0 and whole and part.constant is None
-    return is_unbacked(part)
+    return isinstance(part, torch.SymInt)
 
 
 def _dims(part: Any) -> int:

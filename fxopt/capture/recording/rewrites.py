@@ -250,7 +250,7 @@ _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
         *(_stack_indices, *_idiom(indexing.select_by_scalar)),
         *(_take_numbers, *_idiom(indexing.slice_in_turn)),
     ),
-    "__setitem__": (_stack_indices,),
+    "__setitem__": (_stack_indices, *_idiom(indexing.set_by_scalar)),
     **dict.fromkeys(("squeeze", "squeeze.default", "squeeze.dim", "squeeze.dims"), (_squeeze,)),
     **dict.fromkeys(("unbind", "unbind.int"), (_unbind,)),
     **dict.fromkeys(("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_"), (_keep_sizes,)),

@@ -11,6 +11,7 @@ from fxopt.capture.data_dependence.branches import (
     NEVER,
     DataDependentBranch,
     DataDependentLoop,
+    NumberBranch,
     Outcome,
     Outcomes,
     PlaceError,
@@ -79,11 +80,11 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
             raise branch
         no, yes = _sides(capture, script, branch)
         if (yes.error is None) != (no.error is None):
-            last = Outcome(False, yes.error) if yes.error else Outcome(True, no.error or "")
-            script = script.and_then(last)
-            if yes.made is not None:
-                return _Path(script, yes.made, pending)
-            branch = no.branch if yes.error else yes.branch  # a run with this script would end there
+            taken, left = (yes, no) if yes.error is None else (no, yes)
+            script = script.and_then(Outcome(taken is yes, left.error or ""))
+            if taken.made is not None and (taken is yes or not left.error):  # the check in it has the error
+                return _Path(script, taken.made, pending)
+            branch = taken.branch  # a run with this script would end there
         elif like is None and len(script.at_lines) < _MOST_LINES:
             pending = pending or branch
             script = script.with_line(branch.line, ALWAYS)
@@ -167,7 +168,10 @@ def _of_most(
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where an outcome leads: to an error of the model's own before any other branch, to the next branch, or through."""
+    """Where an outcome leads, before any other branch: to an error of the model's own, or where nothing can be captured ("").
+
+    Else to the next branch, or through.
+    """
 
     error: str | None = None
     branch: DataDependentBranch | None = None
@@ -180,18 +184,22 @@ def _sides(
     """Where the outcomes False and True of a branch lead; a loop is not looked into, since its body may run always."""
     if isinstance(branch, DataDependentLoop):
         return _Side(), _Side()
-    no = _side(capture, script, Outcome(False))
-    return no, _side(capture, script, Outcome(True, no.error or ""))
+    no = _side(capture, script, branch, Outcome(False))
+    return no, _side(capture, script, branch, Outcome(True, no.error or ""))
 
 
-def _side(capture: Callable[[Outcomes], RunResult], script: Outcomes, last: Outcome) -> _Side:
-    """Where `last`, the outcome of the branch after those of the script, leads."""
+def _side(
+    capture: Callable[[Outcomes], RunResult], script: Outcomes, branch: DataDependentBranch, last: Outcome
+) -> _Side:
+    """Where `last`, the outcome of `branch` after those of the script, leads."""
     try:
         return _Side(made=capture(script.and_then(last)))
-    except DataDependentBranch as branch:
-        return _Side(branch=branch)
+    except DataDependentBranch as following:
+        return _Side(branch=following)
     except TraceError as failure:
         error = failure.__cause__
         if error is not None and last.asked and is_model_error(error):
             return _Side(f"{type(error).__name__}: {error}")
+        if last.asked and isinstance(branch, NumberBranch):
+            return _Side("")  # the check says that the graph does not go there
     return _Side()
