@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from validation import compare, store
+from validation import store
 from validation.records import Case, Check, Outcome, Record
+from validation.regressions import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)

@@ -13,12 +13,13 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from .. import digits, steps
-from ..comparison import per_dtype
-from ..entry import TrainedWeights
-from ..metrics import METRICS
+from ..judging import steps
+from ..judging.comparison import per_dtype
+from ..judging.metrics import METRICS
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..subject import Subject
+from ..zoo import digits
+from ..zoo.entry import TrainedWeights
 
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""

@@ -17,9 +17,9 @@ from fxopt.errors import GuardError, SaveError
 from fxopt.testing import compare, leaves
 from fxopt.testing.differences import unchanged
 
+from ..judging.rewritten import tensors
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..rewritten import tensors
-from ..subject import Subject
 
 ROUNDING = 16
 """How many units of rounding of the largest value the sums of other kernels may be off."""

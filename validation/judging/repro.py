@@ -13,9 +13,9 @@ import jinja2
 from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.rewriting.transformation import Transformation
 
-from . import build
-from .entry import Entry, PretrainedWeights, TrainedWeights, factory
-from .records import Case, Check, Record
+from ..records import Case, Check, Record
+from ..zoo import build
+from ..zoo.entry import Entry, PretrainedWeights, TrainedWeights, factory
 from .subject import FLOOR
 
 FOLDER = "repro"
