@@ -103,6 +103,10 @@ def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
     copied = copy.deepcopy(module)
     for value in copied.state_dict().values():
         value.zero_()
+    with contextlib.suppress(
+        Exception
+    ):  # zeros may be no weights; what is kept of them must not outlive them
+        copied(**{name: value.clone() for name, value in inputs.items()})
     copied.load_state_dict(state)
     return copied
 
