@@ -24,6 +24,9 @@ from ..zoo.entry import TrainedWeights
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""
 
+LARGEST_ERROR = 0.2
+"""Above this, of the norm of a tensor, it has another size, which no cosine shows."""
+
 LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
 """A model that never learned its task shows nothing; one that loses more of it has been damaged."""
 
@@ -64,6 +67,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             cosine = min(each["cosine"] for each in (measured, *others))
             if subject.entry.given and not cosine >= LEAST_COSINE:
                 problems.append(f"the cosine with the original is {cosine:.4f}")
+            error = max(each["relative_error"] for each in (measured, *others))
+            if subject.entry.given and not problems and not error <= LARGEST_ERROR:
+                problems.append(f"the outputs are {error:.3g} of their norm away from the original")
         if isinstance(subject.entry.weights, TrainedWeights):
             before, after = _task(subject, pipeline, dtype)
             problems += _task_problems(before, after)
