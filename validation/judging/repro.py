@@ -85,7 +85,7 @@ def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
     written = [folder / name for name, text in sorted(scripts.items()) if text]
     for file in written:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(scripts[file.name], encoding="utf-8")
+        file.write_text(scripts[file.name], encoding="utf-8", errors="backslashreplace")
     return written
 
 
