@@ -67,9 +67,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             cosine = min(each["cosine"] for each in (measured, *others))
             if subject.entry.given and not cosine >= LEAST_COSINE:
                 problems.append(f"the cosine with the original is {cosine:.4f}")
-            error = max(each["relative_error"] for each in (measured, *others))
-            if subject.entry.given and not problems and not error <= LARGEST_ERROR:
-                problems.append(f"the outputs are {error:.3g} of their norm away from the original")
+            away = max(each["relative_error"] for each in (measured, *others))
+            if subject.entry.given and not problems and not away <= LARGEST_ERROR:
+                problems.append(f"the outputs are {away:.3g} of their norm away from the original")
         if isinstance(subject.entry.weights, TrainedWeights):
             before, after = _task(subject, pipeline, dtype)
             problems += _task_problems(before, after)
