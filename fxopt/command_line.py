@@ -249,7 +249,7 @@ def _try_harness() -> str:
 
 def _harness() -> Any:
     try:
-        return importlib.import_module(f"{HARNESS}.cli")
+        return importlib.import_module(f"{HARNESS}.commands.cli")
     except ModuleNotFoundError as error:
         raise UsageError(f"{LACKING} ({error})") from error
 

@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, mes
 def test_with_torch_alone_one_sentence_says_what_to_install(
     call: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"{command_line.HARNESS}.cli", raising=False)
+    monkeypatch.delitem(sys.modules, f"{command_line.HARNESS}.commands.cli", raising=False)
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.setitem(sys.modules, "typer", None)
     status, out, err = call(*command)

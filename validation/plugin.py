@@ -16,18 +16,18 @@ import fxopt.passes
 from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
-from .build import memory_of
-from .controller import Controller, received
-from .entry import Entry, judged
-from .fleet import Fleet, FleetError
-from .passes import ZooError, passes_of
-from .plan import content, members, plan, unmet
-from .pool import Pool
+from .judging.subject import TIMING
 from .records import Case, Outcome, counted
-from .run import Runner, in_worker
+from .running.controller import Controller, received
+from .running.fleet import Fleet, FleetError
+from .running.pool import Pool
+from .running.run import Runner, in_worker
 from .store import Place, ReportError, seconds_by_group
-from .subject import TIMING
-from .zoo import SOURCES, architectures, load_zoo, marked
+from .zoo.build import memory_of
+from .zoo.entry import Entry, judged
+from .zoo.passes import ZooError, passes_of
+from .zoo.plan import content, members, plan, unmet
+from .zoo.sources import SOURCES, architectures, load_zoo, marked
 
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()

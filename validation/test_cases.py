@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from .controller import failure, send
 from .records import FAILING, Case, Outcome
-from .run import Runner
+from .running.controller import failure, send
+from .running.run import Runner
 
 
 def test_case(

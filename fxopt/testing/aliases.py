@@ -27,7 +27,7 @@ def aliases(result: object, inputs: object, keeps: list[Any]) -> frozenset[tuple
         Pairs of paths: a tensor of the result, and an input, a tensor before it, or itself, where entries that differ are one
         place in memory; or `MODULE`. Those that are slices of one tensor, but have no entry in common, are no pair.
     """
-    kept = {storage_of(tensor) for each in keeps for tensor in tensors_in(each)}
+    kept = {storage_of(tensor) for each in keeps for tensor in tensors_in(each) if in_memory(tensor)}
     known = _tensors(inputs, "input")
     found = set[tuple[str, str]]()
     for place, tensor in _tensors(result, "output"):
@@ -45,11 +45,13 @@ def _tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
     return [
         (place, tensor)
         for place, tensor in leaves(value, path)
-        if isinstance(tensor, Tensor)
-        and tensor.numel()
-        and tensor.layout == torch.strided
-        and not (tensor.is_nested or tensor.is_meta)
+        if isinstance(tensor, Tensor) and in_memory(tensor) and tensor.numel()
     ]
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Tell whether the values of a tensor lie in memory, by strides."""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

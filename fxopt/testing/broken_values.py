@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.objects import tensors_in
+from fxopt.testing.bits import plain
 from fxopt.testing.differences import FILL, leaves
 from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe
 
@@ -97,10 +98,10 @@ def _spared(broken: Observation, others: Sequence[Observation], actual: Observat
     memo: dict[int, Tensor] = {}
     for mine, its, up, down, number, *numbers in zip(*sides, strict=False):
         same_shape = len({each.shape for each in (mine, its, up, down, number, *numbers)}) == 1
-        if mine.is_floating_point() and same_shape:
+        if mine.is_floating_point() and same_shape and plain(mine) is mine and not mine.is_meta:
             free = mine.isnan() & ~its.isnan() & (up.isnan() | down.isnan()) & number.isfinite()
             for other in numbers:
                 free &= other == number
             if free.any():
                 memo[id(mine)] = torch.where(free, number, mine)
-    return copy.deepcopy(broken.output, {**memo}), bool(memo)
+    return (copy.deepcopy(broken.output, {**memo}), True) if memo else (broken.output, False)

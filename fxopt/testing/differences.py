@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxopt.objects import tensors_in
+from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.testing.bits import plain, same_bits, ulps_between
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,8 @@ def compare(
             raise AssertionError(
                 f"{place}: expected {left.dtype} {list(left.shape)}, got {right.dtype} {list(right.shape)}"
             )
+        if left.layout != right.layout or left.is_nested != right.is_nested:
+            raise AssertionError(f"{place}: expected {_layout(left)}, got {_layout(right)}")
         if left.device != right.device:
             raise AssertionError(f"{place}: expected it on {left.device}, got it on {right.device}")
         if strides and (text := _other_strides(place, left, right)):
@@ -103,23 +107,9 @@ def ulps(expected: object, actual: object) -> float:
     """
     pairs = _pairs(expected, actual, "output")
     return max(
-        (_ulps(a, b) for _, a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)), default=0.0
+        (ulps_between(a, b) for _, a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)),
+        default=0.0,
     )
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """True where two tensors have the same shape, dtype and values, bit for bit."""
-    if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
-        return False
-    if left.is_meta or not left.numel():
-        return True
-    return torch.equal(*(bits_of(t).cpu() for t in (left, right)))
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, of the same shape; those of complex128 in a dimension more."""
-    raw = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(raw) if raw.dtype == torch.complex128 else raw).view(_BITS[raw.element_size()])
 
 
 def unchanged(left: object, right: object) -> bool:
@@ -166,16 +156,23 @@ def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield from _walk(item, path + key)
 
 
+def _layout(tensor: Tensor) -> str:
+    return "a nested tensor" if tensor.is_nested else f"the layout {tensor.layout}"
+
+
 def _entries(value: object) -> list[tuple[str, object]] | None:
     """The parts of a container, by the end of their paths; `None` for a leaf."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):
         return [(_key(key), item) for key, item in value.items()]
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | deque):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value):
-        return [(f".{key}", item) for key, item in vars(value).items()]  # a cache object, or a dataclass
+    if isinstance(value, type | nn.Module) or (callable(value) and not any(True for _ in tensors_in(value))):
+        return None
+    if hasattr(value, "__dict__") or is_open(value):  # a cache object, or a dataclass
+        named = vars(value) if hasattr(value, "__dict__") else attributes(value)
+        return [(f".{key}", item) for key, item in named.items()]
     return None
 
 
@@ -233,12 +230,12 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _distance(expected: Tensor, actual: Tensor, nan_anywhere: bool) -> tuple[float, float]:
-    if not expected.numel():
+    if not expected.numel() or expected.is_meta:
         return 0.0, 0.0
     if expected.is_complex():
         expected, actual = (torch.view_as_real(t.resolve_conj()) for t in (expected, actual))
     # Also integers and booleans in float64: exact up to 2**53, and one rule for all.
-    wide, other = expected.detach().double().cpu(), actual.detach().double().cpu()
+    wide, other = (plain(each.detach()).double().cpu() for each in (expected, actual))
     same = (wide == other) | (wide.isnan() & other.isnan())
     if nan_anywhere and all(kind(wide).any() == kind(other).any() for kind in (torch.isnan, torch.isinf)):
         same |= ~(wide.isfinite() & other.isfinite())
@@ -263,29 +260,3 @@ def _largest(values: Tensor, same: Tensor) -> float:
         rest = float(others.max())
         return rest if 0 < rest < largest / FILL else largest
     return largest
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def _ulps(expected: Tensor, actual: Tensor) -> float:
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return float("inf")
-    if same_bits(expected, actual):
-        return 0.0
-    if expected.is_complex():
-        expected, actual = (torch.view_as_real(t.resolve_conj()) for t in (expected, actual))
-    if not expected.is_floating_point() or (expected.isnan() != actual.isnan()).any():
-        return float("inf")
-    left, right = (_steps_from_zero(t[~t.isnan()]) for t in (expected, actual))
-    # Of numbers on the two sides of zero the whole way: one after the other, because int64 could not hold the sum.
-    across = left.abs().double() + right.abs().double()
-    apart = torch.where((left < 0) == (right < 0), (left - right).abs().double(), across)
-    # Zeros of unlike sign are not the same bits.
-    return max(1.0, float(apart.max())) if apart.numel() else 1.0
-
-
-def _steps_from_zero(values: Tensor) -> Tensor:
-    bits = values.detach().cpu().contiguous().view(_BITS[values.element_size()]).long()
-    lowest = -(2 ** (8 * values.element_size() - 1))
-    return torch.where(bits < 0, lowest - bits, bits)

@@ -1,4 +1,4 @@
-"""The gradients that reach the inputs of a module: where a graph cuts them, its outputs are right all the same."""
+"""The gradients that reach the inputs and weights of a module: where a graph cuts them, its outputs are right all the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
+from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import leaves, mapped
 from fxopt.testing.observations import Call, restored
 
@@ -25,11 +26,13 @@ class Gradients:
         call: its arguments.
         arrive: for each output that is a tensor, whether it has gradients to give.
         inputs: the gradient of each floating input, zeros where none arrives.
+        weights: each parameter that is trained, and its gradient, by name.
     """
 
     call: Call
     arrive: dict[str, bool]
     inputs: list[Tensor]
+    weights: dict[str, tuple[Tensor, Tensor]]
 
     def expect_of(self, module: nn.Module, error: float, where: str = "") -> None:
         """Raise `AssertionError` where those of another module differ, whose outputs are off by an error.
@@ -47,18 +50,20 @@ class Gradients:
             if actual.arrive.get(place) is not arrives:
                 word = "no gradients" if arrives else "gradients"
                 raise AssertionError(f"{where}{place} gives {word}, unlike that of the original")
-        for number, (expected, found) in enumerate(zip(self.inputs, actual.inputs, strict=True)):
+        sides = zip(self.inputs, actual.inputs, strict=True)
+        pairs = {f"floating input {number}": each for number, each in enumerate(sides)}
+        for name, (weight, expected) in self.weights.items():
+            its, found = actual.weights.get(name, (None, None))
+            if found is not None and its is not None and same_bits(weight, its):  # else it is another one
+                pairs[f"the parameter {name}"] = expected, found
+        for of, (expected, found) in pairs.items():
             off = (expected - found).abs()[(expected != found) & ~(expected.isnan() & found.isnan())]
             if off.numel() and not float(off.max()) <= FARTHER * error * _size(expected):
-                text = f"the gradient of floating input {number} is {float(off.max()):.3g} off"
-                raise AssertionError(f"{where}{text}")
+                raise AssertionError(f"{where}the gradient of {of} is {float(off.max()):.3g} off")
 
 
 def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
-    """The gradients of a number to which every output contributes; `None` for a module without a backward.
-
-    Those of parameters are left alone.
-    """
+    """The gradients of a number to which every output contributes; `None` for a module without a backward."""
     try:
         return _gradients(module, call)
     except Exception:  # whatever autograd raises, such as for what was written after it had been read
@@ -83,13 +88,22 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
         found = dict(leaves(module(*args, **kwargs)))
         outputs = {place: value for place, value in found.items() if isinstance(value, Tensor)}
         terms = [_term(value) for value in outputs.values() if value.requires_grad]
-        given: tuple[Any, ...] = (None,) * len(inputs)
-        if inputs and terms:
-            given = torch.autograd.grad(torch.stack(terms).sum(), inputs, allow_unused=True)
+        weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        wanted = [*inputs, *weights.values()]
+        given: tuple[Any, ...] = (None,) * len(wanted)
+        if wanted and terms:
+            given = torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True)
+        found_for = [
+            torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, given, strict=True)
+        ]
     return Gradients(
         call,
         {place: value.requires_grad for place, value in outputs.items()},
-        [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, given, strict=True)],
+        found_for[: len(inputs)],
+        {
+            name: (weight.detach(), grad)
+            for (name, weight), grad in zip(weights.items(), found_for[len(inputs) :], strict=True)
+        },
     )
 
 

@@ -45,7 +45,7 @@ class Oracle:
         floor: and this many units in the last place farther: the reference may be exact by chance.
         strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice, and
             share memory with inputs and with each other where its do; where those do not, they must not in any case.
-        gradients: whether the gradients of floating inputs are compared, in float64, and whether outputs have any to
+        gradients: whether the gradients of floating inputs and weights are compared, in float64, and whether outputs have any to
             give; by default, where the reference is in training mode. One without a backward is not asked.
 
     Attributes:

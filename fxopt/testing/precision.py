@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.rewriting.random_inputs import wide_dtype
-from fxopt.testing.differences import leaves, same_bits
+from fxopt.testing.bits import same_bits
+from fxopt.testing.differences import leaves
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,15 +10,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
+from fxopt.testing.bits import plain, same_bits
 from fxopt.testing.broken_values import breakable, broken_calls
 from fxopt.testing.differences import compare, leaves, mapped
 from fxopt.testing.free_sizes import APART, SIZES, batch_of_one, other_sizes
-from fxopt.testing.observations import Call, Observation, observe
+from fxopt.testing.observations import Call, Observation, copied, observe
 
 VALUES = "other values"
 
@@ -109,17 +111,18 @@ def _refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) 
 def _far_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     """Calls with values far beyond the limits that clamps have, the boldest first."""
     for call in (*batch_of_one(given, graph), given):
-        for bold in (True, False):
-            yield call.changed(functools.partial(_other, scale=2.0**20, zeros=True, bold=bold), VALUES)
+        for bold in (3, 2, 1, 0):
+            yield _changed(call, scale=2.0**20, zeros=True, bold=bold)
 
 
 def _large_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     """Calls with large values and zeros, for a model that does not take them with tamer ones; integers in another order."""
     for call in (*batch_of_one(given, graph), given):
-        yield call.changed(functools.partial(_other, scale=64.0, zeros=True, bold=True), VALUES)
+        for bold in (3, 2, 1):
+            yield _changed(call, scale=64.0, zeros=True, bold=bold)
     for scale, zeros in ((64.0, True), (4.0, False)):
-        yield given.changed(functools.partial(_other, scale=scale, zeros=zeros), VALUES)
-    yield given.changed(lambda t: _other(t, 4.0, False) if t.is_floating_point() else t.clone(), VALUES)
+        yield _changed(given, scale=scale, zeros=zeros)
+    yield given.changed(lambda t: _other(t, scale=4.0) if t.is_floating_point() else t.clone(), VALUES)
 
 
 def _nudged(tensor: Tensor) -> Tensor:
@@ -134,35 +137,85 @@ def _nudged(tensor: Tensor) -> Tensor:
 
 def _other_values(given: Call) -> Iterator[Call]:
     """Calls with the same numbers in another order; ids as they were, for a model where they stand for places."""
-    yield given.changed(_other, VALUES)
+    yield _changed(given)
     yield given.changed(lambda t: _other(t) if t.is_floating_point() else t.clone(), VALUES)
 
 
-def _other(tensor: Tensor, scale: float = 1.0, zeros: bool = False, bold: bool = False) -> Tensor:
+def _changed(given: Call, **how: Any) -> Call:
+    """The call with other numbers; of tensors with equal ones, with different numbers in each."""
+    seen: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        turn = sum(same_bits(tensor, each) for each in seen)
+        seen.append(tensor)
+        return _other(tensor, turn, **how)
+
+    return given.apart().changed(change, VALUES)
+
+
+def _other(
+    tensor: Tensor, turn: int = 0, *, scale: float = 1.0, zeros: bool = False, bold: int = 0
+) -> Tensor:
     """The same numbers in another order; floating ones larger, but for those between 0 and 1, such as masks.
 
     Bold: those between 0 and 1, too, but for masks; ids that may not be among those of the example; a mask that hid
-    nothing hides the end; gaps in memory between rows.
+    nothing hides the end; gaps in memory between rows. From 2 on, others where all were alike, ids above those of the
+    example, 0, and one twice, and a row of zeros; at 3, negative numbers where the example has none.
     """
-    numbers = tensor.detach().flatten().flip(0)
+    if tensor.dtype not in _VARIED:
+        return copied(tensor)
+    numbers = tensor.detach().flatten().flip(0).roll(turn)
     if tensor.is_floating_point() and (breakable(tensor) if bold else _scalable(tensor)):
         numbers *= scale
         if zeros:
             numbers[::7] = 0
+        if bold == 3 and (tensor >= 0).all():
+            numbers[1::2] *= -1
     if not bold or not tensor.numel():
         return torch.empty_like(tensor).copy_(numbers.reshape(tensor.shape))
-    if tensor.dtype in _INTEGERS and tensor.max() > 1:
+    if bold > 1 and (tensor == tensor.flatten()[0]).all():
+        numbers = _unlike(numbers)
+    elif tensor.dtype in _INTEGERS and tensor.max() > 1:
+        # An index beyond its table is an error on a CPU, and the end of the process on a GPU.
+        above = bold > 1 and tensor.device.type == "cpu"
         numbers = tensor.min() + tensor.max() - numbers
+        if above:
+            numbers[0] = numbers[-1] = tensor.max() + 1
+            numbers[2:-1:7] = 0
+        if above and bold == 3 and tensor.min() >= 0:
+            numbers[1::2] = -1 - numbers[1::2]
     numbers = numbers.reshape(tensor.shape)
     if tensor.ndim and tensor.shape[-1] > 1 and bool((tensor == 1).all()):
-        numbers[..., -1] = 0
+        numbers[..., -1 - turn % tensor.shape[-1]] = 0
     if tensor.ndim < 2:
         return numbers
+    if bold > 1 and tensor.shape[-2] > 1 and breakable(tensor):
+        numbers[..., -1, :] = 0
+    # They begin somewhere in their memory, too.
     wide = numbers.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 1))
-    return wide[..., :-1].copy_(numbers)
+    return wide[..., 1:].copy_(numbers)
+
+
+def _unlike(numbers: Tensor) -> Tensor:
+    """Other numbers than those of a tensor in which all are the same: a mask that hides the end, a state that is not zero."""
+    first, *_ = numbers
+    if numbers.is_floating_point() and not first:
+        return torch.linspace(-1, 1, len(numbers), dtype=numbers.dtype, device=numbers.device)
+    if first == 1 and len(numbers) > 1:  # a mask, of which the last column will be hidden
+        return numbers
+    if numbers.is_floating_point():
+        return numbers * 0.75
+    changed = numbers.clone()
+    changed[-1] = not first if numbers.dtype == torch.bool else first - 1 if first > 0 else first + 1
+    return changed
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_VARIED = (
+    *(torch.bool, *_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+)
+"""The dtypes that torch computes in; those beside them only hold numbers."""
 
 
 def _scalable(tensor: Tensor) -> bool:
@@ -172,7 +225,7 @@ def _scalable(tensor: Tensor) -> bool:
 def not_finite(output: object) -> str:
     """The path of a tensor of an output that holds NaN or infinity; empty if none does."""
     for path, value in leaves(output):
-        if isinstance(value, Tensor) and not value.is_meta and not value.isfinite().all():
+        if isinstance(value, Tensor) and not value.is_meta and not plain(value).isfinite().all():
             return path
     return ""
 
@@ -183,7 +236,7 @@ def new_infinity(expected: object, actual: object) -> str:
         if (
             isinstance(left, Tensor)
             and isinstance(right, Tensor)
-            and bool((left.isfinite() & ~right.isfinite()).any())
+            and bool((plain(left).isfinite() & ~plain(right).isfinite()).any())
         ):
             return path
     return ""
@@ -191,4 +244,5 @@ def new_infinity(expected: object, actual: object) -> str:
 
 def has_finite(output: object) -> bool:
     """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
-    return any(isinstance(value, Tensor) and bool(value.isfinite().any()) for _, value in leaves(output))
+    tensors = (value for _, value in leaves(output) if isinstance(value, Tensor) and not value.is_meta)
+    return any(bool(plain(tensor).isfinite().any()) for tensor in tensors)

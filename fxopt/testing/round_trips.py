@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.rewriting.record import MARKS, RECORD
-from fxopt.testing.differences import first_difference, same_bits
+from fxopt.testing.aliases import in_memory
+from fxopt.testing.bits import same_bits
+from fxopt.testing.differences import first_difference
 
 
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are the nodes (names, order, operations, targets, arguments, marks of passes, and the values that their metadata
+    Compared are, of the graph and of those inside it, the nodes (names, order, operations, targets, arguments, marks of passes, and the values that their metadata
     describes, unless a pickle has dropped those), the modules
     (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
-    bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
+    bit, dtype, device, strides, `requires_grad`, persistence, which of them are the same tensor, or share memory), and the
     generated code.
 
     Args:
@@ -49,18 +53,22 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         "targets": lambda gm: [node.target for node in gm.graph.nodes],
         "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
         "metadata": _described if _described(after) else lambda gm: [],  # which pickles drop
-        "modules": _modules,
-        "hooks": _hooks,
-        "tensors": _tensor_facts,
-        "ties": _ties,
-        "state_dict": lambda gm: list(gm.state_dict()),
         "code": lambda gm: gm.code,
     }
-    problems = [
-        f"{name}: {first_difference(view(before), view(after))}"
-        for name, view in views.items()
-        if view(before) != view(after)
-    ]
+    of_all: dict[str, Callable[[GraphModule], Any]] = {
+        "modules": _modules,
+        "names": _names,
+        "hooks": _hooks,
+        "tensors": _tensor_facts,
+        "ties": lambda gm: _ties(gm, id),
+        "memory": lambda gm: _ties(gm, lambda t: storage_of(t) if in_memory(t) and t.numel() else id(t)),
+        "state_dict": lambda gm: list(gm.state_dict()),
+    }
+    problems = _problems(before, after, views | of_all)
+    inner = dict(after.named_modules())
+    for path, graph in before.named_modules():
+        if path and isinstance(graph, GraphModule) and isinstance(inner.get(path), GraphModule):
+            problems += _problems(graph, inner[path], views, f"{path}: ")
     problems += [f"attributes: {name} differs" for name in _changed_attributes(before, after)]
     values = 0
     others = dict(_tensors(after))
@@ -72,6 +80,13 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     if problems:
         raise AssertionError("the round trip is not exact:\n  " + "\n  ".join(problems))
     return values
+
+
+def _problems(
+    before: GraphModule, after: Any, views: dict[str, Callable[[GraphModule], Any]], where: str = ""
+) -> list[str]:
+    seen = ((name, view(before), view(after)) for name, view in views.items())
+    return [f"{where}{name}: {first_difference(old, new)}" for name, old, new in seen if old != new]
 
 
 def _nodes(gm: GraphModule) -> list[str]:
@@ -96,14 +111,31 @@ def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
     ]
 
 
+def _names(gm: GraphModule) -> list[tuple[str, str]]:
+    """The names that modules have for parameters, buffers and modules, those of nothing, too."""
+    tables = ("_parameters", "_buffers", "_modules")
+    return sorted(
+        (name, key)
+        for name, module in gm.named_modules(remove_duplicate=False)
+        for table in tables
+        for key in vars(module)[table]
+    )
+
+
 def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
     """The hooks of each module: functions as they are, which a deep copy keeps, other callables by their types."""
     return [
-        (name, table, [hook if inspect.isfunction(hook) else type(hook) for hook in hooks.values()])
+        (name, table, [*map(_hook, hooks.values())])
         for name, module in gm.named_modules(remove_duplicate=False)
         for table, hooks in vars(module).items()
         if table in _OF_EVERY_MODULE and "hooks" in table and hooks
     ]
+
+
+def _hook(hook: Any) -> Any:
+    if isinstance(hook, functools.partial):
+        return _hook(hook.func), repr(hook.args), repr(hook.keywords)
+    return hook if inspect.isfunction(hook) else type(hook)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -178,8 +210,8 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride() if tensor.layout == torch.strided else None
 
 
-def _ties(gm: GraphModule) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
+def _ties(gm: GraphModule, key: Callable[[Tensor], Hashable]) -> list[list[str]]:
+    names: dict[Hashable, list[str]] = {}
     for name, tensor in _tensors(gm):
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(key(tensor), []).append(name)
     return sorted(group for group in names.values() if len(group) > 1)

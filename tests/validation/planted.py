@@ -14,9 +14,9 @@ from torch.fx import GraphModule
 
 from fxopt import ReversibleTransformation, Transformation
 from validation import checks
-from validation.entry import Entry
+from validation.judging.subject import Subject
 from validation.records import Check, Finding
-from validation.subject import Subject
+from validation.zoo.entry import Entry
 
 
 class Net(nn.Module):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fxopt.testing import compare
-from validation import architectures
-from validation.build import free_sizes
-from validation.zoo import Architecture
+from validation.zoo import architectures
+from validation.zoo.build import free_sizes
+from validation.zoo.sources import Architecture
 
 DIVERSE = [
     "bert",

@@ -12,8 +12,8 @@ from torch import nn
 from tests.validation.planted import (
     entry,
 )
-from validation import build, digits
-from validation.entry import Entry
+from validation.zoo import build, digits
+from validation.zoo.entry import Entry
 
 
 def test_models_and_inputs_are_the_same_every_time() -> None:

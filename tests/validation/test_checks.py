@@ -29,10 +29,11 @@ from tests.validation.planted import (
     run,
     run_pipeline,
 )
-from validation import checks, subject
+from validation import checks
 from validation.checks import accuracy
+from validation.judging import subject
+from validation.judging.subject import Subject
 from validation.records import Check, Outcome
-from validation.subject import Subject
 
 
 def test_every_check_has_a_file() -> None:

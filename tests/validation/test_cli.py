@@ -12,11 +12,12 @@ import yaml
 from typer.testing import CliRunner
 
 import fxopt.passes
-from validation import console, store
-from validation.cli import app
+from validation import store
+from validation.commands import console
+from validation.commands.cli import app
 from validation.records import Check, Outcome, Record
-from validation.run import Runner
-from validation.zoo import recorded_sites, sites_file
+from validation.running.run import Runner
+from validation.zoo.sources import recorded_sites, sites_file
 
 
 @pytest.fixture

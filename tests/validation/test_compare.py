@@ -11,9 +11,11 @@ import pyarrow as pa
 import pytest
 
 from fxopt.testing import Grade, Verdict
-from validation import compare, comparison, store
-from validation.metric import UNKNOWN, metric_of
+from validation import store
+from validation.judging import comparison
 from validation.records import FAILING, WORST_FIRST, Case, Check, Outcome, Record
+from validation.regressions import compare
+from validation.regressions.metric import UNKNOWN, metric_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)

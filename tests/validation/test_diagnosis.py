@@ -18,13 +18,13 @@ import fxopt.passes
 from fxopt import FuseBiasInLinear, MergeLinears, RemoveIdentity, Transformation
 from tests.validation.test_harness import ONE_PASS, ROOT, Harness, harness  # noqa: F401
 from tests.validation.wrong_passes import ForgetsBias, Wrong, WrongAndInexact, WrongReverse
-from validation import repro
-from validation.cli import app
-from validation.entry import Entry
-from validation.plan import plan
+from validation.commands.cli import app
+from validation.judging import repro
 from validation.records import Case, Check, Outcome, Record
-from validation.run import Runner
-from validation.zoo import load_zoo
+from validation.running.run import Runner
+from validation.zoo.entry import Entry
+from validation.zoo.plan import plan
+from validation.zoo.sources import load_zoo
 
 DEEP = {
     "model": "tests.validation.wrong_passes.Deep",

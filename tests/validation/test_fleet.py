@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from validation import fleet
-from validation.fleet import Fleet, FleetError
-from validation.pool import Pool
 from validation.records import Case, Check, Outcome, Record
+from validation.running import fleet
+from validation.running.fleet import Fleet, FleetError
+from validation.running.pool import Pool
 
 ray = pytest.importorskip("ray", reason="the extra `fleet` is not installed")
 from ray.cluster_utils import Cluster  # noqa: E402

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 from tests.validation.planted import Idle, Inverse, Raise, entry
 from validation import timing
 from validation.checks import latency
+from validation.judging.subject import Subject
 from validation.records import Outcome
-from validation.subject import Subject
 
 
 class Slow(Inverse):

@@ -14,11 +14,11 @@ from fxopt import ReversibleTransformation, Transformation
 from fxopt.errors import PassError
 from tests.validation.planted import Inverse, entry
 from validation.checks.effect import AGAIN, COMPUTATION
-from validation.plan import pipelines
+from validation.judging.rewritten import computation
 from validation.records import Case, Check, Outcome, Record
 from validation.report.pipelines import orders
-from validation.rewritten import computation
-from validation.run import Runner
+from validation.running.run import Runner
+from validation.zoo.plan import pipelines
 
 
 class AddsZero(ReversibleTransformation):

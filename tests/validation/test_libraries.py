@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from validation import libraries
+from validation.zoo import libraries
 
 
 @pytest.fixture

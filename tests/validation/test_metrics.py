@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from validation import metric, metrics
-from validation.metrics import METRICS, agreement, cosine, max_abs_error, relative_error
+from validation.judging import metrics
+from validation.judging.metrics import METRICS, agreement, cosine, max_abs_error, relative_error
+from validation.regressions import metric
 
 ONES = {"a": torch.ones(2, 3, dtype=torch.float64)}
 

@@ -13,13 +13,14 @@ from torch.fx import GraphModule
 
 from fxopt import ChangePrecision, PackLinears, Transformation
 from tests.validation.planted import Inverse, entry
-from validation import plan, repro
-from validation.build import named_shapes
-from validation.entry import Entry
-from validation.passes import ZooError, passes_of
+from validation.judging import repro
 from validation.records import Case, Check, Outcome
-from validation.run import Runner
-from validation.zoo import load_zoo
+from validation.running.run import Runner
+from validation.zoo import plan
+from validation.zoo.build import named_shapes
+from validation.zoo.entry import Entry
+from validation.zoo.passes import ZooError, passes_of
+from validation.zoo.sources import load_zoo
 
 MODEL = """
 models:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from tests.validation.test_harness import ONE_PASS, Harness, harness
 from tests.validation.test_resume import RESUMABLE, table
-from validation.cli import app
+from validation.commands.cli import app
 from validation.records import Outcome, Record
 from validation.store import Place, ReportError, Run, place, table_of, write_table
 

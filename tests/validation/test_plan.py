@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 
 from fxopt import ReversibleTransformation, Transformation
 from fxopt.passes.change_precision import ChangePrecision
-from validation.entry import Entry
-from validation.plan import checks, content, members, pipelines, plan, unmet
 from validation.records import Case, Check
-from validation.zoo import Architecture
+from validation.zoo.entry import Entry
+from validation.zoo.plan import checks, content, members, pipelines, plan, unmet
+from validation.zoo.sources import Architecture
 
 
 class Exact(ReversibleTransformation):

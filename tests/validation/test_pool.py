@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from validation.pool import UNTRIED, Pool, PoolError
 from validation.records import Case, Check, Outcome, Record
+from validation.running.pool import UNTRIED, Pool, PoolError
 
 
 def case(model: str, number: int = 0, does: str = "pass") -> Case:

@@ -19,11 +19,11 @@ from tests.validation.planted import (
     Rough,
     entry,
 )
-from validation import build
-from validation.entry import Entry
+from validation.judging.subject import Subject
 from validation.records import Case, Check, Outcome
-from validation.run import Runner
-from validation.subject import Subject
+from validation.running.run import Runner
+from validation.zoo import build
+from validation.zoo.entry import Entry
 
 
 def runner(pass_: type[Transformation], **fields: Any) -> Callable[[Check], Any]:

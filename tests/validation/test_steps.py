@@ -7,13 +7,13 @@ import json
 
 from fxopt import FuseBiasInLinear, MergeLinears, ReplaceActivation
 from validation import store
-from validation.entry import Entry
-from validation.plan import ALL
+from validation.judging.steps import FACT, LATENCY, noted
 from validation.records import Case, Check, Outcome, Record
 from validation.report import markdown
 from validation.report.pipelines import steps
-from validation.run import Runner
-from validation.steps import FACT, LATENCY, noted
+from validation.running.run import Runner
+from validation.zoo.entry import Entry
+from validation.zoo.plan import ALL
 
 
 def test_the_pass_that_adds_an_error_shows_it(run: store.Run) -> None:

@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from validation import compare, store
+from validation import store
+from validation.judging import repro
 from validation.records import Case, Check, Outcome, Record
+from validation.regressions import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
@@ -285,3 +287,20 @@ def test_runs_whose_columns_have_other_types_are_not_merged():
         store.ReportError, match="written by another version of the harness .*refused.* move it away"
     ):
         store.merge(tables)
+
+
+def test_what_cannot_be_written_as_utf_8_is_escaped_and_costs_no_report(run, tmp_path):
+    broken = "no such file: caf\udce9.bin"
+    record = Record(
+        Case("net", ("Pass",), "cpu", Check.EFFECT),
+        Outcome.FAIL,
+        reason=broken,
+        refusals=(("Pass", "node", broken),),
+        facts={"again": broken},
+        repro=f"# {broken}",
+    )
+    table = store.table_of([record], run)
+    row = table.to_pandas().iloc[0]
+    assert row["reason"] == row["again"] == row["refusals"][0]["reason"] == "no such file: caf\\udce9.bin"
+    (file,) = repro.write([record], tmp_path, whole=True)
+    assert "caf\\udce9.bin" in file.read_text(encoding="utf-8")

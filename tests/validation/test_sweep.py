@@ -17,14 +17,16 @@ import fxopt.passes
 from fxopt import ReversibleTransformation, Transformation
 from fxopt.capture.runtime.traced_module import TracedModule
 from tests.validation import sweep_models
-from validation import report, store, subject, zoo
-from validation.build import DEFAULT, SPECIALIZE
-from validation.compare import compare
-from validation.plan import plan
+from validation import report, store
+from validation.judging import subject
 from validation.records import WORST_FIRST, Case, Check, Outcome, Record
+from validation.regressions.compare import compare
 from validation.report import architectures as page
-from validation.run import Runner
-from validation.zoo import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
+from validation.running.run import Runner
+from validation.zoo import sources as zoo
+from validation.zoo.build import DEFAULT, SPECIALIZE
+from validation.zoo.plan import plan
+from validation.zoo.sources import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {

@@ -7,8 +7,9 @@ import random
 import pandas as pd
 import pytest
 
-from validation import store, trend
+from validation import store
 from validation.records import Case, Check, Outcome, Record
+from validation.regressions import trend
 
 CASES = [Case(f"model-{number}", ("MergeLinears",), "cpu", Check.LATENCY) for number in range(20)]
 

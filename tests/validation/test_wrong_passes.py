@@ -20,9 +20,9 @@ from tests.validation.wrong_passes import (
     WrongAndInexact,
     WrongReverse,
 )
-from validation.entry import Entry
 from validation.records import Case, Check, Outcome, Record
-from validation.run import Runner
+from validation.running.run import Runner
+from validation.zoo.entry import Entry
 
 CASES = [
     *((Check.EQUIVALENCE, Wrong(name)) for name in EQUIVALENCE),

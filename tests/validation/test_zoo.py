@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 import fxopt.passes
-from validation.entry import KnownFailure, judged
-from validation.passes import ZooError
+from validation.commands.zoo_commands import HEADER
 from validation.records import Case, Check, Outcome, Record
-from validation.zoo import load_zoo, recorded_sites, sites_file
-from validation.zoo_commands import HEADER
+from validation.zoo.entry import KnownFailure, judged
+from validation.zoo.passes import ZooError
+from validation.zoo.sources import load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]

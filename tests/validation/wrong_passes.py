@@ -87,6 +87,10 @@ class Offset(nn.Module):
         return x + self.offset
 
 
+class OtherLinear(nn.Linear):
+    pass
+
+
 class ForgetsAtDeepcopy(Offset):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         new = type(self)()
@@ -287,6 +291,7 @@ EQUIVALENCE: dict[str, Callable[[GraphModule], object]] = {
     "an output is laid out otherwise": after(
         operator.mul, lambda: Function(lambda x: x.t().contiguous().t())
     ),
+    "an output is twice as large": after(operator.mul, lambda: Function(lambda x: 2 * x)),
     "one row is off": after(
         "second", lambda: Function(lambda x: x + 1e-7 * (torch.arange(len(x)) == 2)[:, None])
     ),
@@ -313,6 +318,7 @@ ACCURACY = {
     "it writes a buffer": _writes_buffer,
     "an output is lost": EQUIVALENCE["an output is lost"],
     "an output is laid out otherwise": EQUIVALENCE["an output is laid out otherwise"],
+    "an output is twice as large": EQUIVALENCE["an output is twice as large"],
 }
 
 
@@ -337,6 +343,15 @@ EFFECT = {
     "a parameter is frozen": _in_place(lambda gm: gm.first.weight.requires_grad_(False)),
     "an option of a layer of the model is changed": _in_place(lambda gm: setattr(gm.norm, "eps", 0.0)),
     "a layer of the model is put in training mode": _in_place(lambda gm: gm.norm.train()),
+    "a layer of the model gets a hook": _in_place(lambda gm: gm.second.register_forward_hook(_hook)),
+    "a layer of the model gets an attribute": _in_place(lambda gm: setattr(gm.second, "note", 1)),
+    "a layer of the model gets another forward": _in_place(lambda gm: setattr(gm.second, "forward", _hook)),
+    "a layer of the model gets another class": _in_place(
+        lambda gm: setattr(gm.second, "__class__", OtherLinear)
+    ),
+    "a buffer of a layer is no longer saved": _in_place(
+        lambda gm: gm.norm._non_persistent_buffers_set.add("running_mean")
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fxopt.testing import compare as compare_outputs
 
-from ..metrics import cosine
+from ..judging.metrics import cosine
 from ..timing import in_random_order, ratio, second_of_two
 from .engines import EAGER, Prepare, cast, fresh, quiet, reason, tensors
 from .machine import BUSY, Others, cores_of_others, gemm_peak

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from .. import store
-from ..compare import compare
-from ..fleet import Fleet
 from ..records import Case, Check, Outcome, Record
+from ..regressions.compare import compare
+from ..running.fleet import Fleet
 
 
 def fleet(rows: Annotated[int, typer.Option(help="How many cases.")] = 100_000) -> None:

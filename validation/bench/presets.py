@@ -18,12 +18,12 @@ import fxopt
 import fxopt.passes
 from fxopt.optimizing.prepare import PRECISIONS
 
-from .. import digits
-from ..build import build_model, make_inputs
-from ..entry import Entry, TrainedWeights
 from ..report.markdown import pipes
 from ..timing import cores, in_random_order, ratio
-from ..zoo import load_zoo
+from ..zoo import digits
+from ..zoo.build import build_model, make_inputs
+from ..zoo.entry import Entry, TrainedWeights
+from ..zoo.sources import load_zoo
 from . import machine
 from .engines import quiet
 from .machine import write

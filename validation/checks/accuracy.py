@@ -13,15 +13,19 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from .. import digits, steps
-from ..comparison import per_dtype
-from ..entry import TrainedWeights
-from ..metrics import METRICS
+from ..judging import steps
+from ..judging.comparison import per_dtype
+from ..judging.metrics import METRICS
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..subject import Subject
+from ..zoo import digits
+from ..zoo.entry import TrainedWeights
 
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""
+
+LARGEST_ERROR = 0.2
+"""Above this, of the norm of a tensor, it has another size, which no cosine shows."""
 
 LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
 """A model that never learned its task shows nothing; one that loses more of it has been damaged."""
@@ -63,6 +67,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             cosine = min(each["cosine"] for each in (measured, *others))
             if subject.entry.given and not cosine >= LEAST_COSINE:
                 problems.append(f"the cosine with the original is {cosine:.4f}")
+            away = max(each["relative_error"] for each in (measured, *others))
+            if subject.entry.given and not problems and not away <= LARGEST_ERROR:
+                problems.append(f"the outputs are {away:.3g} of their norm away from the original")
         if isinstance(subject.entry.weights, TrainedWeights):
             before, after = _task(subject, pipeline, dtype)
             problems += _task_problems(before, after)

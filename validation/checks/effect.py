@@ -13,10 +13,10 @@ from fxopt.rewriting.history import history, undo
 from fxopt.rewriting.transformation import ReversibleTransformation
 from fxopt.testing import assert_round_trip
 
-from ..comparison import judge_graph
+from ..judging.comparison import judge_graph
+from ..judging.rewritten import Refusals, Rewritten, computation, differ, size
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..rewritten import Refusals, Rewritten, computation, differ, size
-from ..subject import Subject
 
 AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
 """The facts: what a pass does to what it has made, `NOTHING` where it is idempotent; and a digest of the graph of a pair."""

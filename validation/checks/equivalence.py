@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from .. import steps
-from ..comparison import judge_graph
+from ..judging import steps
+from ..judging.comparison import judge_graph
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

@@ -13,14 +13,14 @@ import torch
 
 from fxopt.submodules import sharing_copy
 
-from .. import steps
 from ..bench import engines
 from ..bench.engines import Unavailable, quiet, reason
-from ..plan import checks, members, pipelines
+from ..judging import steps
+from ..judging.rewritten import differ
+from ..judging.subject import TIMING, Subject
 from ..records import Check, Finding, Outcome
-from ..rewritten import differ
-from ..subject import TIMING, Subject
 from ..timing import Ratio, Times, cores, floor_of, in_random_order, ratio, seconds_of, synchronise
+from ..zoo.plan import checks, members, pipelines
 
 FEWEST, MOST = 7, 200
 """Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""

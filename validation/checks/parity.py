@@ -7,12 +7,12 @@ from torch import nn
 from fxopt.errors import GuardError
 from fxopt.testing.free_sizes import SIZES
 
-from ..build import free_sizes
-from ..comparison import difference, judge_graph
+from ..judging.comparison import difference, judge_graph
+from ..judging.rewritten import size
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..rewritten import size
-from ..subject import Subject
-from ..zoo import FIXED, FIXED_BY_MODEL, FREE, NONE
+from ..zoo.build import free_sizes
+from ..zoo.sources import FIXED, FIXED_BY_MODEL, FREE, NONE
 
 OTHER_SIZES = {
     "batch": ({"batch": 3}, {"batch": 1}),

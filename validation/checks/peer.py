@@ -6,11 +6,11 @@ import time
 
 import torch
 
-from ..build import free_sizes
-from ..comparison import difference
+from ..judging.comparison import difference
+from ..judging.subject import Subject
 from ..records import Finding
-from ..subject import Subject
-from ..zoo import FIXED, FREE
+from ..zoo.build import free_sizes
+from ..zoo.sources import FIXED, FREE
 from .parity import OTHER_SIZES, fate_of
 
 

@@ -7,8 +7,8 @@ from torch.fx import GraphModule
 from fxopt.errors import UndoError
 from fxopt.testing import assert_round_trip
 
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..subject import Subject
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

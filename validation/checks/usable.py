@@ -17,9 +17,9 @@ from fxopt.errors import GuardError, SaveError
 from fxopt.testing import compare, leaves
 from fxopt.testing.differences import unchanged
 
+from ..judging.rewritten import tensors
+from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..rewritten import tensors
-from ..subject import Subject
 
 ROUNDING = 16
 """How many units of rounding of the largest value the sums of other kernels may be off."""
@@ -103,6 +103,10 @@ def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
     copied = copy.deepcopy(module)
     for value in copied.state_dict().values():
         value.zero_()
+    with contextlib.suppress(
+        Exception
+    ):  # zeros may be no weights; what is kept of them must not outlive them
+        copied(**{name: value.clone() for name, value in inputs.items()})
     copied.load_state_dict(state)
     return copied
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..build import DEFAULT, SPECIALIZE
 from ..records import FAILING, WORST_FIRST, Check, Outcome
-from ..zoo import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
+from ..zoo.build import DEFAULT, SPECIALIZE
+from ..zoo.sources import FIXED, FIXED_BY_MODEL, FREE, NONE, SOURCE
 from . import tables, wording
 from .markdown import page, pipes
 
@@ -15,7 +15,7 @@ SWEPT = {
         "Architectures of transformers",
         "Every model type that `AutoModel` of transformers knows, built small from its own config class",
     ),
-    "libraries": ("Models of other libraries", "Small models of `validation/libraries`"),
+    "libraries": ("Models of other libraries", "Small models of `validation/zoo/libraries`"),
 }
 """The title of a page, and what was swept, by the source of the models."""
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..compare import compare
 from ..records import FAILING, Outcome, counted
+from ..regressions.compare import compare
 from ..store import ReportError, missing, read_run
-from ..zoo import SOURCE
+from ..zoo.sources import SOURCE
 
 MOST = 10
 """Reasons for not running cases that are told one by one."""

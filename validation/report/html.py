@@ -16,8 +16,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from ..metric import UNKNOWN, metric_of
 from ..records import AGAIN, FAILING, WORST_FIRST, Outcome
+from ..regressions.metric import UNKNOWN, metric_of
 from ..store import COLUMNS, measurements_of
 from . import headline, tables, wording
 from .pipelines import fastest

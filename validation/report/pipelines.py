@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from ..checks.effect import AGAIN, COMPUTATION, NOTHING
+from ..judging.steps import FACT, LATENCY, noted
 from ..records import Check, Outcome
-from ..steps import FACT, LATENCY, noted
 from .wording import ABSENT, effect, number, pipeline_label, ratio, shown
 
 KEY = ["model", "pipeline", "device"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..metric import metric_of
 from ..records import FAILING, WORST_FIRST, Check, Outcome
+from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of, missing
 from .wording import ABSENT, heading, limit_of, pipeline_label, ratio, shown, with_limit
 

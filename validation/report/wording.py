@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..metric import UNITS, metric_of, unit_of
+from ..regressions.metric import UNITS, metric_of, unit_of
 
 ABSENT = "-"
 NO_PASS = "(no pass)"

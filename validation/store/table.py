@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -72,7 +73,7 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     """
     if not records:
         raise ReportError("there are no records to write: no case was run, so the previous report stays")
-    rows = [_row(record, run) for record in sorted(records, key=lambda record: record.case)]
+    rows = [_writable(_row(record, run)) for record in sorted(records, key=lambda record: record.case)]
     repeated = pd.Series([row["id"] for row in rows]).value_counts().loc[lambda count: count > 1].index
     if len(repeated):
         raise ReportError(f"more than one record of the same case: {', '.join(map(str, repeated))}")
@@ -119,6 +120,15 @@ def _row(record: Record, run: Run) -> dict[str, object]:
         **{name: float(value) for name, value in record.measurements.items()},
         **record.facts,
     }
+
+
+def _writable(value: Any) -> Any:
+    """A row without what UTF-8 has no bytes for, such as of the name of a file that an error names: that is escaped."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _writable(each) for key, each in value.items()}
+    return [_writable(each) for each in value] if isinstance(value, list) else value
 
 
 SCHEMA = 2

@@ -40,7 +40,8 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     """Apply passes to a copy of a graph, several as users do: composed."""
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
-    kept, kept_tensors = dict(module.named_modules()), tensors(module)
+    kept = {name: (part, _state(part)) for name, part in module.named_modules()}
+    kept_tensors = tensors(module)
     if len(passes) == 1:
         whole = passes[0][1]
         module = whole(module)
@@ -128,17 +129,44 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _tampered(
-    traced: GraphModule, kept: Mapping[str, nn.Module], kept_tensors: Mapping[str, Tensor]
+    traced: GraphModule,
+    kept: Mapping[str, tuple[nn.Module, dict[str, object]]],
+    kept_tensors: Mapping[str, Tensor],
 ) -> Iterator[str]:
     """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
     yield from (name for name, tensor in tensors(traced).items() if not _same(tensor, kept_tensors[name]))
-    for name, module in traced.named_modules():
-        if name not in kept or isinstance(module, GraphModule) or type(module) is nn.Module:
+    for name, (module, state) in kept.items():
+        if isinstance(module, GraphModule) or type(module) is nn.Module:
             continue  # the containers are the graph module's own
-        other = kept[name]
-        mine, its = (tensors(m, recurse=False) for m in (module, other))
-        if (repr(module), module.training, [*mine]) != (repr(other), other.training, [*its]):
-            yield name
+        now, its = _state(module), tensors(module, recurse=False)
         yield from (
-            f"{name}.{key}" for key in mine if key in its and its[key] is not kept_tensors[f"{name}.{key}"]
+            f"{name}.{key}" for key in state.keys() | now.keys() if not _is(state.get(key), now.get(key))
         )
+        keys = (key for key in its if f"{name}.{key}" in kept_tensors)
+        yield from (f"{name}.{key}" for key in keys if its[key] is not kept_tensors[f"{name}.{key}"])
+
+
+def _state(module: nn.Module) -> dict[str, object]:
+    """The class and the attributes of a module, and what is in its tables, but for tensors: their names."""
+    found: dict[str, object] = {"__class__": type(module)}
+    for key, value in vars(module).items():
+        if key in ("_parameters", "_buffers"):
+            found[key] = tuple(value)
+        elif key not in CACHES:
+            is_table = isinstance(value, dict) and key[0] == "_"
+            found[key] = (
+                tuple(value.items()) if is_table else frozenset(value) if isinstance(value, set) else value
+            )
+    return found
+
+
+CACHES = frozenset({"_packed", "_compiled_call_impl"})
+"""The attributes of packed layers and of `torch.compile`, which a run fills."""
+
+
+def _is(before: object, after: object) -> bool:
+    """Tell whether an attribute is what it was: the same object, an equal number or text, or a table of the same."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return len(before) == len(after) and all(map(_is, before, after))
+    plain = isinstance(before, int | float | str | frozenset) and type(before) is type(after)
+    return before is after or (plain and before == after)

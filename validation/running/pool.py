@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .records import Case, Outcome, Record
+from ..records import Case, Outcome, Record
 
 Run = Callable[[Case], Record]
 Make = Callable[[Callable[[Case, str], None]], Run]

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fxopt.rewriting.transformation import Transformation
 
+from ..records import Case, Check
 from .entry import Entry
-from .records import Case, Check
-from .zoo import Architecture
+from .sources import Architecture
 
 ALL = "all"
 """The pipeline of every pass that has sites in the model, or may have: there is no record."""

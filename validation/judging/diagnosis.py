@@ -16,8 +16,8 @@ from fxopt.rewriting.transformation import Transformation
 from fxopt.testing import Culprit, Oracle, assert_round_trip, find_culprit
 from fxopt.testing.assertions import place_of_error
 
+from ..records import Case, Check, Finding, Outcome
 from . import repro
-from .records import Case, Check, Finding, Outcome
 from .subject import Subject
 
 MOST_SECONDS = 60.0

@@ -13,9 +13,9 @@ import typer
 
 import pytest_fxopt
 
+from ..records import Record
+from ..running.controller import received
 from .console import Json, print_json
-from .controller import received
-from .records import Record
 
 
 class _Records:
@@ -78,7 +78,7 @@ def validate(context: typer.Context, as_json: Json = False) -> None:
     found = _Records()
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__), *given]
+    arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__).rpartition(".")[0], *given]
     out, err = (_Command(stream) for stream in (sys.stderr if as_json else sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
         ended = pytest.main(arguments, plugins=[found])

@@ -13,15 +13,15 @@ from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError
 
-from . import store
+from .. import store
+from ..judging.subject import Subject
+from ..records import FAILING, Case, Check, counted
+from ..running.run import Runner
+from ..zoo.entry import why_missing
+from ..zoo.passes import ZooError, passes_of
+from ..zoo.plan import plan, unmet
+from ..zoo.sources import load_zoo, recorded_sites, sites_file
 from .console import Json, one_line_errors, print_json
-from .entry import why_missing
-from .passes import ZooError, passes_of
-from .plan import plan, unmet
-from .records import FAILING, Case, Check, counted
-from .run import Runner
-from .subject import Subject
-from .zoo import load_zoo, recorded_sites, sites_file
 
 HEADER = """\
 # How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.

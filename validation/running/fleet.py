@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..records import Case, Outcome, Record
+from ..store import version
 from .pool import PRELOADED, Make, Pool, deaths
-from .records import Case, Outcome, Record
-from .store import version
 
 HELD_BACK = 0.05
 """Seconds for which records wait for others, so that cases of a millisecond do not cost a message each."""

@@ -20,7 +20,7 @@ from fxopt.testing import randomise
 
 from . import digits
 from .entry import Entry, Input, Limits, PretrainedWeights, TrainedWeights, factory, why_missing
-from .zoo import Architecture
+from .sources import Architecture
 
 
 def build_model(entry: Entry) -> nn.Module:

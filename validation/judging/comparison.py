@@ -10,7 +10,7 @@ from torch import nn
 
 from fxopt.testing import Verdict, compare
 
-from .records import Finding, Outcome
+from ..records import Finding, Outcome
 from .subject import Subject
 
 V = TypeVar("V")

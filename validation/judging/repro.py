@@ -13,9 +13,9 @@ import jinja2
 from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.rewriting.transformation import Transformation
 
-from . import build
-from .entry import Entry, PretrainedWeights, TrainedWeights, factory
-from .records import Case, Check, Record
+from ..records import Case, Check, Record
+from ..zoo import build
+from ..zoo.entry import Entry, PretrainedWeights, TrainedWeights, factory
 from .subject import FLOOR
 
 FOLDER = "repro"
@@ -85,7 +85,7 @@ def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
     written = [folder / name for name, text in sorted(scripts.items()) if text]
     for file in written:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(scripts[file.name], encoding="utf-8")
+        file.write_text(scripts[file.name], encoding="utf-8", errors="backslashreplace")
     return written
 
 

@@ -26,9 +26,9 @@ from fxopt.rewriting.transformation import ReversibleTransformation, Transformat
 from fxopt.testing import RTOL_FLOAT64, Oracle
 from fxopt.testing.probes import not_finite
 
-from . import build, plan
-from .build import Captured, capture, capture_first, ways
-from .entry import Entry
+from ..zoo import build, plan
+from ..zoo.build import Captured, capture, capture_first, ways
+from ..zoo.entry import Entry
 from .rewritten import Refusals, Rewritten, refusals, rewrite
 
 FLOOR = 8.0

@@ -10,11 +10,12 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from . import compare, report, store, trend
+from .. import report, store
+from ..records import FAILING, counted
+from ..regressions import compare, trend
+from ..report import architectures, headline
+from ..report.markdown import comparison
 from .console import Json, one_line_errors, print_json, print_table
-from .records import FAILING, counted
-from .report import architectures, headline
-from .report.markdown import comparison
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
 
@@ -90,7 +91,7 @@ def compare_command(
 ) -> None:
     """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
 
-    What is worse, and by how much it may move, validation/metric.py says of each metric.
+    What is worse, and by how much it may move, validation/regressions/metric.py says of each metric.
     """
     with one_line_errors():
         before, after = store.read_run(baseline), store.read_run(current)

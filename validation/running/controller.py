@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from . import report, repro, store
-from .checks.latency import timing_threads
+from .. import report, store
+from ..checks.latency import timing_threads
+from ..judging import repro
+from ..records import AGAIN, FAILING, Case, Outcome, Record, counted
 from .fleet import Fleet
 from .pool import Pool
-from .records import AGAIN, FAILING, Case, Outcome, Record, counted
 
 PROPERTY = "fx-record"
 

@@ -16,10 +16,10 @@ import pydantic
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..records import Record
 from . import yaml_file
 from .entry import Entry, Input, Limits, ZooFile, factory
 from .passes import ZooError, name_of
-from .records import Record
 
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from .records import FAILING
-from .store import ReportError, measurements_of
+from ..records import FAILING
+from ..store import ReportError, measurements_of
 
 DRIFT = ["id", "runs", "since", "before", "recent", "change", "p"]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .records import FAILING, Case, Check, Outcome, Record
+from ..records import FAILING, Case, Check, Outcome, Record
 
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
 Dtype = Literal["float32", "bfloat16", "float16"]

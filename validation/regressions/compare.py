@@ -10,11 +10,11 @@ import pandas as pd
 
 from fxopt.testing import Grade
 
-from .build import DEFAULT
+from ..records import FAILING, STAGES, Outcome, counted
+from ..store import measurements_of, missing
+from ..zoo.build import DEFAULT
+from ..zoo.sources import FREE, SOURCE
 from .metric import UNKNOWN, metric_of, unit_of
-from .records import FAILING, STAGES, Outcome, counted
-from .store import measurements_of, missing
-from .zoo import FREE, SOURCE
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 
@@ -25,7 +25,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
     model, device or case that has vanished, unless the later run was of a part; one that fails in an
     earlier stage, or a capture that asks for more or leaves less free; a grade that fell; a metric that got worse by more
-    than its noise (`validation.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
+    than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone,
     and no metric between cases of another definition.
 
@@ -163,7 +163,7 @@ def _same_machine(old: pd.DataFrame, new: pd.DataFrame) -> np.ndarray:
 def _change(name: str, was: float, now: float) -> str:
     metric, word = metric_of(name), "rose" if now > was else "fell"
     if metric is UNKNOWN:
-        return f"{name} {word}: declare in validation/metric.py whether that is good"
+        return f"{name} {word}: declare in validation/regressions/metric.py whether that is good"
     if metric.factor == 1 and not metric.difference:
         return f"{name} {word}"
     absolute = metric.difference is not None

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 
 from fxopt.submodules import sharing_copy
 
+from ..timing import in_random_order, ratio, seconds_of, synchronise
 from .rewritten import sites_of
 from .subject import Subject
-from .timing import in_random_order, ratio, seconds_of, synchronise
 
 FACT, LATENCY = "steps", "latency_steps"
 """The facts in which rows have them: those that compare outputs, and those that are timed."""

@@ -14,13 +14,13 @@ import torch
 from fxopt.errors import TraceError
 from fxopt.rewriting.transformation import Transformation
 
-from . import checks
-from .diagnosis import BEFORE_PASSES, Diagnoses
-from .entry import Entry, judged, why_missing
-from .records import FAILING, Case, Check, Finding, Outcome, Record
-from .repro import portable
-from .subject import TIMING, Subject
-from .zoo import marked
+from .. import checks
+from ..judging.diagnosis import BEFORE_PASSES, Diagnoses
+from ..judging.repro import portable
+from ..judging.subject import TIMING, Subject
+from ..records import FAILING, Case, Check, Finding, Outcome, Record
+from ..zoo.entry import Entry, judged, why_missing
+from ..zoo.sources import marked
 
 
 @dataclasses.dataclass(eq=False)

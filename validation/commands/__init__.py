@@ -1,0 +1,1 @@
+"""The commands of `fxopt` that are of the harness."""

@@ -1,0 +1,1 @@
+"""Changes between two runs and over many, and what is noise in which metric."""
