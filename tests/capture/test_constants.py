@@ -36,7 +36,7 @@ def of_positions(self, x):
 def written_through_a_view(self, x):
     levels = torch.zeros(3)
     first = levels[0] + 0
-    rest = levels[1:]
+    rest = levels[:]
     rest += 1
     y = x * 2 if levels[2] > 0 else x
     return y if first > 0 else self.dense(y)

@@ -567,13 +567,22 @@ def moved_by_a_grid(self, x):
     return F.grid_sample(image, F.affine_grid(turned, image.size(), align_corners=False), align_corners=False)
 
 
-@pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid])
+def scaled_by_its_size(self, x):
+    rows = torch.tensor([x.shape[0], 1.5, 2, 3]) / torch.tensor(x.shape[0])
+    table = torch.as_tensor([[x.shape[0], 1], [2, len(x)]], dtype=x.dtype, device=x.device)
+    table[0] += 1
+    return x * rows / math.sqrt(x.shape[0]), table, torch.tensor(x.shape), torch.tensor(x.shape[0] / 2)
+
+
+@pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid, scaled_by_its_size])
 def test_functions_that_torch_gives_no_free_size(forward):
     model = Does(forward)
     traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})
     for rows in (3, 1, 2, 7):
         x = torch.randn(rows, 4)
-        assert torch.equal(traced(x), model(x))
+        for made, expected in zip(tensors_in(traced(x)), tensors_in(model(x)), strict=True):
+            assert made.dtype == expected.dtype
+            assert torch.equal(made, expected)
 
 
 def test_a_class_beyond_a_free_number_of_classes_is_an_error():
