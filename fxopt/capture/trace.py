@@ -85,11 +85,9 @@ def trace(
         )
     _check_model(model)
     layers = leaves(model, leaf_modules)
-    taken = [
-        name
-        for name, _ in [*model.named_children(), *model.named_parameters()]
-        if hasattr(TracedModule, name)
-    ]
+    own = TracedModule(torch.nn.Module(), torch.fx.Graph())
+    held = [*model._modules, *model._parameters, *model._buffers]
+    taken = [name for name in held if hasattr(own, name)]
     if taken:
         raise TraceError(
             f"{type(model).__name__} has {taken} where a torch.fx.GraphModule has something of its own; rename it."

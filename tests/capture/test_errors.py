@@ -54,7 +54,7 @@ class ReturnsObject(nn.Module):
 class Uncopyable(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lock = threading.Lock()
+        self.steps = (step for step in ())
 
     def forward(self, x):
         return x
@@ -258,3 +258,42 @@ class CallsItself(nn.Module):
 def test_a_model_that_calls_itself_without_end():
     with pytest.raises(fxopt.TraceError, match="the forward failed under capture.*RecursionError"):
         fxopt.trace(CallsItself(), (X,))
+
+
+class Holds(nn.Module):
+    """Has something of each kind under a name."""
+
+    def __init__(self, name, held):
+        super().__init__()
+        self.name = name
+        if isinstance(held, torch.Tensor):
+            self.register_buffer(name, held)
+        else:
+            self.add_module(name, held)
+
+    def forward(self, x):
+        held = getattr(self, self.name)
+        return x * held if isinstance(held, torch.Tensor) else held(x)
+
+
+@pytest.mark.parametrize("name", ["code", "graph", "meta", "config", "device"])
+@pytest.mark.parametrize("held", [torch.ones(4), nn.Linear(4, 4)])
+def test_a_name_that_a_graph_module_has_is_an_error(name, held):
+    if isinstance(held, torch.Tensor) and name == "device":
+        held = nn.ReLU()
+    with pytest.raises(fxopt.TraceError, match=f"has \\['{name}'\\] where"):
+        fxopt.trace(Holds(name, held).eval(), (X,), verify=False)
+
+
+def test_an_input_whose_name_the_code_uses_is_an_error():
+    class Takes(nn.Module):
+        def forward(self, inf, torch):
+            return inf.masked_fill(inf > 0, float("inf")) + torch
+
+    class Adds(nn.Module):
+        def forward(self, inf, torch):
+            return inf + torch
+
+    with pytest.raises(fxopt.TraceError, match="the input 'inf' has a name that code"):
+        fxopt.trace(Takes(), (X, X), verify=False)
+    assert torch.equal(fxopt.trace(Adds(), (X, X))(X, X), X + X)

@@ -277,7 +277,7 @@ def test_random_decisions_follow_the_seed():
 
 def test_what_cannot_be_copied_is_named():
     model = nn.Sequential(nn.Linear(4, 4))
-    model[0].log = threading.Lock()
+    model[0].log = (step for step in ())
     with pytest.raises(fxopt.TraceError, match=r"cannot be copied.*the attribute '0\.log'"):
         fxopt.trace(model, (X,))
 
@@ -518,3 +518,77 @@ def test_an_activation_in_place_writes_into_the_input_where_a_call_has_not_copie
         given = other.clone(memory_format=torch.preserve_format)
         results.append((module(given), given))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def to_a_power(self, x):
+    y = x.abs()
+    y **= 2
+    return y
+
+
+def under_a_lock(self, x):
+    with self.lock:
+        return x * 2
+
+
+def with_cached_weights(self, x):
+    with torch.nn.utils.parametrize.cached():
+        return self.symmetric(self.symmetric(x)) + self.symmetric.weight.sum()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+@pytest.mark.parametrize("forward", [to_a_power, under_a_lock, with_cached_weights])
+def test_further_idioms(forward):
+    model = Does(forward)
+    model.lock, model.symmetric = threading.Lock(), nn.Linear(4, 4)
+    torch.nn.utils.parametrize.register_parametrization(model.symmetric, "weight", Symmetric())
+    x = torch.randn(3, 4)
+    traced = fxopt.trace(model, (x,))
+    assert torch.equal(traced(x), model(x))
+    assert torch.equal(copy.deepcopy(traced)(x), model(x))
+
+
+def spread(self, x):
+    rows = torch.linspace(-1 + 1 / x.shape[0], 1, steps=x.shape[0], dtype=x.dtype, device=x.device)
+    return x * rows[:, None] + torch.linspace(0, x.shape[0] - 1, 4)
+
+
+def classes(self, x):
+    return F.one_hot(torch.arange(x.shape[0]), math.ceil(x.shape[0] * 1.25)).to(x.dtype).T @ x
+
+
+def moved_by_a_grid(self, x):
+    turned = torch.eye(2, 3).expand(x.shape[0], 2, 3) + x[:, :2, None]
+    image = x[:, None, None].expand(-1, 2, 4, -1)
+    return F.grid_sample(image, F.affine_grid(turned, image.size(), align_corners=False), align_corners=False)
+
+
+def scaled_by_its_size(self, x):
+    rows = torch.tensor([x.shape[0], 1.5, 2, 3]) / torch.tensor(x.shape[0])
+    table = torch.as_tensor([[x.shape[0], 1], [2, len(x)]], dtype=x.dtype, device=x.device)
+    table[0] += 1
+    return x * rows / math.sqrt(x.shape[0]), table, torch.tensor(x.shape), torch.tensor(x.shape[0] / 2)
+
+
+@pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid, scaled_by_its_size])
+def test_functions_that_torch_gives_no_free_size(forward):
+    model = Does(forward)
+    traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})
+    for rows in (3, 1, 2, 7):
+        x = torch.randn(rows, 4)
+        for made, expected in zip(tensors_in(traced(x)), tensors_in(model(x)), strict=True):
+            assert made.dtype == expected.dtype
+            assert torch.equal(made, expected)
+
+
+def test_a_class_beyond_a_free_number_of_classes_is_an_error():
+    model = Does(lambda self, ids, x: F.one_hot(ids, x.shape[0]))
+    shapes = {"args": (None, {0: torch.export.Dim.AUTO})}
+    traced = fxopt.trace(model, (torch.tensor([1, 0]), torch.randn(3, 4)), dynamic_shapes=shapes)
+    for ids in ([1, 2], [-1, 0]):
+        with pytest.raises(RuntimeError):
+            traced(torch.tensor(ids), torch.randn(2, 4))

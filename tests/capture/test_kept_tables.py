@@ -474,3 +474,44 @@ def test_attributes_of_a_parameter_are_there_and_may_be_set():
     model.dense.weight.scale = 3.0
     traced, x = fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE), torch.randn(3, 7, 4)
     torch.testing.assert_close(traced(x), model.dense(x) * 3)
+
+
+class Positions:
+    """A table that an object keeps beside what it is made of."""
+
+    def __init__(self):
+        self.inverse, self.cos, self.length = torch.tensor([1.0, 0.1, 0.01, 0.001]), None, 0
+
+    def rows(self, length):
+        if length > self.length:
+            self.length = length
+            self.cos = torch.outer(torch.arange(length).to(self.inverse), self.inverse).cos()
+        return self.cos[:length]
+
+
+def test_a_table_in_an_object_that_holds_other_tensors():
+    model = module(lambda self, x: x + self.positions.rows(x.shape[1]), positions=Positions())
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
+    for length in LENGTHS:
+        x = torch.randn(2, length, 4)
+        assert torch.equal(traced(x), model(x))
+
+
+def complex_rows(self, x):
+    if self.table is None or self.table.shape[0] < x.shape[1]:
+        angles = torch.outer(torch.arange(2.0 * x.shape[1]), torch.tensor([1.0, 0.1]))
+        self.table = torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * self.table[: x.shape[1]]
+    return torch.view_as_real(turned).flatten(2).type_as(x)
+
+
+def test_of_a_result_that_another_is_like_no_number_is_compared(monkeypatch):
+    """`type_as` reads a dtype alone: what stands for the tensor that it is given must not differ from call to call."""
+    numbers = iter(range(100))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(next(numbers)))
+    model = module(complex_rows, table=None)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4),), verify=False)
+    monkeypatch.undo()
+    x = torch.randn(2, 5, 4)
+    torch.testing.assert_close(traced(x), model(x))

@@ -6,6 +6,7 @@ import enum
 import gc
 import math
 import random
+import time
 import weakref
 
 import numpy
@@ -500,3 +501,38 @@ def test_a_dict_with_a_further_entry_is_refused():
     gm = fxopt.trace(module(forward), (X, {"a": X}))
     with pytest.raises(fxopt.GuardError, match=r"'held' has entries \['a', 'b'\]"):
         gm(X, {"a": X, "b": X})
+
+
+def timed(self, x):
+    start = time.perf_counter()
+    y = x * 2
+    self.elapsed = (time.perf_counter() - start) * 1000
+    print(f"took {time.perf_counter() - start:.3f} s")
+    return y
+
+
+def test_a_forward_may_tell_how_long_it_takes():
+    model = module(timed, elapsed=0.0)
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), verify=False)
+    assert torch.equal(traced(X[:1]), X[:1] * 2)
+    assert traced.meta["forward_runs"] == 2
+
+
+@pytest.mark.parametrize("clock", ["time", "perf_counter", "monotonic_ns"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda self, x, now: x * now,
+        lambda self, x, now: x + torch.tensor(now % 1),
+        lambda self, x, now: x + math.sqrt(now),
+        lambda self, x, now: x if now - self.start > 1 else -x,
+        lambda self, x, now: x if f"{now}"[0] == "1" else -x,
+        lambda self, x, now: (x, now),
+        lambda self, x, now: torch.full_like(x, now),
+        lambda self, x, now: self.seen.append(now) or x,
+    ],
+)
+def test_any_use_of_a_clock_is_refused(clock, use):
+    model = module(lambda self, x: use(self, x, getattr(time, clock)()), start=0.0, seen=[])
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(model, (X,), verify=False)

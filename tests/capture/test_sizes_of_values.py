@@ -517,3 +517,18 @@ def test_a_quotient_of_floats_that_is_rounded_down_is_pythons():
             assert traced(torch.ones(2, length)).shape == model(torch.ones(2, length)).shape
             compared += 1
     assert compared
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        height = width = int(math.sqrt(x.shape[0]))
+        return x.view(height, width, -1)
+
+
+def test_a_root_of_a_free_size_is_free():
+    traced = fxopt.trace(Square(), (torch.randn(9, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    for rows in (9, 1, 4, 49):
+        x = torch.randn(rows, 4)
+        assert torch.equal(traced(x), x.view(math.isqrt(rows), math.isqrt(rows), 4))
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 11"):
+        traced(torch.randn(11, 4))

@@ -652,3 +652,64 @@ def test_each_of_many_objects_is_state():
     model = module(counts_in_the_last_of_many, counters=[Counter(n) for n in range(50)])
     with pytest.raises(fxopt.TraceError, match="counters"):
         fxopt.trace(model, (X,), verify=False)
+
+
+class Schedule:
+    """Steps as those of a diffusion scheduler, which counts them and keeps what it was given last."""
+
+    def __init__(self):
+        self.sigmas, self.step, self.history = torch.tensor([2.0, 1.0, 0.5, 0.0]), 0, []
+
+    def next(self, output, x):
+        change = self.sigmas[self.step + 1] - self.sigmas[self.step]
+        self.history = [*self.history, output][-2:]
+        self.step += 1
+        return x + sum(self.history) * change
+
+
+def samples(self, x):
+    self.schedule.step, self.schedule.history = 0, []
+    for _ in range(3):
+        x = self.schedule.next(self.dense(x), x)
+    return x
+
+
+@pytest.mark.parametrize("free", [None, ({0: Dim.AUTO},)])
+def test_an_object_is_set_anew_and_what_it_held_before_stays(free):
+    model = module(samples, dense=nn.Linear(4, 4), schedule=Schedule())
+    traced = fxopt.trace(model, (X,), dynamic_shapes=free)
+    for x in (X, -X):
+        assert torch.equal(traced(x), model(x))
+    assert traced.meta["forward_runs"] == 2
+
+
+def writes_what_an_object_held(self, x):
+    self.schedule.step = 0
+    self.schedule.sigmas.mul_(2)
+    self.schedule.step += 1
+    return x * self.schedule.sigmas[self.schedule.step]
+
+
+def swaps_what_an_object_held(self, x):
+    schedule = self.schedule
+    schedule.sigmas, schedule.history = schedule.history or schedule.sigmas * 2, schedule.sigmas
+    return x * schedule.sigmas[0]
+
+
+@pytest.mark.parametrize("forward", [writes_what_an_object_held, swaps_what_an_object_held])
+def test_what_an_object_held_before_is_another_value_at_each_call(forward):
+    with pytest.raises(fxopt.TraceError):
+        fxopt.trace(module(forward, schedule=Schedule()), (X,), verify=False)
+
+
+def counts_and_keeps_a_shape(self, x):
+    self.calls += 1
+    self.shape = x.shape
+    return x * 2
+
+
+def test_a_shape_that_is_kept_and_not_read_takes_no_further_runs():
+    model = module(counts_and_keeps_a_shape, calls=0, shape=None)
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: Dim.AUTO},))
+    assert torch.equal(traced(X[:1]), X[:1] * 2)
+    assert traced.meta["forward_runs"] == 3

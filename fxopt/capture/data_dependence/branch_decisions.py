@@ -22,7 +22,7 @@ from fxopt.capture.data_dependence.branches import (
     Outcomes,
 )
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
-from fxopt.capture.data_dependence.example_run import ExampleRun
+from fxopt.capture.data_dependence.example_run import ConstantRun, ExampleRun
 from fxopt.capture.data_dependence.operator_checks import OperatorChecks
 from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
@@ -78,6 +78,7 @@ class BranchDecisions:
 
     def __post_init__(self) -> None:
         self.sizes, self._shape_env = self.writer.sizes, self.fake_mode.shape_env
+        self.constant = ConstantRun(self.writer.shell.model, self.writer.graph, self.writer.constants)
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
@@ -227,6 +228,8 @@ class BranchDecisions:
     def _decide(
         self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
     ) -> Any:
+        if self.constant.knows(node):  # no decision
+            return self.constant.read(node, kind)
         by_line = self._by_line(node, kind)
         if by_line is not None:
             return by_line

@@ -7,7 +7,7 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from fxopt import effects, operators
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.errors import TraceError
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 
 T = TypeVar("T")
@@ -82,13 +83,16 @@ class ExampleRun:
             if isinstance(value, torch.Tensor):
                 self._inputs[key] = value.detach().clone().requires_grad_(value.requires_grad)
 
+    def _nodes(self) -> Iterable[torch.fx.Node]:
+        return self._graph.nodes
+
     def _run(self) -> None:
         """Run the nodes that are new."""
         devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
         with torch.random.fork_rng(devices=devices):
             if self._random_state is not None:
                 torch.set_rng_state(self._random_state)  # the numbers go on where the last nodes left them
-            for node in self._graph.nodes:
+            for node in self._nodes():
                 if node in self._values:
                     continue
                 try:
@@ -125,6 +129,74 @@ class ExampleRun:
                         f"the forward writes into a parameter ({node.format_node()}), so it cannot be run on the example "
                         "inputs without changing the model: specialize=True is not possible here."
                     )
+
+
+class ConstantRun(ExampleRun):
+    """The nodes that give the same at each call: they depend on numbers of the forward and on `constants` alone."""
+
+    def __init__(
+        self, model: torch.nn.Module, graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(torch.nn.Module(), (), graph, constants, {})
+        self._layer = model.get_submodule
+        self._needed: set[torch.fx.Node] = set()
+        # The constants that decided: none of them may be written.
+        self.decided_by: set[str] = set()
+
+    def knows(self, node: torch.fx.Node) -> bool:
+        """Tell whether a node is such a one; if so, its value can be read."""
+        self._needed = set()
+        left = [node]
+        while left:
+            if (found := left.pop()) not in self._needed:
+                if not self._is_constant(found):
+                    return False
+                self._needed.add(found)
+                left += () if _is_device(found) else found.all_input_nodes
+            left = left or self._writes()
+        if any(map(self._written, self._needed)):
+            self._values.clear()  # what has been written since may be read as it was before
+        try:
+            self.read(node, lambda value: value)
+        except TraceError:
+            return False
+        self.decided_by |= {str(each.target) for each in self._needed if each.op == "get_attr"}
+        return True
+
+    def _is_constant(self, node: torch.fx.Node) -> bool:
+        if node.op == "get_attr":
+            return node.target in self._constants
+        of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
+        on_cpu = all(t.device.type == "cpu" for t in tensors_in(node.meta.get("val")))
+        return on_cpu and (of_torch or node.op == "call_method" or _is_device(node))
+
+    def _writes(self) -> list[torch.fx.Node]:
+        """The other nodes that write into memory of those that are needed."""
+        memory = {storage_of(t) for node in self._needed for t in tensors_in(node.meta.get("val"))}
+        others = [node for node in self._graph.nodes if node not in self._needed]
+        return [n for n in others if any(storage_of(t) in memory for t in self._written(n))]
+
+    def _written(self, node: torch.fx.Node) -> list[torch.Tensor]:
+        layer = self._layer(str(node.target)) if node.op == "call_module" else None
+        written = effects.written_by(node, layer)
+        nodes = node.all_input_nodes if written is None else written
+        return list(tensors_in([each.meta.get("val") for each in nodes]))
+
+    def _nodes(self) -> Iterable[torch.fx.Node]:
+        return [node for node in self._graph.nodes if node in self._needed]
+
+    def _result(self, node: torch.fx.Node) -> Any:
+        if _is_device(node):
+            return node.meta["val"]
+        before = torch.get_rng_state()
+        value = super()._result(node)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise TraceError("a random number is no constant")
+        return value
+
+
+def _is_device(node: torch.fx.Node) -> bool:
+    return node.target is getattr and node.args[1] == "device"
 
 
 def _current_modes() -> list[Callable[[], Any]]:

@@ -209,10 +209,14 @@ class FakeModel:
         return {key: after.get(key) for key in changed}
 
     def own(self, state: Changes, aliases: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """The real tensors for those in a state that were there before the run, and the names of modules, by identity."""
+        """By identity, the real tensors for those in a state that were there before the run; the names of modules and of tensors
+        in objects that nobody has written.
+        """
         tensors = [t for value in state.values() if isinstance(value, Snapshot) for t in value.tensors]
         real = {id(t): self.real(aliases.get(id(t), t))[1] for t in tensors}
-        return {key: tensor for key, tensor in real.items() if tensor is not None} | self._places
+        written = {id(tensor) for tensor in self.written().outside}
+        held = {key: name for key, (name, _) in self._held.items() if key not in written}
+        return held | {key: tensor for key, tensor in real.items() if tensor is not None} | self._places
 
     def unchanged_buffers(self) -> set[str]:
         """The names of the buffers that the forward has neither replaced nor written."""
@@ -246,14 +250,18 @@ class FakeModel:
 
     def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, Any]) -> dict[int, Any]:
         """For the identity of each tensor and size that an earlier call left what a run gets."""
-        tensors = {
-            id(t): self.fake(known[id(t)]) if id(t) in known else self._stale() for t in snapshot.tensors
-        }
+        held = dict(self._held.values())
+        tensors = {id(t): self._stand_in(known.get(id(t)), held) for t in snapshot.tensors}
         modules = {id(m): self._modules[known[id(m)]] for m in snapshot.modules if id(m) in known}
         sizes = {id(s): known.get(id(s), UnusableNumber(self._refuse)) for s in snapshot.sizes}
+        for shape in (size for size in snapshot.sizes if isinstance(size, torch.Size)):
+            if all(type(n) is int or id(n) in known for n in shape):
+                del sizes[id(shape)]  # it is copied, with numbers; it could not hold others
         return tensors | modules | sizes
 
-    def _stale(self) -> torch.Tensor:
+    def _stand_in(self, known: torch.Tensor | str | None, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if known is not None:
+            return held[known] if isinstance(known, str) else self.fake(known)
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
         return fake

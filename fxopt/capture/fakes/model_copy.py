@@ -117,10 +117,11 @@ def _is_global(function: types.FunctionType) -> bool:
     return found is function
 
 
+_LOCKS = type(threading.Lock()), type(threading.RLock())
 _COPIERS: dict[type, Callable[[Any, Any], Any]] = {
     types.FunctionType: _copy_function,
     functools._lru_cache_wrapper: _copy_cache,
-    types.ModuleType: lambda module, memo: module,
+    **dict.fromkeys((types.ModuleType, *_LOCKS), lambda value, memo: value),
     weakref.ref: _copy_reference,
     torch.Tensor: _copy_tensor,
 }

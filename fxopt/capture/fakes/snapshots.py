@@ -92,6 +92,8 @@ class SnapshotMaker:
         if isinstance(value, (set, frozenset)):
             return kind, frozenset(map(self._parts_of_one, tuple(value)))
         if isinstance(value, tuple):
+            if isinstance(value, torch.Size) and any(type(size) is not int for size in value):
+                self._sizes.append(value)
             return kind, tuple(map(self._parts, value))
         if (state := generator_state(value)) is not None:
             return kind, state

@@ -33,6 +33,12 @@ class CountedNumber(UnusableNumber):
         super().__init__(refuse)
         object.__setattr__(self, "kind", kind)
 
+    def __format__(self, specification: str) -> str:
+        _use(self)
+        return "..."  # in a message
+
+    __repr__ = __str__ = lambda self: format(self)
+
     def __getattribute__(self, name: str) -> Any:
         # `isinstance` asks for it, and `nn.Module` so before it takes an attribute.
         return object.__getattribute__(self, "kind") if name == "__class__" else _use(self)

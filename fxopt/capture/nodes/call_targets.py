@@ -62,6 +62,8 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The (op, target, args, kwargs) of the node for a call; TraceError when code generation could not name the function."""
     name = getattr(function, "__name__", "")
+    if function is torch.Tensor.__ipow__:  # which has the name of the method, and is a function in Python
+        function = torch.Tensor.pow_
     if name == "__get__":
         return "call_function", getattr, (args[0], property_name(function)), {}
     method = _method(function, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import keyword
 import operator
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.graph import _custom_builtins
 from torch.fx.node import map_arg
 
 from fxopt.errors import TraceError
@@ -53,6 +55,12 @@ def _value(node: Node) -> Any:
     return None
 
 
+def _is_read(graph: Graph, name: str) -> bool:
+    """Tell whether the code of a graph uses a name, besides where it gives the input of this name another one."""
+    parts = ast.walk(ast.parse(graph.python_code("self").src))
+    return sum(isinstance(part, ast.Name) and part.id == name for part in parts) > 1
+
+
 def check_names(graph: torch.fx.Graph) -> None:
     """Raise TraceError for a name that fx would write into code which Python cannot read: a keyword, or one with a quotation mark."""
     for node in graph.nodes:
@@ -63,6 +71,11 @@ def check_names(graph: torch.fx.Graph) -> None:
                 raise TraceError(
                     f"the input {name!r} has a name that is no name in Python, so that the forward of a graph module "
                     "cannot take it; give it another one."
+                )
+            if name in _custom_builtins and _is_read(graph, name):
+                raise TraceError(
+                    f"the input {name!r} has a name that code of torch.fx uses for something else ({_custom_builtins[name].obj}); "
+                    "give it another one."
                 )
         elif node.op in ("call_module", "get_attr"):
             for name in path.split("."):

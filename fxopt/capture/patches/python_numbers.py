@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import functools
+import math
 import sys
 import types
 from typing import Any
@@ -29,6 +30,10 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
     _keys(patch, decisions)
     _types(patch, decisions)
     _floats(patch)
+
+    @patch(math, "sqrt")
+    def sqrt(original: Any, number: Any) -> Any:
+        return (torch.sym_sqrt if isinstance(number, (torch.SymInt, torch.SymFloat)) else original)(number)
 
     @patch(torch.SymFloat, "__round__")
     def __round__(original: Any, self: Any, digits: int | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Random numbers that are not torch's, while a forward is captured: those of Python, numpy and the operating system."""
+"""Random numbers that are not torch's, while a forward is captured: those of Python, numpy and the operating system; clocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import numbers
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
-from fxopt.capture.fakes.unusable_number import UnusableNumber
+from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
+from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber
+from fxopt.capture.nodes.source_location import is_model_package, model_frame
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.random_state import PythonRandomState, generators, reason, restore, state_of
 
@@ -22,6 +25,7 @@ def patch_random_numbers(patch: Patches, draws: PythonRandomState, refuse: Calla
         _states(patch, draws, name, refuse)
         _draws(patch, draws, name, generator, refuse)
     _entropy(patch, refuse)
+    _clocks(patch, refuse)
 
 
 def _states(patch: Patches, draws: PythonRandomState, name: str, refuse: Callable[[str], None]) -> None:
@@ -78,3 +82,22 @@ def _entropy(patch: Patches, refuse: Callable[[str], None]) -> None:
         if seed in ((), (None,)) and not named:
             refused(original)
         original(self, *seed, **named)
+
+
+def _clocks(patch: Patches, refuse: Callable[[str], None]) -> None:
+    """Let a forward tell how long it takes, and use the time for nothing else."""
+
+    def refused() -> None:
+        if not is_diagnostic(model_frame(sys._getframe(1))):
+            refuse(
+                "the forward reads a clock, and a graph would hold the time of its capture. Give it as an input, or make the "
+                "module that reads it a leaf (leaf_modules=...)"
+            )
+
+    for name in ("time", "perf_counter", "monotonic", "process_time"):
+        for clock, kind in ((name, float), (f"{name}_ns", int)):
+
+            @patch(time, clock)
+            def read(original: Any, kind: type = kind) -> Any:
+                of_model = is_model_package(sys._getframe(2).f_globals.get("__name__"))
+                return CountedNumber(refused, kind) if of_model else original()

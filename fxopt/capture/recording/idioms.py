@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
@@ -35,6 +36,13 @@ def _is_replaced(value: Any) -> bool:
     return kind.__name__ == "ndarray" or (isinstance(value, type) and value in _DTYPES)
 
 
+def affine_grid(call: Caller, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
+    """`affine_grid` of free sizes: torch's Python code asks which of them is the least."""
+    if all(type(length) is int for length in size):
+        return NotImplemented
+    return call(torch.affine_grid_generator, (theta, list(size), bool(align_corners)), {})
+
+
 def deep_copy(call: Caller, tensor: Any, memo: dict[int, Any]) -> Any:
     """`copy.deepcopy` of a tensor."""
     if id(tensor) not in memo:
@@ -58,12 +66,14 @@ def _without_history(call: Caller, tensor: Any, requires_grad: bool) -> Any:
 
 
 def one_hot(call: Caller, tensor: Any, num_classes: Any = -1) -> Any:
-    """`one_hot` with as many classes as the largest index needs, where no number is given."""
-    if type(num_classes) is not int or num_classes != -1:
-        return NotImplemented
-    largest = call(torch.Tensor.max, (tensor,), {})
-    shape = (*tensor.shape, call(torch.Tensor.item, (largest,), {}) + 1)
-    zeros = call(torch.zeros, (shape,), {"dtype": torch.int64, "device": tensor.device})
+    """`one_hot` with as many classes as a free size says, or as the largest index needs, where no number is given."""
+    if type(num_classes) is int:
+        if num_classes != -1:
+            return NotImplemented
+        num_classes = call(torch.Tensor.item, (call(torch.Tensor.max, (tensor,), {}),), {}) + 1
+    zeros = call(
+        torch.zeros, ((*tensor.shape, num_classes),), {"dtype": torch.int64, "device": tensor.device}
+    )
     return call(torch.Tensor.scatter, (zeros, -1, call(torch.Tensor.unsqueeze, (tensor, -1), {}), 1), {})
 
 
@@ -72,6 +82,18 @@ def new_tensor(call: Caller, tensor: Any, data: Any, **options: Any) -> Any:
     if type(data).__name__ != "ndarray":
         return NotImplemented
     return call(torch.tensor, (data,), {"dtype": tensor.dtype, "device": tensor.device} | options)
+
+
+def linspace(recorder: Recorder, call: Call) -> Any:
+    """`linspace` between free numbers, or of a free number of steps, which torch would fix."""
+    numbers = [*call.args, *([call.kwargs["steps"]] if "steps" in call.kwargs else [])]
+    plain = all(isinstance(n, (int, float, *SymbolicNumber)) for n in numbers)
+    free = any(isinstance(n, SymbolicNumber) for n in numbers)
+    if len(numbers) != 3 or not (plain and free) or call.kwargs.keys() - {"steps", "dtype", "device"}:
+        return NotImplemented
+    made = torch.empty(numbers[2], dtype=call.kwargs.get("dtype"), device=call.kwargs.get("device"))
+    recorder.record(call, made)
+    return made
 
 
 def data(recorder: Recorder, call: Call) -> torch.Tensor:

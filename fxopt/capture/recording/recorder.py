@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
@@ -67,7 +68,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         # By identity: what `tensor.data` gave, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._opaque, self.records_layers_in_calls = 0, False
-        self.hooked: set[str] = set()  # layers whose hooks have run out of sight
+        self.hooked: set[str] = set()  # layers whose hooks, or cached parametrizations, have run out of sight
 
     # --- calls
 
@@ -176,7 +177,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
-        if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+        if parametrize._cache_enabled or any(
+            part._forward_hooks or part._forward_pre_hooks for part in module.modules()
+        ):
             self.hooked.add(name)
         with self.writer.inside(name, module):
             node_args, node_kwargs = self.writer.arguments(name, args, kwargs)

@@ -233,6 +233,7 @@ _IDIOMS: dict[str, tuple[Rewrite, ...]] = {
     "__reduce_ex__": _idiom(idioms.reduced),
     "one_hot": _idiom(idioms.one_hot),
     "new_tensor": _idiom(idioms.new_tensor),
+    "affine_grid": _idiom(idioms.affine_grid),
 }
 _BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
     **dict.fromkeys(FROM_DATA, (make_from_data,)),
@@ -258,6 +259,7 @@ _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys((*READS, *ARRAYS, "item"), (_read_value,)),
     **dict.fromkeys(("__format__", "__repr__"), (_text,)),
     "data_ptr": (_address,),
+    "linspace": (idioms.linspace,),
     "data.__get__": (idioms.data,),
     "data.__set__": (idioms.assigned_data,),
     "requires_grad.__set__": (idioms.assigned_requires_grad,),

@@ -25,6 +25,9 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
         with unset_fake_temporarily():
             real = call.function(*args, **kwargs)
         return _fresh(recorder, real, call.function(*args, **kwargs))
+    if args and not contains(args[0], torch.Tensor) and not kwargs.keys() - {"dtype", "device"}:
+        kind = torch.get_default_dtype() if contains(args[0], (float, torch.SymFloat)) else torch.int64
+        return _of_sizes(recorder, args[0], kwargs | {"dtype": kwargs.get("dtype") or kind})
     if call.function is not torch.tensor or not args or not are_numbers(args[0]):
         return Call(call.function, args, kwargs)
     return (
@@ -32,6 +35,13 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
         if kwargs.get("requires_grad")
         else _stack(recorder, args[0], kwargs)
     )
+
+
+def _of_sizes(recorder: Recorder, data: Any, options: dict[str, Any]) -> Any:
+    """A tensor of numbers, some of which are free sizes: torch would fix these."""
+    if isinstance(data, (list, tuple)):
+        return recorder.call(torch.stack, ([_of_sizes(recorder, item, options) for item in data],), {})
+    return recorder.call(torch.scalar_tensor, (data,), options)
 
 
 def _stack(recorder: Recorder, numbers: Any, options: dict[str, Any]) -> Any:

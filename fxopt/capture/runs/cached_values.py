@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.kept_state import KeptState
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
-from fxopt.capture.fakes.unusable_number import is_unusable
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.equivalence import translation
 from fxopt.capture.runs.partial_evaluation import PartialEvaluation, same_tensors
@@ -56,12 +56,15 @@ class _State(KeptState):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Content:
-    value: torch.Tensor | None
+    value: torch.Tensor | str | None  # the name of a tensor that was there before
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content) or self.value is None or other.value is None:
-            return isinstance(other, _Content) and self.value is other.value
-        return same_tensors(self.value, other.value)
+        if not isinstance(other, _Content):
+            return False
+        mine, its = self.value, other.value
+        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
+            return same_tensors(mine, its)
+        return type(mine) is type(its) and mine == its
 
     def __hash__(self) -> int:
         return 0
@@ -198,7 +201,7 @@ def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None
     left = {key: made.state.get(key) for key in sorted(keys)}
     for value in left.values():
         if isinstance(value, Snapshot):
-            sizes = [size for size in value.sizes if not is_unusable(size)]
+            sizes = [size for size in value.sizes if isinstance(size, SymbolicNumber)]
             known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
             values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
             known |= {key: tensor for key, tensor in values.items() if tensor is not None}

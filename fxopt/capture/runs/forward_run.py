@@ -95,6 +95,7 @@ class ForwardRun:
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             shape_env.location = str
             shape_env.decide = lambda expression: None
+            recorder.decisions.constant.close()
             if self._example is not None:
                 self._example.close()
         _raise_caught(recorder)
@@ -129,6 +130,11 @@ class ForwardRun:
         """Collect what the run gave."""
         shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
         state, changes = shell.state(recorder.aliases), shell.changes(recorder.aliases)
+        written = {id(tensor) for tensor in shell.written().outside}
+        if any(id(writer.constants[name]) in written for name in decisions.constant.decided_by):
+            raise TraceError(
+                "the forward decides on the value of a tensor that it writes. Hold it in a buffer."
+            )
         return RunResult(
             request=self.request,
             graph=self.graph,

@@ -185,7 +185,7 @@ def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any
     like = read.meta.get("val") if isinstance(read, torch.fx.Node) else None
     if not isinstance(like, torch.Tensor) or _is_large(like) or any(_hint(size) < 0 for size in like.shape):
         return args, kwargs
-    empty = torch.empty(tuple(map(_hint, like.shape)), dtype=like.dtype, device=like.device)
+    empty = torch.zeros(tuple(map(_hint, like.shape)), dtype=like.dtype, device=like.device)
     return (*args[:place], empty, *args[place + 1 :]), kwargs
 
 

@@ -1,0 +1,97 @@
+"""Decisions on tensors that a forward makes of numbers alone: they are the same at each call, and need neither an example nor a check."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from tests.capture.test_silent_changes import module
+
+X = torch.randn(3, 4)
+
+
+def of_a_schedule(self, x):
+    sigmas = torch.linspace(2, 0, 4, dtype=x.dtype, device=x.device)
+    for now, then in itertools.pairwise(sigmas):
+        x = x + self.dense(x) * (then - now)
+        if then > 0:
+            x = x * 2
+    return x
+
+
+def of_rates(self, x):
+    for rate in [value.item() for value in torch.linspace(0, 0.3, 3)]:
+        x = x * (1 - rate) if rate > 0 else self.dense(x)
+    return x
+
+
+def of_positions(self, x):
+    for position in torch.arange(3):
+        x = x + self.dense(x) * (1.0 if position % 2 == 0 else -1.0)
+    return x[:, : int(torch.tensor([1, 2]).sum())]
+
+
+def written_through_a_view(self, x):
+    levels = torch.zeros(3)
+    first = levels[0] + 0
+    rest = levels[:]
+    rest += 1
+    y = x * 2 if levels[2] > 0 else x
+    return y if first > 0 else self.dense(y)
+
+
+def of_an_attribute(self, x):
+    return self.dense(x) if self.table[1] > 0 else x
+
+
+@pytest.mark.parametrize(
+    "forward", [of_a_schedule, of_rates, of_positions, written_through_a_view, of_an_attribute]
+)
+def test_a_decision_on_constants_is_none(forward):
+    model = module(forward, dense=nn.Linear(4, 4), table=torch.tensor([0.0, 1.0]))
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    for x in (X, -X, torch.randn(1, 4)):
+        assert torch.equal(traced(x), model(x))
+    assert traced.meta["forward_runs"] == 1
+    assert "check_outcome" not in traced.code
+
+
+def drawn(self, x):
+    for number in torch.rand(3):
+        x = self.dense(x) if number > 0.5 else x
+        x = x * 2 if number > 0.5 else x
+    return x
+
+
+def written_with_an_input(self, x):
+    levels = torch.zeros(3)
+    levels[1:].add_(x.sum())
+    return x if levels[2] > 0 else -x
+
+
+def written_by_a_layer(self, x):
+    levels = torch.zeros(3) - 1
+    self.relu(levels)
+    return x if levels.sum() < -1 else -x
+
+
+def written_afterwards(self, x):
+    y = self.dense(x) if self.table[1] > 1 else x
+    self.table += 1
+    return y
+
+
+def of_a_free_size(self, x):
+    return x if torch.arange(x.shape[0]).max() > 1 else -x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [drawn, written_with_an_input, written_by_a_layer, written_afterwards, of_a_free_size],
+)
+def test_a_decision_on_what_may_be_another_value_is_one(forward):
+    model = module(forward, dense=nn.Linear(4, 4), relu=nn.ReLU(inplace=True), table=torch.tensor([0.0, 1.0]))
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), verify=False)
