@@ -260,7 +260,6 @@ def _other_call(gm: GraphModule) -> None:
         (lambda gm: next(iter(gm.inner.graph.nodes)).meta.update(fxopt_marks=("P",)), "inner: marks: "),
         (lambda gm: gm.layer.register_buffer("left", None), "names: .*'layer', 'left'"),
         (lambda gm: gm.register_module("left", None), "names: .*'', 'left'"),
-        (lambda gm: gm.register_buffer("part", gm.part.clone()), "memory: "),
         (
             lambda gm: gm.layer._forward_hooks.update(
                 dict.fromkeys(gm.layer._forward_hooks, functools.partial(_hook, 2))

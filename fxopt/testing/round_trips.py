@@ -6,17 +6,15 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.rewriting.record import MARKS, RECORD
-from fxopt.testing.aliases import in_memory
 from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import first_difference
 
@@ -27,7 +25,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     Compared are, of the graph and of those inside it, the nodes (names, order, operations, targets, arguments, marks of passes, and the values that their metadata
     describes, unless a pickle has dropped those), the modules
     (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
-    bit, dtype, device, strides, `requires_grad`, persistence, which of them are the same tensor, or share memory), and the
+    bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
     generated code.
 
     Args:
@@ -60,8 +58,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         "names": _names,
         "hooks": _hooks,
         "tensors": _tensor_facts,
-        "ties": lambda gm: _ties(gm, id),
-        "memory": lambda gm: _ties(gm, lambda t: storage_of(t) if in_memory(t) and t.numel() else id(t)),
+        "ties": _ties,
         "state_dict": lambda gm: list(gm.state_dict()),
     }
     problems = _problems(before, after, views | of_all)
@@ -210,8 +207,8 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride() if tensor.layout == torch.strided else None
 
 
-def _ties(gm: GraphModule, key: Callable[[Tensor], Hashable]) -> list[list[str]]:
-    names: dict[Hashable, list[str]] = {}
+def _ties(gm: GraphModule) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
     for name, tensor in _tensors(gm):
-        names.setdefault(key(tensor), []).append(name)
+        names.setdefault(id(tensor), []).append(name)
     return sorted(group for group in names.values() if len(group) > 1)
