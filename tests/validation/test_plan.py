@@ -77,6 +77,15 @@ def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
     assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
 
 
+def test_a_model_without_pairs_has_every_other_pipeline() -> None:
+    with_pairs = entry(Exact=1, OneWay=5, Rough=0)
+    without = with_pairs.model_copy(update={"pairs": False, "name": "without"})
+    alone = [p for p in pipelines(with_pairs, PASSES) if len(p) < 2]
+    assert pipelines(without, PASSES) == alone
+    planned = {(case.model, case.pipeline) for case in plan([with_pairs, without], PASSES, ["cpu"])}
+    assert {p for name, p in planned if name == "without"} == {(), *alone}
+
+
 def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> None:
     model = entry(OneWay=1)
     assert Check.EQUIVALENCE in checks(model, ("Exact",), PASSES)

@@ -37,8 +37,8 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
-    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it, × the full
-    pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
+    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but for a model
+    without `pairs`), × the full pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
@@ -49,7 +49,13 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
     for entry in sorted(zoo, key=lambda entry: entry.name):
         # Many models have sites of the same passes, and so the same pipelines and checks, hundreds of them.
         sites = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
-        kind = (entry.given, getattr(entry, "peer", False), sites, tuple(entry.pipelines.items()))
+        kind = (
+            entry.given,
+            entry.pairs,
+            getattr(entry, "peer", False),
+            sites,
+            tuple(entry.pipelines.items()),
+        )
         if kind not in known:
             known[kind] = sorted(
                 (pipeline, sorted(checks(entry, pipeline, passes)))
@@ -95,7 +101,8 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
     named += [(name,) for name in entry.pipelines]
-    return [*((name,) for name in passes), *itertools.permutations(with_sites, 2), *named]
+    pairs = itertools.permutations(with_sites, 2) if entry.pairs else ()
+    return [*((name,) for name in passes), *pairs, *named]
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
