@@ -77,13 +77,18 @@ def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
     assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
 
 
-def test_a_model_without_pairs_has_every_other_pipeline() -> None:
-    with_pairs = entry(Exact=1, OneWay=5, Rough=0)
-    without = with_pairs.model_copy(update={"pairs": False, "name": "without"})
-    alone = [p for p in pipelines(with_pairs, PASSES) if len(p) < 2]
-    assert pipelines(without, PASSES) == alone
-    planned = {(case.model, case.pipeline) for case in plan([with_pairs, without], PASSES, ["cpu"])}
-    assert {p for name, p in planned if name == "without"} == {(), *alone}
+def test_a_large_model_has_no_pairs_and_is_used_after_full_pipelines() -> None:
+    small = entry(Exact=1, OneWay=5, Rough=0)
+    large = small.model_copy(update={"large": True, "name": "large"})
+    alone = [p for p in pipelines(small, PASSES) if len(p) < 2]
+    assert pipelines(large, PASSES) == alone
+    planned = [case for case in plan([small, large], PASSES, ["cpu"]) if case.model == "large"]
+    assert {case.pipeline for case in planned} == {(), *alone}
+    assert {c.pipeline for c in planned if c.check is Check.USABLE} == {
+        (),
+        *(p for p in alone if p[0] not in PASSES),
+    }
+    assert ("Exact",) in {case.pipeline for case in planned if case.check is Check.LATENCY}
 
 
 def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> None:

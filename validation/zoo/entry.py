@@ -155,7 +155,8 @@ class Entry(Strict):
     free, `{input_ids: {0: batch, 1: length}}`: what has one name has one size, and `dims` may limit it. `dtypes` are those it is validated in, the first also timed.
     `engines` are timed in the same rounds where they are installed: to export a model for onnxruntime takes five to ten
     seconds, and to compile it by torch.compile up to a minute.
-    Without `pairs`, passes are not tried two by two: what goes wrong between two is seen on a small model of the same kind.
+    With a `large` model neither pairs of passes are tried nor what people do with a graph after each single pass: both are seen on
+    a small model of the same kind.
     `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
     skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
     full pipelines, with its number, or `None`. `pipelines` are those that the file names for all models. `given` tells those that a person wrote from those of a sweep.
@@ -176,7 +177,7 @@ class Entry(Strict):
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = ("onnxruntime",)  # on the CPU
     tags: tuple[str, ...] = ()
-    pairs: bool = True
+    large: bool = False
     timeout: PositiveFloat = 300.0  # seconds a case may take
     memory: PositiveFloat | None = None  # GB that a case may need; else reckoned from the weights
     sites: dict[str, int | None] = {}

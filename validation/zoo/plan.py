@@ -37,8 +37,8 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
-    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but for a model
-    without `pairs`), × the full pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
+    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but in a
+    large model), × the full pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
@@ -51,7 +51,7 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
         sites = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
         kind = (
             entry.given,
-            entry.pairs,
+            entry.large,
             getattr(entry, "peer", False),
             sites,
             tuple(entry.pipelines.items()),
@@ -101,7 +101,7 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
     named += [(name,) for name in entry.pipelines]
-    pairs = itertools.permutations(with_sites, 2) if entry.pairs else ()
+    pairs = () if entry.large else itertools.permutations(with_sites, 2)
     return [*((name,) for name in passes), *pairs, *named]
 
 
@@ -139,5 +139,6 @@ def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transfo
     if all(part.reversible for part in parts):
         wanted.append(Check.ROUND_TRIP)
     if len(pipeline) == 1 and entry.given:
-        wanted += [Check.USABLE, Check.LATENCY]
+        single = pipeline[0] in passes
+        wanted += [Check.LATENCY] if single and entry.large else [Check.USABLE, Check.LATENCY]
     return wanted
