@@ -82,7 +82,9 @@ def test_a_large_model_has_no_pairs_and_is_used_after_full_pipelines() -> None:
     large = small.model_copy(update={"large": True, "name": "large"})
     alone = [p for p in pipelines(small, PASSES) if len(p) < 2]
     assert pipelines(large, PASSES) == alone
-    planned = [case for case in plan([small, large], PASSES, ["cpu"]) if case.model == "large"]
+    cases = plan([small, large], PASSES, ["cpu"])
+    assert ("Exact", "OneWay") in {case.pipeline for case in cases if case.model == small.name}
+    planned = [case for case in cases if case.model == "large"]
     assert {case.pipeline for case in planned} == {(), *alone}
     assert {c.pipeline for c in planned if c.check is Check.USABLE} == {
         (),
