@@ -242,7 +242,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _try_harness() -> str:
     try:
-        return f"installed, as {_harness().__package__}"
+        _harness()
+        return f"installed, as {HARNESS}"
     except UsageError as error:
         return str(error)
 

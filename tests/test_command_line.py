@@ -111,6 +111,7 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
     found = json.loads(out)
     assert (status, found["problems"]) == (0, [])
     assert found["facts"]["torch"] == importlib.metadata.version("torch")
+    assert f"installed, as {command_line.HARNESS}" in found["facts"].values()
     monkeypatch.setattr(doctor, "undo", lambda module: (_ for _ in ()).throw(PassError("no record")))
     status, out, _ = call("doctor")
     assert status == 1

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip
 from fxopt.testing.observations import Call, observe
+from fxopt.testing.probes import _unlike
 from tests.test_deceptions import Does, X, plain
 
 ZEROS = torch.zeros(4, 4)
@@ -160,6 +162,20 @@ def test_the_gradients_of_weights_are_compared_in_training(wrong: Callable[..., 
     assert judged(plain, lambda layer, x: F.linear(x, *layer.parameters()), X, gradients=True).grade.passes
 
 
+def test_the_gradient_of_a_table_may_be_sparse() -> None:
+    tables = [
+        nn.Embedding.from_pretrained(TABLE, freeze=False, sparse=sparse).train() for sparse in (True, False)
+    ]
+    oracle = Oracle(tables[0], [torch.tensor([1, 2])])
+    assert all(oracle.judge(table).grade is Grade.BIT_EXACT for table in tables)
+
+
+def test_an_input_of_zeros_costs_no_object_for_each_of_them() -> None:
+    started = time.perf_counter()
+    assert _unlike(torch.zeros(10_000_000)).unique().numel() > 1000
+    assert time.perf_counter() - started < 5
+
+
 def test_weights_are_watched_without_copies_of_them() -> None:
     model, large = nn.Linear(300, 300), list[str]()
 
@@ -224,7 +240,7 @@ class Inner(nn.Module):
         return x + 1
 
 
-def _hook(number: int, module: nn.Module, args: Any, result: Tensor) -> None:
+def _hook(number: int | Function, module: nn.Module, *args: Any) -> None:
     pass
 
 
@@ -233,6 +249,7 @@ class Outer(nn.Module):
         super().__init__()
         self.layer, self.inner = nn.Linear(4, 4, bias=False), symbolic_trace(Inner())
         self.layer.register_forward_hook(functools.partial(_hook, 1))
+        self.layer.register_forward_pre_hook(functools.partial(_hook, Function(X)))
         self.register_buffer("whole", torch.ones(8))
         self.register_buffer("part", self.whole[:4])
 

@@ -32,6 +32,9 @@ def statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None
     kind, weight = type(norm).__name__, weight_of(layer)
     if norm.training:
         return f"the {kind} is in training mode: it normalises by batch statistics"
+    held = norm._parameters.keys() | norm._buffers.keys()
+    if not {"weight", "bias", "running_mean", "running_var"} <= held:
+        return f"the {kind} holds its weights otherwise than as parameters and buffers"
     mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
     if mean is None or variance is None:
         return f"the {kind} has no running statistics: it normalises by batch statistics"

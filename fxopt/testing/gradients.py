@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.testing.bits import same_bits
+from fxopt.testing.bits import plain, same_bits
 from fxopt.testing.differences import leaves, mapped
 from fxopt.testing.observations import Call, restored
 
@@ -96,7 +96,8 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
         if wanted and terms:
             given = torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True)
         found_for = [
-            torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, given, strict=True)
+            torch.zeros_like(x) if grad is None else plain(grad)
+            for x, grad in zip(wanted, given, strict=True)
         ]
     return Gradients(
         call,

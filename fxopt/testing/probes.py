@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.testing.bits import plain, same_bits
+from fxopt.testing.bits import checksum, plain
 from fxopt.testing.broken_values import breakable, broken_calls
 from fxopt.testing.differences import compare, leaves, mapped
 from fxopt.testing.free_sizes import APART, SIZES, batch_of_one, other_sizes
@@ -143,12 +144,12 @@ def _other_values(given: Call) -> Iterator[Call]:
 
 def _changed(given: Call, **how: Any) -> Call:
     """The call with other numbers; of tensors with equal ones, with different numbers in each."""
-    seen: list[Tensor] = []
+    seen: Counter[Any] = Counter()
 
     def change(tensor: Tensor) -> Tensor:
-        turn = sum(same_bits(tensor, each) for each in seen)
-        seen.append(tensor)
-        return _other(tensor, turn, **how)
+        numbers = tensor.dtype, tensor.numel(), checksum(tensor)
+        seen[numbers] += 1
+        return _other(tensor, seen[numbers] - 1, **how)
 
     return given.apart().changed(change, VALUES)
 
@@ -198,7 +199,7 @@ def _other(
 
 def _unlike(numbers: Tensor) -> Tensor:
     """Other numbers than those of a tensor in which all are the same: a mask that hides the end, a state that is not zero."""
-    first, *_ = numbers
+    first = numbers[0]
     if numbers.is_floating_point() and not first:
         return torch.linspace(-1, 1, len(numbers), dtype=numbers.dtype, device=numbers.device)
     if first == 1 and len(numbers) > 1:  # a mask, of which the last column will be hidden

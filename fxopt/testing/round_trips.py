@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxopt.objects import tensors_in
+from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import first_difference
@@ -131,7 +132,7 @@ def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
 
 def _hook(hook: Any) -> Any:
     if isinstance(hook, functools.partial):
-        return _hook(hook.func), repr(hook.args), repr(hook.keywords)
+        return _hook(hook.func), ADDRESS.sub("", repr((hook.args, hook.keywords)))
     return hook if inspect.isfunction(hook) else type(hook)
 
 

@@ -1,6 +1,7 @@
 """Decisions on tensors that a forward makes of numbers alone: they are the same at each call, and need neither an example nor a check."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -42,20 +43,73 @@ def written_through_a_view(self, x):
     return y if first > 0 else self.dense(y)
 
 
-def of_an_attribute(self, x):
-    return self.dense(x) if self.table[1] > 0 else x
-
-
-@pytest.mark.parametrize(
-    "forward", [of_a_schedule, of_rates, of_positions, written_through_a_view, of_an_attribute]
-)
+@pytest.mark.parametrize("forward", [of_a_schedule, of_rates, of_positions, written_through_a_view])
 def test_a_decision_on_constants_is_none(forward):
-    model = module(forward, dense=nn.Linear(4, 4), table=torch.tensor([0.0, 1.0]))
+    model = module(forward, dense=nn.Linear(4, 4))
     traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
     for x in (X, -X, torch.randn(1, 4)):
         assert torch.equal(traced(x), model(x))
     assert traced.meta["forward_runs"] == 1
     assert "check_outcome" not in traced.code
+
+
+def of_an_attribute(self, x):
+    first, second = self.table
+    return self.dense(x) * float(first) if second and int(first) == 0 else x
+
+
+def test_an_attribute_that_decides_is_checked_as_the_user_may_write_it():
+    model = module(of_an_attribute, dense=nn.Linear(4, 4), table=torch.tensor([0.0, 1.0]))
+    traced = fxopt.trace(model, (X,))
+    assert traced.meta["forward_runs"] == 1
+    model.table[1] = 2
+    assert torch.equal(traced(X), model(X))
+    model.table.zero_()
+    with pytest.raises(fxopt.GuardError, match=r"it was True.*if second and"):
+        traced(X)
+
+
+def of_an_object(self, x):
+    return x * 2 if self.schedule.sigmas[0] > 0 else x
+
+
+def several(self, x):
+    return x if torch.linspace(0, 1, 3) else -x
+
+
+def test_what_an_object_holds_is_fixed_and_takes_no_check():
+    model = module(of_an_object, schedule=types.SimpleNamespace(sigmas=torch.ones(2)))
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), model(X))
+    assert "check_outcome" not in traced.code
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(several), (X,))
+
+
+def kept_of_sizes(self, x):
+    y = x * 2 if self.table[-1] > 1000 else x
+    self.table = torch.arange(x.shape[0])
+    return y
+
+
+def kept_of_a_buffer(self, x):
+    y = x * 2 if self.table[0] > 0 else x
+    self.table = self.scale * 3
+    return y
+
+
+@pytest.mark.parametrize("forward", [kept_of_sizes, kept_of_a_buffer])
+def test_what_an_earlier_call_has_computed_is_no_constant(forward):
+    model = module(forward, table=torch.zeros(1))
+    model.register_buffer("scale", -torch.ones(1))
+    with pytest.raises(fxopt.TraceError, match="table"):
+        fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+
+
+def under_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = torch.full((1, 1), 1.001) @ torch.ones(1, 1)
+    return x + 1 if product > 1 else x - 1
 
 
 def drawn(self, x):
@@ -89,7 +143,7 @@ def of_a_free_size(self, x):
 
 @pytest.mark.parametrize(
     "forward",
-    [drawn, written_with_an_input, written_by_a_layer, written_afterwards, of_a_free_size],
+    [drawn, written_with_an_input, written_by_a_layer, written_afterwards, of_a_free_size, under_autocast],
 )
 def test_a_decision_on_what_may_be_another_value_is_one(forward):
     model = module(forward, dense=nn.Linear(4, 4), relu=nn.ReLU(inplace=True), table=torch.tensor([0.0, 1.0]))

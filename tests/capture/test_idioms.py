@@ -574,7 +574,12 @@ def scaled_by_its_size(self, x):
     return x * rows / math.sqrt(x.shape[0]), table, torch.tensor(x.shape), torch.tensor(x.shape[0] / 2)
 
 
-@pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid, scaled_by_its_size])
+def of_comparisons(self, x):
+    long = x.shape[0] > 2
+    return torch.where(torch.tensor(long), x, -x), ~torch.tensor([long, True]), torch.tensor([long, len(x)])
+
+
+@pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid, scaled_by_its_size, of_comparisons])
 def test_functions_that_torch_gives_no_free_size(forward):
     model = Does(forward)
     traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})

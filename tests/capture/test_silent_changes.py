@@ -508,6 +508,7 @@ def timed(self, x):
     y = x * 2
     self.elapsed = (time.perf_counter() - start) * 1000
     print(f"took {time.perf_counter() - start:.3f} s")
+    print(float(time.perf_counter() - start), int(time.time()), round(time.time() - start, 2))  # as "%.2f"
     return y
 
 

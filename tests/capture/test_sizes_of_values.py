@@ -417,9 +417,23 @@ class FromTheEnd(nn.Module):
         )
 
 
+class ReadsTheEnd(nn.Module):
+    def forward(self, x):
+        return x * range(0, len(x), 2).stop
+
+
+def test_a_range_whose_end_is_read_is_none_of_another_size():
+    with pytest.raises(fxopt.TraceError, match="has no attribute 'stop'"):
+        fxopt.trace(ReadsTheEnd(), (torch.randn(6, 2),), dynamic_shapes=({0: Dim.AUTO},))
+
+
 class Downwards(nn.Module):
     def forward(self, x):
-        return [x[i] for i in range(len(x) - 1, -1, -4)], isinstance(range(len(x)), range), [*range(2, 0)]
+        return (
+            [x[i] for i in range(len(x) - 1, -1, -4)],
+            isinstance(range(len(x)), range),
+            [type(range(2)) is range],
+        )
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ SKELETON = (
     Fault("testing: what is alike in the example stays alike", "testing/probes.py", "    if bold > 1 and (tensor == tensor.flatten()[0]).all():", "    if False:"),
     Fault("testing: no number is below zero", "testing/probes.py", "        if bold == 3 and (tensor >= 0).all():", "        if False:"),
     Fault("testing: no row is zeros", "testing/probes.py", "        numbers[..., -1, :] = 0", "        pass"),
-    Fault("testing: like inputs stay alike", "testing/probes.py", "turn = sum(same_bits(tensor, each) for each in seen)", "turn = 0"),
+    Fault("testing: like inputs stay alike", "testing/probes.py", "_other(tensor, seen[numbers] - 1, **how)", "_other(tensor, **how)"),
     Fault("testing: one tensor that is two inputs stays one", "testing/probes.py", "given.apart().changed(", "given.changed("),
     Fault("testing: each call has tensors of its own", "testing/observations.py", "(_again(given, seen[-1], call) if given else None) or call.fresh()", "call.fresh()"),
     Fault("testing: gradients of weights are not compared", "testing/gradients.py", "            if same_bits(weight, its):", "            if False:"),

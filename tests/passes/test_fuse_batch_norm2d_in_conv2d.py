@@ -127,6 +127,14 @@ def test_no_running_statistics_is_refused():
     refused(FuseBatchNorm2dInConv2d(), model, X, reason="no running statistics")
 
 
+def test_a_weight_that_is_no_parameter_is_refused():
+    model = Blocks(straight).eval()
+    weight = model.norm.weight.detach().clone()
+    del model.norm.weight
+    model.norm.weight = weight
+    refused(FuseBatchNorm2dInConv2d(), model, X, reason="otherwise than as parameters and buffers")
+
+
 def test_mixed_dtypes_are_refused():
     model = Blocks(straight).eval()
     model.conv.bfloat16()

@@ -78,7 +78,7 @@ class BranchDecisions:
 
     def __post_init__(self) -> None:
         self.sizes, self._shape_env = self.writer.sizes, self.fake_mode.shape_env
-        self.constant = ConstantRun(self.writer.shell.model, self.writer.graph, self.writer.constants)
+        self.constant = ConstantRun(self.writer)
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
@@ -228,8 +228,11 @@ class BranchDecisions:
     def _decide(
         self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
     ) -> Any:
-        if self.constant.knows(node):  # no decision
-            return self.constant.read(node, kind)
+        if self.constant.knows(node, kind):  # no decision
+            answer = self.constant.read(node, kind)
+            if self.constant.is_shared():
+                self._check(node, answer, "")
+            return answer
         by_line = self._by_line(node, kind)
         if by_line is not None:
             return by_line

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxopt import effects, operators
+from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.errors import TraceError
@@ -134,17 +135,15 @@ class ExampleRun:
 class ConstantRun(ExampleRun):
     """The nodes that give the same at each call: they depend on numbers of the forward and on `constants` alone."""
 
-    def __init__(
-        self, model: torch.nn.Module, graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor]
-    ) -> None:
-        super().__init__(torch.nn.Module(), (), graph, constants, {})
-        self._layer = model.get_submodule
+    def __init__(self, writer: GraphWriter) -> None:
+        super().__init__(torch.nn.Module(), (), writer.graph, writer.constants, {})
+        self._shell = writer.shell
         self._needed: set[torch.fx.Node] = set()
         # The constants that decided: none of them may be written.
         self.decided_by: set[str] = set()
 
-    def knows(self, node: torch.fx.Node) -> bool:
-        """Tell whether a node is such a one; if so, its value can be read."""
+    def knows(self, node: torch.fx.Node, kind: type) -> bool:
+        """Tell whether a node is such a one, of which Python can make a number of this kind."""
         self._needed = set()
         left = [node]
         while left:
@@ -157,15 +156,23 @@ class ConstantRun(ExampleRun):
         if any(map(self._written, self._needed)):
             self._values.clear()  # what has been written since may be read as it was before
         try:
-            self.read(node, lambda value: value)
-        except TraceError:
+            self.read(node, kind)
+        except Exception:  # the model's own, too, as of `bool` of several numbers
             return False
-        self.decided_by |= {str(each.target) for each in self._needed if each.op == "get_attr"}
+        self.decided_by |= {str(each.target) for each in self._read()}
         return True
+
+    def is_shared(self) -> bool:
+        """Tell whether the last node depends on a tensor in an attribute of the model, which the user may write between calls."""
+        return any(self._shell.real(each.meta["val"])[0] not in ("", each.target) for each in self._read())
+
+    def _read(self) -> list[torch.fx.Node]:
+        return [node for node in self._needed if node.op == "get_attr"]
 
     def _is_constant(self, node: torch.fx.Node) -> bool:
         if node.op == "get_attr":
-            return node.target in self._constants
+            # What an earlier call has computed may depend on its sizes, and on buffers.
+            return node.target in self._constants and id(node.meta["val"]) not in self._shell.computed
         of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
         on_cpu = all(t.device.type == "cpu" for t in tensors_in(node.meta.get("val")))
         return on_cpu and (of_torch or node.op == "call_method" or _is_device(node))
@@ -173,11 +180,11 @@ class ConstantRun(ExampleRun):
     def _writes(self) -> list[torch.fx.Node]:
         """The other nodes that write into memory of those that are needed."""
         memory = {storage_of(t) for node in self._needed for t in tensors_in(node.meta.get("val"))}
-        others = [node for node in self._graph.nodes if node not in self._needed]
+        others = [n for n in self._graph.nodes if n not in self._needed and n.target not in _SKIPPED]
         return [n for n in others if any(storage_of(t) in memory for t in self._written(n))]
 
     def _written(self, node: torch.fx.Node) -> list[torch.Tensor]:
-        layer = self._layer(str(node.target)) if node.op == "call_module" else None
+        layer = self._shell.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         written = effects.written_by(node, layer)
         nodes = node.all_input_nodes if written is None else written
         return list(tensors_in([each.meta.get("val") for each in nodes]))
@@ -192,6 +199,9 @@ class ConstantRun(ExampleRun):
         value = super()._result(node)
         if not torch.equal(before, torch.get_rng_state()):
             raise TraceError("a random number is no constant")
+        expected = node.meta.get("val")
+        if isinstance(expected, torch.Tensor) and value.dtype != expected.dtype:
+            raise TraceError("it is computed under autocast")
         return value
 
 

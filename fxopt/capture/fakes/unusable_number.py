@@ -37,6 +37,10 @@ class CountedNumber(UnusableNumber):
         _use(self)
         return "..."  # in a message
 
+    def __round__(self, digits: int | None = None) -> CountedNumber:
+        _use(self)
+        return self
+
     __repr__ = __str__ = lambda self: format(self)
 
     def __getattribute__(self, name: str) -> Any:
@@ -53,9 +57,21 @@ def _counted(number: CountedNumber, other: Any) -> Any:
     return number if is_unusable(other) or isinstance(other, (int, float)) else _use(number)
 
 
+def _told(number: float) -> Callable[[CountedNumber], float]:
+    """Make a method that says a number in a message, as `"%.2f"` asks for one."""
+
+    def tell(counted: CountedNumber) -> float:
+        _use(counted)
+        return number
+
+    return tell
+
+
 # Python looks for what operators and builtins do in the class.
 for _name in {*dir(float), *dir(int)} - {*vars(UnusableNumber), *_OF_CLASSES}:
     setattr(UnusableNumber, _name, _use)
+for _name, _number in (("__float__", 0.0), ("__int__", 0), ("__index__", 0)):
+    setattr(CountedNumber, _name, _told(_number))
 for _name in ("add", "sub", "mul", "truediv", "floordiv"):
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(CountedNumber, _form, _counted)

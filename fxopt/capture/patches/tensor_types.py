@@ -39,7 +39,7 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
                 return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
             found = _NUMBERS.get(found, found)
         known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
-        return known.get(found.__name__, found) if found in (type, int) else found
+        return known.get(found.__name__, found) if found in (type, int, range) else found
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
@@ -92,8 +92,9 @@ def _steps(start: Any, stop: Any = None, step: Any = 1) -> Any:
     if not step > 0:
         return range(start, stop, step)
     count = int((stop - start + step - 1) // step) if stop > start else 0
-    numbers = [start + number * step for number in range(count)]
-    return range(start, start + count * step, step) if type(start) is int is type(step) else numbers
+    if type(start) is int is type(step) and step == 1:
+        return range(start, start + count)
+    return [start + number * step for number in range(count)]  # the `stop` of a range would be a free size
 
 
 def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | None = None) -> type:

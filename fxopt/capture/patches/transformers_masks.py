@@ -106,7 +106,8 @@ class _SkippableMasks:
             padding = options.get("attention_mask")
             if self.active() and isinstance(padding, torch.Tensor):
                 # Its rows are found by their numbers: too few raise an IndexError, but where the eager model leaves the mask out.
-                torch._check(padding.shape[0] >= options["batch_size"])
+                few = "the attention mask has fewer rows than the batch; give it one for each"
+                torch._check(padding.shape[0] >= options["batch_size"], lambda: few)
             made = make(*args, **options)
             if self.active() and isinstance(made, torch.Tensor):
                 is_causal = options.get("allow_is_causal_skip", True)

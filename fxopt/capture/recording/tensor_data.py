@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
         with unset_fake_temporarily():
             real = call.function(*args, **kwargs)
         return _fresh(recorder, real, call.function(*args, **kwargs))
-    if args and not contains(args[0], torch.Tensor) and not kwargs.keys() - {"dtype", "device"}:
-        kind = torch.get_default_dtype() if contains(args[0], (float, torch.SymFloat)) else torch.int64
+    kind = _dtype_of(args[0]) if args and not kwargs.keys() - {"dtype", "device"} else None
+    if kind is not None:
         return _of_sizes(recorder, args[0], kwargs | {"dtype": kwargs.get("dtype") or kind})
     if call.function is not torch.tensor or not args or not are_numbers(args[0]):
         return Call(call.function, args, kwargs)
@@ -35,6 +36,18 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
         if kwargs.get("requires_grad")
         else _stack(recorder, args[0], kwargs)
     )
+
+
+def _dtype_of(data: Any) -> torch.dtype | None:
+    """The dtype that torch gives nested sequences of Python's numbers, free ones among them; None where there is anything else."""
+    if isinstance(data, (list, tuple)):
+        kinds = [kind for item in data if (kind := _dtype_of(item)) is not None]
+        return functools.reduce(torch.promote_types, kinds, torch.bool) if len(kinds) == len(data) else None
+    if isinstance(data, (bool, torch.SymBool)):
+        return torch.bool
+    if isinstance(data, (int, torch.SymInt)):
+        return torch.int64
+    return torch.get_default_dtype() if isinstance(data, (float, torch.SymFloat)) else None
 
 
 def _of_sizes(recorder: Recorder, data: Any, options: dict[str, Any]) -> Any:
