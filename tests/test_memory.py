@@ -228,3 +228,18 @@ def test_layers_that_write_into_their_own_tensors_are_not_pure():
     index = index_of(lambda m, x, y: (m.linear(x), m.norm(x), m.embedding(y)))
     pure = [index.memory.is_pure(node(index, name)) for name in ("linear", "norm", "embedding")]
     assert pure == [True, False, False]
+
+
+def test_two_views_of_one_free_size_share_no_memory():
+    def views(self, x, y):
+        x, y = x + 1, y + 1
+        batch = x.shape[0]
+        return x.view(batch, 2, 1), y.view(batch, 2, 1)
+
+    batch = torch.export.Dim("batch")
+    free = {"x": {0: batch}, "y": {0: batch}}
+    traced = fxopt.trace(Function(views), (torch.randn(3, 2), torch.randn(3, 2)), dynamic_shapes=free)
+    first, second = traced.graph.find_nodes(op="call_method", target="view")
+    assert isinstance(first.args[1], torch.fx.Node)
+    assert first.args[1] is second.args[1]
+    assert not GraphIndex(traced).memory.may_alias(first, second)
