@@ -32,10 +32,7 @@ def statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None
     kind, weight = type(norm).__name__, weight_of(layer)
     if norm.training:
         return f"the {kind} is in training mode: it normalises by batch statistics"
-    held = norm._parameters.keys() | norm._buffers.keys()
-    if not {"weight", "bias", "running_mean", "running_var"} <= held:
-        return f"the {kind} holds its weights otherwise than as parameters and buffers"
-    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    mean, variance = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
     if mean is None or variance is None:
         return f"the {kind} has no running statistics: it normalises by batch statistics"
     if norm.num_features != channels(layer, behind):
@@ -45,3 +42,10 @@ def statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
             return f"the {kind} is {facts}"
     return None
+
+
+def weights_obstacle(norm: Any) -> str | None:
+    """Why the weights of `norm` cannot be read; None if they can."""
+    if {"weight", "bias"} <= norm._parameters.keys():
+        return None
+    return f"the {type(norm).__name__} holds its weights otherwise than as parameters"

@@ -113,6 +113,7 @@ class FoldBatchNorms(Folding):
             or index.inexact(norm, kind)
             or batch_norm.statistics_obstacle(beside, module, behind=value is None)
             or index.reading_obstacle(norm)
+            or batch_norm.weights_obstacle(module)
         )
         if reason is None and value is None:
             uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))

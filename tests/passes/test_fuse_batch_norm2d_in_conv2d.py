@@ -132,7 +132,7 @@ def test_a_weight_that_is_no_parameter_is_refused():
     weight = model.norm.weight.detach().clone()
     del model.norm.weight
     model.norm.weight = weight
-    refused(FuseBatchNorm2dInConv2d(), model, X, reason="otherwise than as parameters and buffers")
+    refused(FuseBatchNorm2dInConv2d(), model, X, reason="otherwise than as parameters")
 
 
 def test_mixed_dtypes_are_refused():
