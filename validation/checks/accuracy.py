@@ -16,16 +16,10 @@ from fxopt.testing.probes import not_finite
 from ..judging import steps
 from ..judging.comparison import per_dtype
 from ..judging.metrics import METRICS
-from ..judging.subject import Subject
+from ..judging.subject import LARGEST_ERROR, LEAST_COSINE, Subject
 from ..records import Finding, Outcome
 from ..zoo import digits
 from ..zoo.entry import TrainedWeights
-
-LEAST_COSINE = 0.99
-"""Below this the outputs point elsewhere: more than rounding or an approximation."""
-
-LARGEST_ERROR = 0.2
-"""Above this, of the norm of a tensor, it has another size, which no cosine shows."""
 
 LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
 """A model that never learned its task shows nothing; one that loses more of it has been damaged."""

@@ -103,9 +103,8 @@ def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
     copied = copy.deepcopy(module)
     for value in copied.state_dict().values():
         value.zero_()
-    with contextlib.suppress(
-        Exception
-    ):  # zeros may be no weights; what is kept of them must not outlive them
+    # Zeros may be no weights, and raise anything; what is kept of them must not outlive them.
+    with contextlib.suppress(Exception):
         copied(**{name: value.clone() for name, value in inputs.items()})
     copied.load_state_dict(state)
     return copied

@@ -16,7 +16,7 @@ from fxopt.rewriting.transformation import Transformation
 from ..records import Case, Check, Record
 from ..zoo import build
 from ..zoo.entry import Entry, PretrainedWeights, TrainedWeights, factory
-from .subject import FLOOR
+from .subject import FLOOR, LARGEST_ERROR, LEAST_COSINE
 
 FOLDER = "repro"
 """The folder of the scripts, in a report."""
@@ -51,6 +51,8 @@ def script(
         case=case.id,
         check=str(case.check),
         floor=FLOOR,
+        least_cosine=LEAST_COSINE,
+        largest_error=LARGEST_ERROR,
         reason=_wrapped(reason),
         package=module.partition(".")[0],
         note="\nThe weights are random here, not trained as in the case." if trained else "",

@@ -36,6 +36,12 @@ FLOOR = 8.0
 farther: the model may be exact by chance.
 """
 
+LEAST_COSINE = 0.99
+"""Below this the outputs point elsewhere: more than rounding or an approximation."""
+
+LARGEST_ERROR = 0.2
+"""Above this, of the norm of a tensor, it has another size, which no cosine shows."""
+
 TIMING = 8.0
 """The seconds after which the turns of all that is timed of a model end, whether their intervals are narrow or not."""
 
