@@ -81,7 +81,10 @@ _FIRST = {
     ],
     "constants.py": ["tests/passes/test_fold_constants.py"],
     "activations.py": ["tests/passes/test_replace_activation.py"],
-    "testing": [f"tests/test_{name}.py" for name in ("oracle", "deceptions", "testing", "divergence")],
+    "testing": [
+        f"tests/test_{name}.py"
+        for name in ("oracle", "deceptions", "more_deceptions", "testing", "divergence")
+    ],
     "obstacles/precision_plan.py": ["tests/passes/test_change_precision.py"],
     "operators.py": [
         *("tests/passes/test_merge_linears.py", "tests/test_memory.py"),

@@ -60,7 +60,7 @@ class OneSize(nn.Module):
 
 class NotFinite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.log(-torch.exp(x))
+        return torch.log(-torch.exp(x / 7))
 
 
 class Inverse(ReversibleTransformation):

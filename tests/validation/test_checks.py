@@ -247,9 +247,14 @@ def test_accuracy_judges_a_task_that_was_learned(before: float, after: float, pr
 
 
 @pytest.mark.parametrize(
-    ("pass_", "reason"), [(Negate, "cosine with the original is -1"), (Overflow, "not finite")]
+    ("pass_", "model", "reason"),
+    [
+        (Negate, "Net", "cosine with the original is -1"),
+        (Overflow, "Net", "not finite where the original is"),
+        (Rough, "NotFinite", "output is not finite"),
+    ],
 )
-def test_accuracy_fails_a_model_that_is_ruined(pass_: type[Transformation], reason: str) -> None:
-    finding = run(Check.ACCURACY, pass_)
+def test_accuracy_fails_a_model_that_is_ruined(pass_: type[Transformation], model: str, reason: str) -> None:
+    finding = run(Check.ACCURACY, pass_, model=model)
     assert finding.outcome is Outcome.FAIL
     assert reason in finding.reason

@@ -14,6 +14,7 @@ from tests.validation.wrong_passes import (
     EQUIVALENCE,
     EXPORTED,
     ROUND_TRIP,
+    SAID,
     USABLE,
     WAYS,
     Wrong,
@@ -47,6 +48,7 @@ def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> No
     assert record.outcome is Outcome.FAIL
     # A pass may be wrong in several ways: what it is planted for must be among them.
     said = {
+        Check.ACCURACY: SAID.get(pass_.name, ""),
         Check.USABLE: WAYS.get(pass_.name, ""),
         Check.EFFECT: "that the graph shares with the user's model",
     }
