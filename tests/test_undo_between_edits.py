@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxopt
@@ -94,6 +95,25 @@ def test_what_the_user_edited_after_loading_stays():
     assert mul.args[1] == 5
     undo(graph_module)
     torch.testing.assert_close(graph_module(X), graph_module.layer(X) * 5)
+
+
+def test_an_option_that_the_user_adds_after_loading_stays():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return F.leaky_relu(self.layer(x))
+
+    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(Model()))
+    (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
+    relu.kwargs = {}
+    graph_module = pickle.loads(pickle.dumps(graph_module))
+    (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
+    relu.kwargs = {**relu.kwargs, "negative_slope": 0.5}
+    undo(graph_module)
+    torch.testing.assert_close(graph_module(X), F.leaky_relu(graph_module.layer(X), 0.5))
 
 
 class Remove(ReversibleRewrite):
