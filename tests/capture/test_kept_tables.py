@@ -515,3 +515,32 @@ def test_of_a_result_that_another_is_like_no_number_is_compared(monkeypatch):
     monkeypatch.undo()
     x = torch.randn(2, 5, 4)
     torch.testing.assert_close(traced(x), model(x))
+
+
+def written_in_place(self, x):
+    if self.table is None:
+        self.table = torch.zeros(2)
+    self.table[:1] += 1
+    return torch.where(self.table[0] < 4, x, -x)
+
+
+def written_in_a_list(self, x):
+    if not self.kept:
+        self.kept.append(torch.zeros(2))
+    self.kept[0].add_(1)
+    return torch.where(self.kept[0][0] < 4, x, -x)
+
+
+def written_through_another_view(self, x):
+    if self.table is None:
+        self.table = torch.zeros(2)
+        self.first = self.table[:1]
+    self.table.copy_((self.table + 1).clamp(max=3))
+    return torch.where(self.first < 3, x, -x)
+
+
+@pytest.mark.parametrize("forward", [written_in_place, written_in_a_list, written_through_another_view])
+def test_what_each_call_writes_into_what_was_kept_is_refused(forward):
+    model = module(forward, table=None, first=None, kept=[])
+    with pytest.raises(fxopt.TraceError, match=r"something else with it|share its memory"):
+        fxopt.trace(model, (torch.randn(3, 4),))

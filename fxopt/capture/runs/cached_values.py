@@ -24,6 +24,7 @@ from fxopt.capture.runs.equivalence import translation
 from fxopt.capture.runs.partial_evaluation import PartialEvaluation, same_tensors
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.errors import TraceError
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 
 # How many calls are tried before the state is taken for one that does not come to rest.
@@ -38,8 +39,11 @@ Record = Callable[[Request], RunResult]
 Sizes = Mapping[str, int]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _State(KeptState):
-    """State that can be compared with that after another call."""
+    """State that can be compared with that after another call; some of its tensors may share memory, which stand-ins do not."""
+
+    shares_memory: bool = False
 
     def parts(self) -> dict[Any, Any]:
         """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
@@ -195,14 +199,23 @@ class RepeatedCalls:
 
 def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None) -> _State:
     """The state after a call."""
-    known: dict[int, Any] = {}
     # A tensor in the place of an earlier one is no change that can be seen.
     keys = made.changes.keys() | (earlier.changes.keys() if earlier else set())
     left = {key: made.state.get(key) for key in sorted(keys)}
-    for value in left.values():
-        if isinstance(value, Snapshot):
-            sizes = [size for size in value.sizes if isinstance(size, SymbolicNumber)]
-            known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
-            values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
-            known |= {key: tensor for key, tensor in values.items() if tensor is not None}
-    return _State(left, {**known, **made.own}, made.hooks, made.variables)
+    snapshots = [value for value in left.values() if isinstance(value, Snapshot)]
+    sizes = [size for value in snapshots for size in value.sizes if isinstance(size, SymbolicNumber)]
+    tensors = {id(tensor): tensor for value in snapshots for tensor in value.tensors}
+    # What it has written is what was computed.
+    written = {id(tensor) for tensor in made.written.outside}
+    own = {key: value for key, value in made.own.items() if id(value) not in written}
+    values = {key: evaluation.known(tensor) for key, tensor in tensors.items() if key not in own}
+    earlier_computed = set(map(id, earlier.computed)) if earlier else set()
+    computed = [own[key] for key in tensors.keys() & own.keys() if id(own[key]) in earlier_computed]
+    computed += [v for key, v in values.items() if v is not None and not made.is_constant(tensors[key])]
+    known = {id(size): size.node.hint for size in sizes if size.node.has_hint()}
+    known |= {key: value for key, value in values.items() if value is not None}
+    if earlier and earlier.shares_memory and written & set(map(id, earlier.known.values())):
+        raise TraceError("it writes into a tensor that may share its memory with another one")
+    shares = len(set(map(storage_of, tensors.values()))) < len(tensors)
+    shares |= bool(earlier and earlier.shares_memory)
+    return _State(left, {**known, **own}, made.hooks, made.variables, computed, shares)
