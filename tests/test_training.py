@@ -128,13 +128,55 @@ def contexts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_reentrant": True}, "use_reentrant=True.*use_reentrant=False can be captured.*Checkpointed"),
         ({"use_reentrant": False, "context_fn": contexts}, "context_fn.*Checkpointed"),
     ],
 )
 def test_checkpointing_that_would_change_values_is_refused(options, message):
     with pytest.raises(fxopt.TraceError, match=message):
         fxopt.trace(Checkpointed(**options), (torch.ones(2, 4, requires_grad=True),))
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.5))
+
+    def forward(self, x):
+        x = checkpoint(self.first, x, use_reentrant=True)
+        return checkpoint(lambda a, b: self.second(a) * b, x, x * 2, use_reentrant=True)
+
+
+@pytest.mark.parametrize("takes_gradients", [True, False])
+def test_reentrant_checkpoints_give_gradients_where_an_argument_takes_them(takes_gradients):
+    model, x = Reentrant(), torch.randn(3, 4, requires_grad=takes_gradients)
+    traced = fxopt.trace(copy.deepcopy(model), (x,))
+    found = []
+    for module in (model, traced):
+        torch.manual_seed(0)
+        y = module(x)
+        if y.requires_grad:
+            y.sum().backward()
+        tensors = {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+        found.append({name: tensor for name, tensor in tensors.items() if tensor is not None})
+        x.grad = None
+    assert_same(*found)
+    assert ("x" in found[0]) == takes_gradients
+    with pytest.raises(fxopt.GuardError, match="requires_grad"):
+        traced(x.detach().requires_grad_(not takes_gradients))
+
+
+def test_a_reentrant_checkpoint_with_tensors_in_a_list_is_refused():
+    class Nested(nn.Module):
+        def forward(self, x):
+            return checkpoint(lambda pair: pair[0] * 2, [x, x], use_reentrant=True)
+
+    with pytest.raises(fxopt.TraceError, match="in containers.*use_reentrant=False"):
+        fxopt.trace(Nested(), (torch.ones(2, requires_grad=True),))
+    with torch.no_grad():
+        traced = fxopt.trace(Nested(), (torch.ones(2),))
+        assert torch.equal(traced(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(fxopt.GuardError, match="grad"):
+        traced(torch.ones(2))
 
 
 def test_checkpointing_works_in_models_after_a_capture():

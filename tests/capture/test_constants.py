@@ -106,6 +106,54 @@ def test_what_an_earlier_call_has_computed_is_no_constant(forward):
         fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
 
 
+def kept_numbers(self, x):
+    if self.long is None:
+        self.long = {"levels": torch.linspace(0, 1, 4)}
+    for level in self.long["levels"]:
+        x = x * level if level > 0.5 else self.dense(x)
+    return x
+
+
+def kept_of_fixed_sizes(self, x):
+    if self.long is None:
+        self.long = torch.arange(x.shape[1])
+    return -x if self.long[-1] > 1000 else x * 2
+
+
+def kept_to_the_end(self, x):
+    if self.long is None:
+        self.long = torch.ones(2)
+    self.long = (self.long - 1).clamp(min=0)
+    return x * 2 if self.long[0] > 0 else x
+
+
+@pytest.mark.parametrize("forward", [kept_numbers, kept_of_fixed_sizes, kept_to_the_end])
+def test_a_decision_on_numbers_that_an_earlier_call_has_kept_is_none(forward):
+    model = module(forward, long=None, dense=nn.Linear(4, 4))
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    assert "check_outcome" not in traced.code
+    for x in (X, -X, torch.randn(1, 4)):
+        assert torch.equal(traced(x), model(x))
+
+
+def kept_and_counted(self, x):
+    self.long = torch.zeros(1) if self.long is None else self.long + 1
+    return x * 2 if self.long[0] > 2 else x
+
+
+def kept_of_an_attribute(self, x):
+    if self.long is None:
+        self.long = self.table * 2
+    return x if self.long[1] > 1 else -x
+
+
+@pytest.mark.parametrize("forward", [kept_and_counted, kept_of_an_attribute])
+def test_numbers_that_are_others_in_later_calls_decide(forward):
+    model = module(forward, long=None, table=torch.tensor([0.0, 1.0]))
+    with pytest.raises(fxopt.TraceError, match="'long'.*It is no table"):
+        fxopt.trace(model, (X,))
+
+
 def under_autocast(self, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         product = torch.full((1, 1), 1.001) @ torch.ones(1, 1)

@@ -1,5 +1,6 @@
 """Recurrent layers of any length and distances of any batch, which torch takes apart on fakes."""
 
+import copy
 import itertools
 
 import pytest
@@ -62,3 +63,14 @@ def test_distances_take_any_batch(p):
     for size, rows in ((2, 3), (4, 7), (1, 1)):
         inputs = torch.randn(size, rows, 4), torch.randn(size, 5, 4)
         assert_same(traced(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_without_momentum_averages_over_all_calls(training):
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)).train(training)
+    traced = fxopt.trace(copy.deepcopy(model), (torch.randn(3, 4),), dynamic_shapes=({0: Dim.AUTO},))
+    assert model[0].momentum is traced.get_submodule("0").momentum is None
+    for batch in (3, 5, 2):
+        x = torch.randn(batch, 4)
+        assert_same(traced(x), model(x))
+        assert_same(dict(traced.named_buffers()), dict(model.named_buffers()))

@@ -597,3 +597,24 @@ def test_a_class_beyond_a_free_number_of_classes_is_an_error():
     for ids in ([1, 2], [-1, 0]):
         with pytest.raises(RuntimeError):
             traced(torch.tensor(ids), torch.randn(2, 4))
+
+
+@torch.library.custom_op("fxopt_tests::add_one", mutates_args=("x",))
+def add_one(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+@pytest.mark.parametrize(
+    "call", [add_one, torch.ops.fxopt_tests.add_one, torch.ops.fxopt_tests.add_one.default]
+)
+def test_an_operator_that_only_writes_is_a_node_that_stays(call):
+    def forward(self, x):
+        y = x * 2
+        call(y)
+        return y + 1
+
+    model = Does(forward)
+    traced = fxopt.trace(model, (X,))
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    assert torch.equal(traced(X), model(X))

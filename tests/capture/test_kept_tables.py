@@ -515,3 +515,71 @@ def test_of_a_result_that_another_is_like_no_number_is_compared(monkeypatch):
     monkeypatch.undo()
     x = torch.randn(2, 5, 4)
     torch.testing.assert_close(traced(x), model(x))
+
+
+def written_in_place(self, x):
+    if self.table is None:
+        self.table = torch.zeros(2)
+    self.table[:1] += 1
+    return torch.where(self.table[0] < 4, x, -x)
+
+
+def written_in_a_list(self, x):
+    if not self.kept:
+        self.kept.append(torch.zeros(2))
+    self.kept[0].add_(1)
+    return torch.where(self.kept[0][0] < 4, x, -x)
+
+
+def written_through_another_view(self, x):
+    if self.table is None:
+        self.table = torch.zeros(2)
+        self.first = self.table[:1]
+    self.table.copy_((self.table + 1).clamp(max=3))
+    return torch.where(self.first < 3, x, -x)
+
+
+@pytest.mark.parametrize("forward", [written_in_place, written_in_a_list, written_through_another_view])
+def test_what_each_call_writes_into_what_was_kept_is_refused(forward):
+    model = module(forward, table=None, first=None, kept=[])
+    with pytest.raises(fxopt.TraceError, match=r"something else with it|share its memory"):
+        fxopt.trace(model, (torch.randn(3, 4),))
+
+
+def with_a_counter(self, x):
+    self.calls += 1
+    self.last = self.calls * 2.0
+    return longer(self, x)
+
+
+def with_a_counter_and_its_length(self, x):
+    self.calls += 1
+    return counted(self, x)
+
+
+@pytest.mark.parametrize("forward", [with_a_counter, with_a_counter_and_its_length])
+def test_a_table_may_stand_beside_a_counter(forward):
+    model = module(forward, dense=nn.Linear(4, 4), table=None, length=0, calls=0, last=0.0)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4),), dynamic_shapes=FREE)
+    for length in LENGTHS:
+        x = torch.randn(2, length, 4)
+        assert torch.equal(traced(x), model(x))
+
+
+def with_a_counter_that_decides(self, x):
+    self.calls += 1
+    return longer(self, x) * (2 if self.calls > 3 else 1)
+
+
+def with_a_counter_in_the_table(self, x):
+    if self.table is None or self.calls > 3:
+        self.table = torch.full((4,), float(self.calls > 3))
+    self.calls += 1
+    return self.dense(x) * self.table
+
+
+@pytest.mark.parametrize("forward", [with_a_counter_that_decides, with_a_counter_in_the_table])
+def test_a_counter_beside_a_table_decides_nothing(forward):
+    model = module(forward, dense=nn.Linear(4, 4), table=None, calls=0)
+    with pytest.raises(fxopt.TraceError, match="reads what an earlier call has left"):
+        fxopt.trace(model, (torch.randn(2, 5, 4),))

@@ -260,3 +260,77 @@ def test_an_autograd_function_that_takes_a_module_is_captured_without_gradients(
     assert [node.target for node in gm.graph.nodes if node.op == "call_module"][-1] == "layer"
     with pytest.raises(fxopt.GuardError, match="captured with grad off"):
         gm(x)
+
+
+HOOKS = {
+    "given back": (lambda t: t, lambda t: t),
+    "moved": (lambda t: (t.device, t.cpu()), lambda kept: kept[1].to(kept[0])),
+    "detached": (lambda t: t.detach(), lambda t: t),
+    "halved": (lambda t: t.half(), lambda t: t.float()),
+    "changed where it is large": (lambda t: t * 2 if t.numel() > 12 else t, lambda t: t),
+}
+
+
+class Hooked(torch.nn.Module):
+    def __init__(self, pack, unpack):
+        super().__init__()
+        self.dense, self.hooks = torch.nn.Linear(4, 4), (pack, unpack)
+
+    def forward(self, x):
+        x = self.dense(x)
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
+            return self.dense(x).relu() * x
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_hooks_on_saved_tensors_are_left_out_where_they_change_none(case):
+    model = Hooked(*HOOKS[case])
+    with torch.no_grad():
+        traced = fxopt.trace(model, (X,))
+        assert torch.equal(traced(X), model(X))
+    with pytest.raises(fxopt.GuardError, match="grad"):
+        traced(X)
+    if case in ("halved", "changed where it is large"):
+        with pytest.raises(fxopt.TraceError, match="saved_tensors_hooks that change"):
+            fxopt.trace(model, (X,), verify=False)
+        return
+    traced = fxopt.trace(model, (X,))
+    expected, found = (torch.autograd.grad(m(X).sum(), list(m.parameters())) for m in (model, traced))
+    assert all(map(torch.equal, expected, found))
+    with pytest.raises(fxopt.GuardError, match="requires_grad"):
+        traced(X.clone().requires_grad_())
+
+
+class Forked(torch.nn.Module):
+    def __init__(self, inside, training=False):
+        super().__init__()
+        self.dense, self.dropout, self.inside = torch.nn.Linear(4, 4), torch.nn.Dropout(), inside
+        self.train(training)
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            y = self.inside(self, x)
+        return self.dropout(y)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_numbers_may_be_forked_where_none_is_drawn(training):
+    model = Forked(lambda self, x: self.dense(x), training)
+    traced = fxopt.trace(model, (X,))
+    torch.manual_seed(0)
+    expected = model(X)
+    torch.manual_seed(0)
+    assert torch.equal(traced(X), expected)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda self, x: x + torch.rand(4),
+        lambda self, x: self.dropout(x),
+        lambda self, x: x + torch.get_rng_state().sum(),
+    ],
+)
+def test_forked_random_numbers_that_are_drawn_or_read_are_refused(inside):
+    with pytest.raises(fxopt.TraceError, match=r"torch\.get_rng_state"):
+        fxopt.trace(Forked(inside, training=True), (X,), verify=False)

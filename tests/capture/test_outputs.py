@@ -2,13 +2,43 @@
 
 import collections
 import copy
+import dataclasses
+import enum
 import pickle
+import types
 
 import pytest
 import torch
 
 import fxopt
 from tests.capture.test_odd_models import Does
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.get
+
+
+class Results(list):
+    pass
+
+
+class Pair(tuple):
+    pass
+
+
+class Stage(enum.Enum):
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclasses.dataclass
+class Box:
+    corners: torch.Tensor
+    count: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.corners, self.count = self.corners * 2, len(self.corners)
+
 
 OUTPUTS = {
     "Size": lambda self, x: (x + 1, x.shape),
@@ -20,6 +50,14 @@ OUTPUTS = {
     "defaultdict": lambda self, x: collections.defaultdict(list, a=[x + 1]),
     "OrderedDict": lambda self, x: collections.OrderedDict(a=x + 1, b=x.shape),
     "set": lambda self, x: (x, {1, 2}),
+    "Counter": lambda self, x: (x, collections.Counter("abca")),
+    "Counter of tensors": lambda self, x: collections.Counter(a=x, b=x.shape[0]),
+    "namespace": lambda self, x: types.SimpleNamespace(a=x, b=[3, x.shape[0]]),
+    "derived dict": lambda self, x: AttributeDict(a=x, b={"c": x + 1}),
+    "derived list": lambda self, x: Results([x, 2]),
+    "derived tuple": lambda self, x: Pair((x, x.shape[0])),
+    "members of an enumeration": lambda self, x: {Stage.FIRST: x, "b": [Stage.LAST], "c": {"d": Stage.LAST}},
+    "dataclass that computes": lambda self, x: Box(x),
 }
 
 
@@ -45,6 +83,8 @@ def described(value):
         )
     if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
         return type(value), getattr(value, "maxlen", None), [described(item) for item in value]
+    if isinstance(value, (types.SimpleNamespace, Box)):
+        return type(value), described(vars(value))
     return value
 
 

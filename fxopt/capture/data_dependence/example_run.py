@@ -66,6 +66,7 @@ class ExampleRun:
         if self._thread is not None:
             self._thread.submit(modes.leave_all).result()
             self._thread.shutdown()
+            self._thread = None
 
     def _start(self) -> None:
         for enter in self._modes:
@@ -137,7 +138,7 @@ class ConstantRun(ExampleRun):
 
     def __init__(self, writer: GraphWriter) -> None:
         super().__init__(torch.nn.Module(), (), writer.graph, writer.constants, {})
-        self._shell = writer.shell
+        self._shell, self._made_by = writer.shell, writer.made_by
         self._needed: set[torch.fx.Node] = set()
         # The constants that decided: none of them may be written.
         self.decided_by: set[str] = set()
@@ -162,6 +163,14 @@ class ConstantRun(ExampleRun):
         self.decided_by |= {str(each.target) for each in self._read()}
         return True
 
+    def makes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor, when the run is over, is made of numbers of the forward alone, and of no attribute."""
+        node = self._made_by(tensor)
+        try:
+            return node is not None and self.knows(node, type) and not self.is_shared()
+        finally:
+            self.close()
+
     def is_shared(self) -> bool:
         """Tell whether the last node depends on a tensor in an attribute of the model, which the user may write between calls."""
         return any(self._shell.real(each.meta["val"])[0] not in ("", each.target) for each in self._read())
@@ -171,7 +180,7 @@ class ConstantRun(ExampleRun):
 
     def _is_constant(self, node: torch.fx.Node) -> bool:
         if node.op == "get_attr":
-            # What an earlier call has computed may depend on its sizes, and on buffers.
+            # What an earlier call has computed of sizes or buffers may be another one.
             return node.target in self._constants and id(node.meta["val"]) not in self._shell.computed
         of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
         on_cpu = all(t.device.type == "cpu" for t in tensors_in(node.meta.get("val")))

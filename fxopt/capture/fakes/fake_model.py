@@ -89,8 +89,8 @@ class FakeModel:
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
         self.stale: dict[int, torch.Tensor] = {}
-        self.computed: set[int] = set()  # the fakes of what earlier calls have computed
         self._leave(earlier)
+        self.computed = {id(self.fake(tensor)) for tensor in earlier.computed}
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
@@ -264,8 +264,6 @@ class FakeModel:
         if isinstance(known, str):
             return held[known]
         if known is not None:
-            is_given = any(known is tensor for tensor in self.originals.values())
-            self.computed |= set() if is_given else {id(self.fake(known))}
             return self.fake(known)
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake

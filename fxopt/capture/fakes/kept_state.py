@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class KeptState:
     """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
     the context variables that they set.
 
-    `known` are the values of tensors and sizes in it, by identity. Of a number that is `Counted` the next call may only
+    `known` are the values of tensors and sizes in it, by identity; those that are `computed` may be others at each call. Of a number that is `Counted` the next call may only
     make others.
     """
 
@@ -40,6 +40,7 @@ class KeptState:
     known: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     variables: Mapping[contextvars.ContextVar[Any], Any] = dataclasses.field(default_factory=dict)
+    computed: Sequence[torch.Tensor] = ()
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:

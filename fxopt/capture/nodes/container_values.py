@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,10 @@ def write_container(
         return call(importable(kind), *value)
     if kind is collections.OrderedDict:
         return call(kind, list(value.items()))
+    if kind is collections.Counter:
+        return call(kind, dict(value))
+    if kind is types.SimpleNamespace:
+        return create("call_function", kind, (), {n: argument(v) for n, v in vars(value).items()}, None)
     if kind is collections.defaultdict:
         made_by = value.default_factory
         name = "" if made_by is None else f"{made_by.__module__}.{made_by.__qualname__}"
@@ -42,8 +47,13 @@ def write_container(
         return call(kind, list(value), value.maxlen)
     if kind in _VIEWS:
         return create("call_method", _VIEWS[kind], (call(dict, list(value.mapping.items())),), {}, None)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    # What `__post_init__` has made of the fields is taken as it is, from an open object.
+    is_made = hasattr(kind, "__post_init__") and is_open(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_made:
         return create("call_function", importable(kind), (), _fields(value, argument, where), None)
+    for base in (dict, list, tuple):
+        if isinstance(value, base) and kind is not base and _is_made_as(kind, base) and not vars(value):
+            return call(importable(kind), base(value))
     return None
 
 
@@ -54,6 +64,11 @@ def check_keys(mapping: Mapping[Any, Any], where: str) -> None:
             raise TraceError(
                 f"a dict has a {type(key).__name__} as a key, which no code of a graph can name: use a text or a number. {where}"
             )
+
+
+def _is_made_as(kind: Any, base: Any) -> bool:
+    """Tell whether a class written in Python is called as the container that it derives from."""
+    return kind.__init__ is base.__init__ and kind.__new__ is base.__new__ and bool(kind.__dictoffset__)
 
 
 def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]) -> dict[str, Any]:

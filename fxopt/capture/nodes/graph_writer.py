@@ -114,7 +114,9 @@ class GraphWriter:
             return tuple(self.argument(item) for item in value)
         if type(value) is dict:
             check_keys(value, self.where())
-            return {key: self.argument(item) for key, item in value.items()}
+            pairs = [(key, self.argument(item)) for key, item in value.items()]
+            # torch.fx writes the members of an enumeration as code, but not those in a dict.
+            return self.call(dict, pairs) if _holds_enum(pairs) else dict(pairs)
         if isinstance(value, slice):
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if is_open(value):
@@ -285,3 +287,7 @@ class GraphWriter:
     def where(self) -> str:
         """The module path, file, line and source text of the model's code that runs now."""
         return describe_location(model_frame(sys._getframe(1)), self._modules[-1] if self._modules else None)
+
+
+def _holds_enum(value: Any) -> bool:
+    return isinstance(value, enum.Enum) or (isinstance(value, (list, tuple)) and any(map(_holds_enum, value)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt.capture.patches.replaced import Patches
 
@@ -23,6 +24,7 @@ def patch_kernels(patch: Patches) -> None:
         _replace(patch, operator, functools.partial(_first_step, step_by_step), step_by_step)
     in_parts = functools.partial(aten.cdist.default._op_dk, DispatchKey.CompositeImplicitAutograd)
     _replace(patch, aten.cdist.default, _distances, in_parts)
+    _cumulative_average(patch)
 
 
 def _replace(patch: Patches, operator: Any, kernel: Any, original: Any) -> None:
@@ -32,6 +34,22 @@ def _replace(patch: Patches, operator: Any, kernel: Any, original: Any) -> None:
     patch.callback(operator._dispatch_cache.clear)  # where torch keeps the kernels that it has found
     patch.set(operator, "py_kernels", {**operator.py_kernels, **dict.fromkeys(_KEYS, chosen)})
     operator._dispatch_cache.clear()
+
+
+def _cumulative_average(patch: Patches) -> None:
+    """A batch normalisation that is a layer averages by the number in its `num_batches_tracked`, which no fake has: any will do."""
+    forward = _BatchNorm.forward
+
+    def averaged(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if self.momentum is not None or patch.active() or not patch.in_forward():
+            return forward(self, input)
+        self.momentum = 0.0
+        try:
+            return forward(self, input)
+        finally:
+            self.momentum = None
+
+    patch.set(_BatchNorm, "forward", averaged)
 
 
 def _first_step(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +18,16 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.call_cache import CallCache
+from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
+from fxopt.capture.patches.checkpoints import patch_checkpointing, reentrant_checkpoint
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runtime import modes
+from fxopt.memory import storage_of
 
 _MODES = {
     "is_grad_enabled": "grad",
@@ -51,11 +52,13 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _autograd_function(patch, recorder)
     _compilation(patch)
     _transforms(patch, recorder.below_transforms)
-    _checkpointing(patch, recorder.fail)
+    patch_checkpointing(patch, recorder.fail)
     _conversions(patch)
     _queries(patch, recorder.queries)
     _lists(patch)
     _attention(patch)
+    _saved_tensors(patch, recorder)
+    _generator_states(patch, recorder)
     _refusals(patch, recorder.fail)
 
 
@@ -89,10 +92,7 @@ def _autograd_function(patch: Patches, recorder: Recorder) -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if patch.active() and cls is checkpointing.CheckpointFunction:
-            recorder.fail(
-                "the forward calls torch.utils.checkpoint with use_reentrant=True, which a graph cannot hold: "
-                "use_reentrant=False can be captured"
-            )
+            return reentrant_checkpoint(recorder, args[0], args[2:])
         if threading.get_ident() == thread and recorder.below:
             recorder.fail(
                 f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
@@ -137,22 +137,6 @@ def _transforms(patch: Patches, below: Callable[[], Any]) -> None:
     def vjp(original: Any, *args: Any, **kwargs: Any) -> Any:
         result, backward, *aux = recorded(original, *args, **kwargs)
         return result, functools.partial(recorded, backward), *aux
-
-
-def _checkpointing(patch: Patches, refuse: Callable[[str], None]) -> None:
-    """Record what `torch.utils.checkpoint` runs as if it were called directly: values and gradients are the same."""
-
-    @patch(checkpointing, "_checkpoint_without_reentrant_generator")
-    def around_forward(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        if bound.get("context_fn", checkpointing.noop_context_fn) is not checkpointing.noop_context_fn:
-            refuse("the forward gives torch.utils.checkpoint a context_fn, which a graph cannot hold")
-        warnings.warn(
-            "the graph holds the forward without activation checkpointing: its gradients are the same, "
-            "and it keeps the activations that checkpointing would compute again.",
-            stacklevel=2,
-        )
-        yield
 
 
 def _conversions(patch: Patches) -> None:
@@ -210,15 +194,65 @@ def _attention(patch: Patches) -> None:
         return original(*args, **kwargs)
 
 
-def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
-    """Refuse what a graph cannot hold, and what would be lost without a word."""
+def _saved_tensors(patch: Patches, recorder: Recorder) -> None:
+    """Leave out hooks that give autograd the tensors back which it saves, as those that move, count or print them do.
+
+    Checkpointing has a class of its own, as `save_on_cpu` is one: they change no value.
+    """
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
 
     @patch(hooks, "__enter__")
     def enter(original: Any, self: Any) -> None:
-        if type(self) is hooks:  # checkpointing has a class of its own, and changes no value
-            refuse("the forward sets saved_tensors_hooks, which a graph cannot hold")
-        original(self)
+        if type(self) is not hooks:
+            original(self)
+            return
+
+        def packed(saved: torch.Tensor) -> torch.Tensor:
+            given = self.unpack_hook(self.pack_hook(saved))
+            if not (isinstance(given, torch.Tensor) and _is_same_memory(given, saved)):
+                recorder.fail(
+                    "the forward sets saved_tensors_hooks that change tensors, which a graph cannot hold"
+                )
+            return saved
+
+        recorder.memo.forget()  # a call that is remembered saves nothing
+        if torch.is_grad_enabled():
+            recorder.queries.note_gradients()  # which tensors are saved
+        else:
+            recorder.queries.note_mode("grad", False)
+        torch._C._autograd._push_saved_tensors_default_hooks(packed, lambda saved: saved)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    laid_out = one.shape == other.shape and one.stride() == other.stride()
+    start = storage_of(one) == storage_of(other) and one.storage_offset() == other.storage_offset()
+    return laid_out and start and (one.dtype, one.is_conj()) == (other.dtype, other.is_conj())
+
+
+def _generator_states(patch: Patches, recorder: Recorder) -> None:
+    """Let the state of torch's generator be restored, as `fork_rng` does, where nothing has been drawn since it was read."""
+    found: list[tuple[UnusableNumber, int]] = []
+
+    def refuse() -> None:
+        recorder.fail(
+            "the forward uses torch.get_rng_state, and a graph cannot hold the state of its numbers"
+        )
+
+    def get(original: Any) -> UnusableNumber:
+        found.append((UnusableNumber(refuse), recorder.fake_mode.drawn))
+        return found[-1][0]
+
+    def restore(original: Any, state: Any) -> None:
+        if not any(state is one and drawn == recorder.fake_mode.drawn for one, drawn in found):
+            refuse()
+
+    for module in (torch, torch.random):
+        patch(module, "get_rng_state")(get)
+        patch(module, "set_rng_state")(restore)
+
+
+def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
+    """Refuse what a graph cannot hold, and what would be lost without a word."""
 
     @patch(torch, "set_default_dtype")
     def set_default_dtype(original: Any, dtype: torch.dtype) -> None:
@@ -226,7 +260,7 @@ def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
             refuse("the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls")
         original(dtype)
 
-    for name in ("manual_seed", "seed", "set_rng_state", "get_rng_state"):
+    for name in ("manual_seed", "seed"):
 
         def seed(original: Any, *args: Any, name: str = name) -> None:
             refuse(f"the forward calls torch.{name}, and a graph cannot hold the state of random numbers")

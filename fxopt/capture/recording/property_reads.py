@@ -54,6 +54,10 @@ class PropertyReads:
         """Take note that the forward relies on the dtype of a tensor."""
         self.dtypes_read_at.setdefault(tensor.dtype, self._writer.location())
 
+    def note_gradients(self) -> None:
+        """Take note that the forward relies on which inputs take gradients."""
+        self.read_at.setdefault("gradients", self._writer.location())
+
     def note_mode(self, mode: str, answer: bool) -> None:
         """Keep where the forward relied on a global mode, `grad`, `autocast` or `inference_mode`."""
         self.modes_read.setdefault(mode, (answer, self._writer.location()))

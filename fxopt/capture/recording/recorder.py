@@ -26,11 +26,18 @@ from fxopt.capture.recording.dispatch_recorder import DispatchRecorder
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import GRAD_QUERIES, PropertyReads
 from fxopt.capture.recording.random_state import PythonRandomState
-from fxopt.capture.recording.torch_call import CHANGES_CONTAINER, PACKED, Call, has_packed, refusal
+from fxopt.capture.recording.torch_call import (
+    CHANGES_CONTAINER,
+    PACKED,
+    Call,
+    has_packed,
+    refusal,
+    with_schema,
+)
 from fxopt.capture.runtime.input_specs import same_objects
+from fxopt.effects import is_write
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
-from fxopt.operators import is_write_name
 
 _LIFT_FRESH: Any = torch.ops.aten.lift_fresh.default
 
@@ -95,7 +102,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call, in a form that a graph can hold, and write the node for it."""
-        call = Call(function, args, kwargs)
+        call = Call(with_schema(function), args, kwargs)
         for rewrite in self.rewrites(call):
             outcome = rewrite(self, call)
             if isinstance(outcome, Call):
@@ -113,7 +120,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.shape_env.failure = failure
             return self.call(call.function, *with_numbers(call.args, call.kwargs, self.item))
         self.tensor_sizes.keep(call.name, call.args, call.kwargs, result)
-        if self.record(call, result) and not is_write_name(call.name):
+        if self.record(call, result) and not is_write(call.function):
             self.shape_env.settle_at_one(questions, call.function, call.args, call.kwargs, result)
         else:
             self.shape_env.guard(questions)
@@ -125,7 +132,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     def _result(self, call: Call) -> Any:
         """The result of a call on fake tensors."""
-        if is_write_name(call.name):
+        if is_write(call.function):
             return call.made()
         known = self.memo.function_call(call.function, call.args, call.kwargs)
         if known is not None and known.known:

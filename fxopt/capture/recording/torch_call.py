@@ -10,7 +10,7 @@ from torch.fx.node import _side_effectful_functions
 from torch.nn.utils.rnn import PackedSequence
 
 from fxopt.capture.nodes.source_location import makes_calls
-from fxopt.operators import is_write_name
+from fxopt.effects import is_write
 
 _REASONS = {
     **dict.fromkeys(
@@ -57,6 +57,14 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
 
+def with_schema(function: Any) -> Any:
+    """The operator in the place of a packet of that one operator, if it writes: torch.fx asks its schema for that."""
+    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
+        operator = getattr(function, function.overloads()[0])
+        return operator if is_write(operator) else function
+    return function
+
+
 def has_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a packed sequence is among the arguments of a layer."""
     return any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
@@ -67,7 +75,7 @@ def refusal(call: Call, result: Any) -> str | None:
     name = call.name
     if name in _REASONS:
         return _REASONS[name].format(name=name, function=call.function)
-    has_effect = is_write_name(name) or name == "retain_grad"
+    has_effect = is_write(call.function) or name == "retain_grad"
     if result is None and not has_effect and call.function not in _side_effectful_functions:
         return f"calls {name!r}, which a graph cannot hold."
     if name in _RESHAPES_IN_PLACE and any(isinstance(size, torch.SymInt) for size in call.args[0].shape):

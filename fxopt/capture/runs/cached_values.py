@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
-from fxopt.capture.fakes.kept_state import KeptState
+from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.recording.request import Request
@@ -24,10 +24,12 @@ from fxopt.capture.runs.equivalence import translation
 from fxopt.capture.runs.partial_evaluation import PartialEvaluation, same_tensors
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.errors import TraceError
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 
 # How many calls are tried before the state is taken for one that does not come to rest.
 _MOST_RUNS = 80
+_NUMBERS = (int, float)
 _MOST_NUMBERS = 4_000_000
 _LONGER = (37, 9, 3, 2)
 _OTHER = (2, 3, 4, 5, 6, 8, 9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 448, 512, 1024)
@@ -38,8 +40,11 @@ Record = Callable[[Request], RunResult]
 Sizes = Mapping[str, int]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _State(KeptState):
-    """State that can be compared with that after another call."""
+    """State that can be compared with that after another call; some of its tensors may share memory, which stand-ins do not."""
+
+    shares_memory: bool = False
 
     def parts(self) -> dict[Any, Any]:
         """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
@@ -86,12 +91,15 @@ class RepeatedCalls:
         self._made, self._record = made, record
         self._runs = 0
         self._first: dict[tuple[int, ...], _Call] = {}
+        # The numbers that each call makes others of.
+        self._counted: Changes = {}
         self._hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
         self._asked = guards_of(made.free.asked(), made.shape_env.replace)
         self._guards = [*guards_of(made.relied_on(), made.shape_env.replace), *self._asked]
 
     def check(self) -> None:
         """Raise TraceError, with the reason, where a call may give something else after another call."""
+        self._count()
         main, others = self._samples()
         left = [(self._first_call(sizes).state, sizes, main, True) for sizes in main]
         left[0] = (left[0][0], main[0], [*main, *others], True)
@@ -113,6 +121,15 @@ class RepeatedCalls:
                     tried += self._untried(
                         after.made, sizes, [each for each in tried if each != made_at], made_at
                     )
+
+    def _count(self) -> None:
+        """Find the numbers that are others after a second call: later calls may only count them further."""
+        if any(type(value) in _NUMBERS for value in self._made.changes.values()):
+            first = self._first_call(self._hints).state
+            again = self._call(self._hints, first).state.changes
+            numbers = {key: value for key, value in first.changes.items() if type(value) in _NUMBERS}
+            self._counted = {k: Counted(type(v)) for k, v in numbers.items() if v != again.get(k)}
+            self._first.clear()
 
     def _untried(self, after: RunResult, sizes: Sizes, tried: list[Sizes], made_at: Sizes) -> list[Sizes]:
         """Sizes on the side of a condition where none is `tried`, if a later call asks it, and the first one does not."""
@@ -190,19 +207,28 @@ class RepeatedCalls:
         request = dataclasses.replace(request, sizes=chosen, earlier=state or request.earlier)
         made = self._made if state is None and sizes == self._hints else self._record(request)
         evaluation = PartialEvaluation(made)
-        return _Call(made, evaluation, _left(made, evaluation, state))
+        return _Call(made, evaluation, _left(made, evaluation, state, self._counted))
 
 
-def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None) -> _State:
+def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None, counted: Changes) -> _State:
     """The state after a call."""
-    known: dict[int, Any] = {}
     # A tensor in the place of an earlier one is no change that can be seen.
     keys = made.changes.keys() | (earlier.changes.keys() if earlier else set())
-    left = {key: made.state.get(key) for key in sorted(keys)}
-    for value in left.values():
-        if isinstance(value, Snapshot):
-            sizes = [size for size in value.sizes if isinstance(size, SymbolicNumber)]
-            known |= {id(size): size.node.hint for size in sizes if size.node.has_hint()}
-            values = {id(tensor): evaluation.known(tensor) for tensor in value.tensors}
-            known |= {key: tensor for key, tensor in values.items() if tensor is not None}
-    return _State(left, {**known, **made.own}, made.hooks, made.variables)
+    left = {key: counted.get(key, made.state.get(key)) for key in sorted(keys)}
+    snapshots = [value for value in left.values() if isinstance(value, Snapshot)]
+    sizes = [size for value in snapshots for size in value.sizes if isinstance(size, SymbolicNumber)]
+    tensors = {id(tensor): tensor for value in snapshots for tensor in value.tensors}
+    # What it has written is what was computed.
+    written = {id(tensor) for tensor in made.written.outside}
+    own = {key: value for key, value in made.own.items() if id(value) not in written}
+    values = {key: evaluation.known(tensor) for key, tensor in tensors.items() if key not in own}
+    earlier_computed = set(map(id, earlier.computed)) if earlier else set()
+    computed = [own[key] for key in tensors.keys() & own.keys() if id(own[key]) in earlier_computed]
+    computed += [v for key, v in values.items() if v is not None and not made.is_constant(tensors[key])]
+    known = {id(size): size.node.hint for size in sizes if size.node.has_hint()}
+    known |= {key: value for key, value in values.items() if value is not None}
+    if earlier and earlier.shares_memory and written & set(map(id, earlier.known.values())):
+        raise TraceError("it writes into a tensor that may share its memory with another one")
+    shares = len(set(map(storage_of, tensors.values()))) < len(tensors)
+    shares |= bool(earlier and earlier.shares_memory)
+    return _State(left, {**known, **own}, made.hooks, made.variables, computed, shares)

@@ -140,6 +140,7 @@ class ForwardRun:
             graph=self.graph,
             constants=writer.constants,
             made_by=writer.made_by,
+            is_constant=decisions.constant.makes,
             placeholders=self.placeholders,
             free=self.free,
             shape_env=self.shape_env,

@@ -31,6 +31,7 @@ class RunResult:
     # The tensors of `get_attr` nodes that the model does not have, by name.
     constants: Mapping[str, torch.Tensor]
     made_by: Callable[[torch.Tensor], torch.fx.Node | None]  # the node that made a fake tensor
+    is_constant: Callable[[torch.Tensor], bool]  # it is made of numbers of the forward alone
     placeholders: Placeholders
     free: DynamicDimensions  # the dimensions of inputs that are free
     shape_env: CaptureShapeEnv  # what it assumed of sizes

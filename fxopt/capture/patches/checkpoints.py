@@ -1,0 +1,52 @@
+"""Activation checkpointing: what `torch.utils.checkpoint` runs is recorded as if it were called directly."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+
+from fxopt.capture.patches.replaced import Patches
+from fxopt.capture.recording.recorder import Recorder
+from fxopt.objects import tensors_in
+
+
+def patch_checkpointing(patch: Patches, refuse: Callable[[str], None]) -> None:
+    """Record what a checkpoint with `use_reentrant=False` runs: values and gradients are the same."""
+
+    @patch(checkpointing, "_checkpoint_without_reentrant_generator")
+    def around_forward(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        if bound.get("context_fn", checkpointing.noop_context_fn) is not checkpointing.noop_context_fn:
+            refuse("the forward gives torch.utils.checkpoint a context_fn, which a graph cannot hold")
+        _warn_of_activations()
+        yield
+
+
+def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call what a checkpoint with `use_reentrant=True` runs, which has gradients only where one of its tensors takes them."""
+    nested = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+    if any(tensor.requires_grad for tensor in tensors_in(nested)):
+        recorder.fail(
+            "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, which take other "
+            "gradients then than a graph has: use_reentrant=False can be captured"
+        )
+    if not torch.is_grad_enabled():
+        recorder.queries.note_mode("grad", False)
+        return function(*args)
+    recorder.queries.note_gradients()
+    _warn_of_activations()
+    with torch.set_grad_enabled(any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)):
+        return function(*args)
+
+
+def _warn_of_activations() -> None:
+    warnings.warn(
+        "the graph holds the forward without activation checkpointing: its gradients are the same, "
+        "and it keeps the activations that checkpointing would compute again.",
+        stacklevel=2,
+    )
