@@ -62,10 +62,7 @@ def _lengths(patch: Patches) -> None:
 
 
 def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
-    """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
-
-    Of unbacked sizes, the graph computes them; if it is specialised, they are decided.
-    """
+    """`max` and `min` of sizes, which the graph computes; those of unbacked ones are decided where it is specialised."""
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
 
         def choose(
@@ -78,13 +75,10 @@ def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
             free = sizes and not all(type(value) is int for value in values)
             if not free or options or not is_model_code(sys._getframe(2).f_code.co_filename):
                 return original(*args, **options)
-            if not all(type(value) is int or is_backed(value) for value in values):
-                decided = decisions.specialised
-                return original(*args) if decided else functools.reduce(symbolic, values)
-            best = original(values, key=_hint)
-            for value in values:
-                bool(best >= value if name == "max" else best <= value)  # puts the guard
-            return best
+            known = all(type(value) is int or is_backed(value) for value in values)
+            if decisions.specialised and not known:
+                return original(*args)
+            return functools.reduce(symbolic, values)
 
         patch(builtins, name)(choose)
 
@@ -174,6 +168,12 @@ def _functions(patch: Patches) -> None:
         setattr(cls, name, methods[name])
         patch.callback(delattr, cls, name)
 
+    @patch(math, "isqrt")
+    @makes_calls
+    def whole_root(original: Any, number: Any) -> Any:
+        # Right below 2**52, and no size is larger.
+        return torch.sym_int(math.sqrt(number)) if isinstance(number, torch.SymInt) else original(number)
+
     @patch(math, "pow")
     @makes_calls
     def power(original: Any, base: Any, exponent: Any) -> Any:
@@ -195,7 +195,3 @@ def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:
     parts = {one.expr, other.expr}
     whole = made.expr.is_number or made.expr in parts
     return whole or set(made.expr.args) in (parts, {one.expr, -other.expr})
-
-
-def _hint(value: Any) -> int:
-    return int(value.node.hint if isinstance(value, torch.SymInt) else value)
