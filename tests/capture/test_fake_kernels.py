@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 from torch.utils._pytree import tree_leaves
@@ -74,3 +75,85 @@ def test_a_batch_norm_without_momentum_averages_over_all_calls(training):
         x = torch.randn(batch, 4)
         assert_same(traced(x), model(x))
         assert_same(dict(traced.named_buffers()), dict(model.named_buffers()))
+
+
+def taken_along(self, x):
+    order = x.argsort(0)
+    return (
+        torch.take_along_dim(x, order, 0),
+        x.take_along_dim(order[:1], dim=0),
+        x.take_along_dim(order),
+    )
+
+
+def kron(self, x):
+    return torch.kron(x, self.table), torch.kron(self.table[0], x), torch.kron(x[:, 0], x)
+
+
+def products(self, x):
+    return torch.linalg.multi_dot([x, self.table.T @ self.table, x.T]), torch.linalg.multi_dot(
+        [x[0], x.T, x, x[0]]
+    )
+
+
+def diagonals(self, x):
+    square = x @ x.T
+    square.fill_diagonal_(0.5)
+    return square, x.new_zeros(x.shape).fill_diagonal_(1, wrap=True)
+
+
+def combinations(self, x):
+    pairs = torch.combinations(torch.arange(x.shape[0]))
+    return (
+        x[pairs[:, 0]] - x[pairs[:, 1]],
+        torch.combinations(x[:, 0], 3),
+        torch.combinations(x[:, 1], 2, True),
+    )
+
+
+def splits(self, x):
+    return x.tensor_split(3), [part.sum(0) for part in torch.tensor_split(x, 2, dim=-2)]
+
+
+def pooled(self, x):
+    rows = x.T
+    return (
+        F.max_pool1d(rows, 2, 1, ceil_mode=True),
+        self.pool(x.repeat(3, 1).T[None]),
+        self.pool(x.repeat(3, 1).requires_grad_().T),
+        F.max_pool1d(x[None], 3, padding=1, dilation=1),
+    )
+
+
+@pytest.mark.parametrize("forward", [taken_along, kron, products, diagonals, combinations, splits, pooled])
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_operator_that_torch_has_in_c_takes_any_batch(forward, grad):
+    model = Does(forward, table=nn.Parameter(torch.randn(2, 4)), pool=nn.MaxPool1d(2, ceil_mode=True))
+    with torch.set_grad_enabled(grad):
+        example = (torch.randn(4, 4),)
+        traced = fxopt.trace(model, example, dynamic_shapes={"args": ({0: Dim.DYNAMIC(min=2)},)})
+        for size in (4, 2, 7):
+            x = torch.randn(size, 4)
+            assert_same(traced(x), model(x))
+        (output,) = traced.graph.find_nodes(op="output")
+        fakes = [node.meta["val"] for node in output.all_input_nodes]
+        for fake, real in zip(tree_leaves(fakes), tree_leaves(model(*example)), strict=True):
+            assert (len(fake.shape), fake.requires_grad) == (real.dim(), real.requires_grad)
+            assert forward is splits or fake.is_contiguous() == real.is_contiguous()
+
+
+@pytest.mark.parametrize("is_causal", [None, False])
+def test_a_stack_of_transformer_layers_takes_a_causal_mask_of_any_length(is_causal):
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        x = self.encoder(x, mask=mask, is_causal=is_causal)
+        return self.decoder(x, x, tgt_mask=mask, tgt_is_causal=is_causal)
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), 2)
+    model = Does(forward, encoder=encoder, decoder=decoder).eval()
+    shapes = {"args": ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)}
+    traced = fxopt.trace(model, (torch.randn(3, 5, 4),), dynamic_shapes=shapes)
+    for shape in ((3, 5, 4), (7, 2, 4), (1, 1, 4)):
+        x = torch.randn(shape)
+        assert_same(traced(x), model(x))

@@ -17,6 +17,7 @@ from torch import nn
 import fxopt
 from fxopt.objects import tensors_in
 from tests.capture.test_odd_models import Does
+from tests.capture.test_trace import assert_same
 
 BATCH = torch.export.Dim("batch")
 
@@ -577,6 +578,47 @@ def scaled_by_its_size(self, x):
 def of_comparisons(self, x):
     long = x.shape[0] > 2
     return torch.where(torch.tensor(long), x, -x), ~torch.tensor([long, True]), torch.tensor([long, len(x)])
+
+
+def windows(self, x):
+    n, options = x.shape[0], {"dtype": x.dtype, "device": x.device}
+    made = [
+        getattr(torch, f"{kind}_window")(n, **options) for kind in ("hann", "blackman", "bartlett", "kaiser")
+    ]
+    return (
+        made,
+        torch.hamming_window(window_length=n, periodic=False, alpha=0.5),
+        torch.signal.windows.cosine(n),
+    )
+
+
+def frequencies(self, x):
+    n = x.shape[0]
+    return torch.fft.fftfreq(n, 0.5), torch.fft.rfftfreq(n, dtype=x.dtype), torch.logspace(0, 1, n, base=2)
+
+
+def triangles(self, x):
+    (n, m), given = x.shape, [(-3, 0), (-1, 1), (0, 0), (1, 2), (5, -9)]
+    lower = [(torch.tril_indices(n, n, i), torch.tril_indices(n, m, offset=j)) for i, j in given]
+    return lower, [(torch.triu_indices(n, n, i), torch.triu_indices(m, n, offset=j)) for i, j in given]
+
+
+def sound(self, x):
+    window = torch.hann_window(8)
+    wave = x.new_ones(3, 4 * x.shape[0] + 8) + x[:1, :1]
+    parts = torch.stft(wave, 8, window=window, return_complex=True)
+    return torch.istft(parts, 8, window=window, length=wave.shape[-1]).contiguous()
+
+
+@pytest.mark.parametrize("forward", [windows, frequencies, triangles, sound])
+def test_tensors_that_torch_makes_of_numbers_are_of_any_size(forward):
+    model = Does(forward)
+    traced = fxopt.trace(
+        model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: torch.export.Dim.DYNAMIC},)}
+    )
+    for rows in (3, 1, 2, 7):
+        x = torch.randn(rows, 4)
+        assert_same(traced(x), model(x))
 
 
 @pytest.mark.parametrize("forward", [spread, classes, moved_by_a_grid, scaled_by_its_size, of_comparisons])

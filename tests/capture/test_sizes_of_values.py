@@ -4,9 +4,9 @@ import contextlib
 import copy
 import math
 import pickle
-import subprocess
-import sys
+from math import log
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
-from fxopt.capture.patches.tensor_types import _hands_on_int
+from fxopt.capture.patches.tensor_types import _hands_on
 from fxopt.errors import GuardError
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
 from tests.capture.test_silent_changes import module
@@ -246,17 +246,22 @@ def test_lists_of_numbers_are_new_each_time():
         assert_same(gm(X, n), model(X, n))
 
 
-def test_the_larger_of_sizes_is_guarded_where_python_leaves_assertions_out():
-    code = (
-        "import fxopt, torch; from torch.export import Dim; x = torch.ones(3, 4)\n"
-        "class M(torch.nn.Module):\n"
-        "    def forward(self, x): return x.new_zeros(max(x.shape[0], 3))\n"
-        "gm = fxopt.trace(M(), (x,), dynamic_shapes=({0: Dim.AUTO},))\n"
-        "try: gm(x[:2])\n"
-        "except fxopt.GuardError: print('guarded')"
-    )
-    done = subprocess.run([sys.executable, "-O", "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "guarded\n"
+def test_a_graph_takes_sizes_on_both_sides_of_a_limit():
+    def forward(self, x):
+        n = x.shape[0]
+        nearest = torch.cdist(x, x).topk(min(3, n), largest=False)[1]
+        return (
+            nearest,
+            x.new_ones(max(n - 3, 1)) * x[:1, :1],
+            x[: max(1, n // 2)],
+            x.new_zeros(max((n, 3, n - 2))) + 1,
+        )
+
+    model = module(forward)
+    traced = fxopt.trace(model, (torch.randn(5, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for n in (5, 1, 2, 3, 4, 8):
+        x = torch.randn(n, 4)
+        assert_same(traced(x), model(x))
 
 
 @pytest.mark.parametrize("free", [None, ({0: Dim.DYNAMIC}, None)])
@@ -477,9 +482,13 @@ def test_int_is_what_it_is_otherwise():
     model, x = AsksForIntegers(), torch.randn(3, 4)
     assert fxopt.trace(model, (x,))(x)[1:] == model(x)[1:]
     given = ("x.to(int)", "x.to(x.device, int)", "torch.ones(2, dtype=int)", "{int: x}", "map(int, x)")
-    compared = ("isinstance(x, (int, float))", "type(x) is int", "int(x) + int('1')")
-    codes = [compile(f"def f(x): return {text}", "", "exec") for text in (*given, *compared)]
-    assert list(map(_hands_on_int, codes)) == [True] * len(given) + [False] * len(compared)
+    compared = ("isinstance(x, (int, str))", "type(x) is int", "int(x) + int('1')")
+    for kind in ("int", "float"):
+        codes = [
+            compile(f"def f(x): return {text}".replace("int", kind), "", "exec")
+            for text in (*given, *compared)
+        ]
+        assert [_hands_on(code, kind) for code in codes] == [True] * len(given) + [False] * len(compared)
 
 
 ROUNDS = {
@@ -546,3 +555,51 @@ def test_a_root_of_a_free_size_is_free():
         assert torch.equal(traced(x), x.view(math.isqrt(rows), math.isqrt(rows), 4))
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 11"):
         traced(torch.randn(11, 4))
+
+
+FUNCTIONS = {
+    "log": lambda n: math.log(n) / math.log(512) + math.log(n + 1, 2),
+    "by name": lambda n: log(n) + math.exp(-n) + math.sin(n),
+    "power of 2": lambda n: 2 ** math.ceil(math.log2(n)),
+    "power": lambda n: math.pow(n, 0.5),
+    "whole root": lambda n: math.isqrt(n) + math.isqrt(n * n) + math.isqrt(n * n - 1) + math.isqrt(49),
+    "exponent": lambda n: math.pow(2, n),
+    "float": lambda n: float(n) * 0.1 + float("1.5"),
+    "numpy": lambda n: np.sqrt(n) / float(np.ceil(n / 2)),
+    "divmod": lambda n: sum(divmod(n, 3)),
+    "float or int": lambda n: (
+        2 if isinstance(n / 2, float) and not isinstance(n / 2, int) and type(n / 2) is float else 3
+    ),
+}
+
+
+class Computes(nn.Module):
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x):
+        number = self.compute(x.shape[0])
+        return x * number, x.new_zeros(int(number) + 9)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_a_free_size_is_free(name):
+    model = Computes(FUNCTIONS[name])
+    traced = fxopt.trace(model, (torch.ones(5, 1, dtype=torch.float64),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for graph in (traced, copy.deepcopy(traced)):
+        for n in (5, 1, *range(2, 20)):
+            x = torch.rand(n, 1, dtype=torch.float64)
+            assert all(map(torch.equal, graph(x), model(x)))
+
+
+@pytest.mark.parametrize(
+    "compared", [lambda n: math.log(n - 1) > 0.5, lambda n: math.exp(n) > 100 + math.tanh(n)]
+)
+def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
+    model = module(lambda self, x: x * 2 if compared(x.shape[0]) else x)
+    traced = fxopt.trace(model, (torch.ones(5, 1),), dynamic_shapes=({0: Dim.AUTO},))
+    assert torch.equal(traced(torch.ones(7, 1)), torch.ones(7, 1) * 2)
+    for n in (1, 2):
+        with pytest.raises(fxopt.GuardError):
+            traced(torch.ones(n, 1))

@@ -180,7 +180,7 @@ def _at_one(relation: Any) -> Any:
     """A relation about one size where that is 1; None where it means nothing, as `(128*s) % (s//4) == 0`, or a size is negative."""
     try:
         return relation.xreplace(dict.fromkeys(relation.free_symbols, sympy.Integer(1)))
-    except (ZeroDivisionError, AssertionError):
+    except (ZeroDivisionError, AssertionError, ValueError):  # the last of `math.log`
         return None
 
 

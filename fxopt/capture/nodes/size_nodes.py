@@ -19,6 +19,9 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxopt.errors import TraceError
 
+# The functions of `math` that torch has for sympy, besides the square root, which it can compute itself.
+FLOAT_FUNCTIONS = ("exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
+
 
 class SizeNodes:
     """The nodes of one graph that compute sizes; `bind` says where a symbol comes from."""
@@ -128,5 +131,7 @@ _TO_INT: dict[str, Callable[..., Any]] = {
     "trunc": math.trunc,
     "round": round,
 }
+for _name in FLOAT_FUNCTIONS:
+    setattr(_Analysis, _name, staticmethod(functools.partial(_rounded, getattr(math, _name))))
 for _name, _function in _TO_INT.items():
     setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_to_int, _function)))

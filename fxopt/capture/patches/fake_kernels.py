@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt.capture.patches.replaced import Patches
@@ -22,8 +26,17 @@ def patch_kernels(patch: Patches) -> None:
     for operator in _RECURRENT:
         step_by_step = operator.py_kernels[DispatchKey.Autograd]
         _replace(patch, operator, functools.partial(_first_step, step_by_step), step_by_step)
-    in_parts = functools.partial(aten.cdist.default._op_dk, DispatchKey.CompositeImplicitAutograd)
-    _replace(patch, aten.cdist.default, _distances, in_parts)
+    for operator, kernel in _KERNELS.items():
+        in_parts = functools.partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
+        _replace(patch, operator, kernel, in_parts)
+    detect: Any = transformer._detect_is_causal_mask
+
+    def is_causal(mask: Any, given: bool | None = None, size: int | None = None) -> bool:
+        """Is a mask causal? A layer asks this anew when the graph runs, and its output has one shape either way."""
+        in_layer = type(mask) is FakeTensor and patch.in_forward() and not patch.active()
+        return given is True if in_layer else detect(mask, given, size)
+
+    patch.set(transformer, "_detect_is_causal_mask", is_causal)
     _cumulative_average(patch)
 
 
@@ -67,3 +80,76 @@ def _distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, mode: int | N
     """`cdist`, whose code in C++ knows no free sizes."""
     made: torch.Tensor = aten._cdist_forward(x1, x2, p, mode)
     return made
+
+
+def _take_along_dim(tensor: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    if dim is None:
+        tensor, indices, dim = tensor.reshape(-1), indices.reshape(-1), 0
+    made: torch.Tensor = torch._refs.take_along_dim(tensor, indices, dim)
+    return made
+
+
+def _kron(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    dims = max(one.dim(), other.dim())
+    outer, inner = ((1,) * (dims - each.dim()) + tuple(each.shape) for each in (one, other))
+    product = one.reshape([n for size in outer for n in (size, 1)]) * other.reshape(
+        [n for size in inner for n in (1, size)]
+    )
+    return product.reshape([m * n for m, n in zip(outer, inner, strict=True)])
+
+
+def _multi_dot(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """torch asks the sizes which product to compute first."""
+    return functools.reduce(torch.matmul, tensors)
+
+
+def _fill_diagonal(tensor: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+    return tensor.fill_(value)
+
+
+def _combinations(tensor: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    """torch takes them by a mask, of which it does not know how many places are true."""
+    many = tensor.shape[0] + (r - 1 if with_replacement else 0)
+    count = math.prod(many - taken for taken in range(r)) // math.factorial(r)
+    return tensor[:1].expand(r).expand(count, r).clone()
+
+
+def _tensor_split(tensor: torch.Tensor, sections: int, dim: int = 0) -> list[torch.Tensor]:
+    """torch asks which parts have one more."""
+    parts, start = [], 0
+    for number in range(sections):
+        length = (tensor.shape[dim] + sections - 1 - number) // sections
+        parts.append(tensor.narrow(dim, start, length))
+        start = start + length
+    return parts
+
+
+def _max_pool1d(
+    tensor: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    """As torch does it with gradients; without, it makes a contiguous tensor."""
+    wide = [1, *stride] if stride else []
+    pooled = aten.max_pool2d(
+        tensor.unsqueeze(-2), [1, *kernel], wide, [0, *padding], [1, *dilation], ceil_mode
+    )
+    made: torch.Tensor = pooled.squeeze(-2)
+    keeps_indices = (tensor.requires_grad and torch.is_grad_enabled()) or tensor.device.type != "cpu"
+    return made if keeps_indices else made.contiguous()
+
+
+# Kernels of operators that torch has in C++ alone, which fixes sizes; what is made of values has any.
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.cdist.default: _distances,
+    aten.take_along_dim.default: _take_along_dim,
+    aten.kron.default: _kron,
+    aten.linalg_multi_dot.default: _multi_dot,
+    aten.fill_diagonal_.default: _fill_diagonal,
+    aten.combinations.default: _combinations,
+    aten.tensor_split.sections: _tensor_split,
+    aten.max_pool1d.default: _max_pool1d,
+}

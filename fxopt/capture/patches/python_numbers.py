@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import functools
+import itertools
 import math
 import sys
 import types
@@ -13,14 +14,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy import functions as of_sympy
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.fakes.shape_env import Rounded
-from fxopt.capture.nodes.source_location import is_model_code
+from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS
+from fxopt.capture.nodes.source_location import is_model_code, makes_calls
 from fxopt.capture.patches.replaced import Patches
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
@@ -30,10 +35,7 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
     _keys(patch, decisions)
     _types(patch, decisions)
     _floats(patch)
-
-    @patch(math, "sqrt")
-    def sqrt(original: Any, number: Any) -> Any:
-        return (torch.sym_sqrt if isinstance(number, (torch.SymInt, torch.SymFloat)) else original)(number)
+    _functions(patch)
 
     @patch(torch.SymFloat, "__round__")
     def __round__(original: Any, self: Any, digits: int | None = None) -> Any:
@@ -60,10 +62,7 @@ def _lengths(patch: Patches) -> None:
 
 
 def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
-    """`max` and `min` of sizes: which one it is becomes a guard that holds where the two are equal, too.
-
-    Of unbacked sizes, the graph computes them; if it is specialised, they are decided.
-    """
+    """`max` and `min` of sizes, which the graph computes; those of unbacked ones are decided where it is specialised."""
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
 
         def choose(
@@ -76,13 +75,10 @@ def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
             free = sizes and not all(type(value) is int for value in values)
             if not free or options or not is_model_code(sys._getframe(2).f_code.co_filename):
                 return original(*args, **options)
-            if not all(type(value) is int or is_backed(value) for value in values):
-                decided = decisions.specialised
-                return original(*args) if decided else functools.reduce(symbolic, values)
-            best = original(values, key=_hint)
-            for value in values:
-                bool(best >= value if name == "max" else best <= value)  # puts the guard
-            return best
+            known = all(type(value) is int or is_backed(value) for value in values)
+            if decisions.specialised and not known:
+                return original(*args)
+            return functools.reduce(symbolic, values)
 
         patch(builtins, name)(choose)
 
@@ -106,13 +102,15 @@ def _keys(patch: Patches, decisions: BranchDecisions) -> None:
 def _types(patch: Patches, decisions: BranchDecisions) -> None:
     """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
     original: Any = builtins.isinstance
-    sym_int = torch.SymInt
+    numbers: dict[type, int | float] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
     def is_instance(value: Any, kinds: Any) -> bool:
         if original(value, kinds):  # first, as all of torch asks millions of times
             return True
-        is_size = type(value) is sym_int and patch.active()
-        return is_size and is_model_code(sys._getframe(1).f_code.co_filename) and bool(original(0, kinds))
+        known = (
+            type(value) in numbers and patch.active() and is_model_code(sys._getframe(1).f_code.co_filename)
+        )
+        return known and bool(original(numbers[type(value)], kinds))
 
     patch.set(builtins, "isinstance", is_instance)
     for cls, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
@@ -150,6 +148,41 @@ def _floats(patch: Patches) -> None:
             return getattr(float(self), name)(float(other)) if patch.in_forward() else original(self, other)
 
 
+def _functions(patch: Patches) -> None:
+    """Functions of a float that torch has for sympy, such as `math.log(n)`; `np.log(n)` calls a method of `n`."""
+    methods: dict[str, Any] = {"__divmod__": lambda self, other: (self // other, self % other)}
+    for name in ("sqrt", *FLOAT_FUNCTIONS):
+
+        @patch(math, name)
+        @makes_calls  # what `math` raises is the model's
+        def compute(original: Any, number: Any, *base: Any, name: str = name) -> Any:
+            if base and any(isinstance(each, _SYMBOLIC) for each in (number, *base)):
+                return math.log(number) / math.log(*base)
+            if not isinstance(number, _SYMBOLIC):
+                return original(number, *base)
+            function = getattr(of_sympy, f"OpaqueUnaryFn_{name}")
+            return number.node.shape_env.symbolic(function(number.node.expr), float)
+
+        methods[name] = getattr(math, name)
+    for cls, name in itertools.product(_SYMBOLIC, methods):
+        setattr(cls, name, methods[name])
+        patch.callback(delattr, cls, name)
+
+    @patch(math, "isqrt")
+    @makes_calls
+    def whole_root(original: Any, number: Any) -> Any:
+        # Right below 2**52, and no size is larger.
+        return torch.sym_int(math.sqrt(number)) if isinstance(number, torch.SymInt) else original(number)
+
+    @patch(math, "pow")
+    @makes_calls
+    def power(original: Any, base: Any, exponent: Any) -> Any:
+        symbolic = any(isinstance(each, _SYMBOLIC) for each in (base, exponent))
+        if symbolic and base > 0:  # else Python's `**` is another one
+            return torch.sym_float(base) ** torch.sym_float(exponent)
+        return original(base, exponent)
+
+
 def _rounded(number: SymNode) -> SymNode:
     """A float as sympy cannot take it apart."""
     made = copy.copy(number)
@@ -162,7 +195,3 @@ def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:
     parts = {one.expr, other.expr}
     whole = made.expr.is_number or made.expr in parts
     return whole or set(made.expr.args) in (parts, {one.expr, -other.expr})
-
-
-def _hint(value: Any) -> int:
-    return int(value.node.hint if isinstance(value, torch.SymInt) else value)

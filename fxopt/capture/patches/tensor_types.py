@@ -1,14 +1,16 @@
-"""`type(x) is torch.Tensor`, `int(x)`, `range(n)`: a fake has the type of the tensor for which it stands, and a free size stays free.
+"""Python's types as the model's code sees them: a fake has the type of the tensor for which it stands, and a free size stays free.
 
-These cannot be replaced in Python's builtins, as torch asks there what is a fake, and everybody what is an int. The
-modules that define the model, and those of whose functions and classes they know, get their own among their globals, while a run lasts; `int` alone where
-none of their code hands it on, as `x.to(int)` does.
+That is for `type(x) is torch.Tensor`, `int(x)`, `float(n)` and `range(n)`. These cannot be replaced in Python's builtins, as torch
+asks there what is a fake, and everybody what is an int. The modules that define the model, and those of whose functions and
+classes they know, get their own among their globals, while a run lasts; `int` and `float` alone where none of their code hands
+them on, as `x.to(int)` does. Functions of `math` that were imported by name become those that are patched.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import is_backed
-from fxopt.capture.nodes.source_location import is_model_package
+from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -39,7 +41,7 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
                 return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
             found = _NUMBERS.get(found, found)
         known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
-        return known.get(found.__name__, found) if found in (type, int, range) else found
+        return known.get(found.__name__, found) if found in (type, int, float, range) else found
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
@@ -52,6 +54,12 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         )
         return torch.sym_int(value) if symbolic else int(*args, **kwargs)
 
+    @makes_calls
+    def real(*args: Any) -> Any:
+        symbolic = len(args) == 1 and type(args[0]) in (torch.SymInt, torch.SymFloat) and patch.active()
+        symbolic = symbolic and not (decided and not args[0].node.has_hint())
+        return torch.sym_float(args[0]) if symbolic else float(*args)
+
     def steps(*args: Any) -> Any:
         symbolic = any(type(value) is torch.SymInt for value in args)
         return _steps(*args) if symbolic and all(map(_is_given, args)) and patch.active() else range(*args)
@@ -59,13 +67,18 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
     stand_ins = {
         "type": _stand_in(type, type_of),
         "int": _stand_in(int, whole),
+        "float": _stand_in(float, real),
         "range": _stand_in(range, steps, ()),
     }
     for known in _globals(model):
-        left = {"int"} if any(map(_hands_on_int, _codes(known))) else set()
+        left = {name for name in ("int", "float") if any(_hands_on(code, name) for code in _codes(known))}
         for name in stand_ins.keys() - known.keys() - left:
             known[name] = stand_ins[name]
             patch.callback(known.pop, name, None)
+        for name, value in list(known.items()):
+            if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
+                known[name] = getattr(math, value.__name__)  # as it is patched, where it was imported by name
+                patch.callback(known.__setitem__, name, value)
 
 
 def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -130,12 +143,12 @@ def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _hands_on_int(code: types.CodeType) -> bool:
-    """Tell whether code gives the type `int` to others, as `x.to(int)` does, rather than calls it or compares with it."""
+def _hands_on(code: types.CodeType, name: str) -> bool:
+    """Tell whether code gives a type, such as `int`, to others, as `x.to(int)` does, rather than calls it or compares with it."""
     given, before = False, ""  # to nobody yet
     of_type = False  # the stand-in is what `type` gives here, but not an `int` that is held from before
-    for instruction in dis.get_instructions(code) if "int" in code.co_names else ():
-        loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == "int"
+    for instruction in dis.get_instructions(code) if name in code.co_names else ():
+        loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == name
         of_type = before == "CALL" and "type" in code.co_names if loaded else of_type
         before = instruction.opname
         compared = (
@@ -148,4 +161,4 @@ def _hands_on_int(code: types.CodeType) -> bool:
         if given and not compared and before not in _LOADS:
             return True
         given = (given and not compared) or (loaded and not (instruction.arg or 0) & 1)
-    return any(_hands_on_int(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    return any(_hands_on(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))

@@ -16,6 +16,20 @@ from fxopt.errors import TraceError
 # torch takes these types of Python for dtypes.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
+_OPTIONS = ("dtype", "layout", "device", "pin_memory", "requires_grad")
+# The shape of what each of these functions makes of numbers.
+SHAPES: dict[str, Callable[..., tuple[Any, ...]]] = {
+    **dict.fromkeys(("linspace", "logspace"), lambda start, end, steps, base=10.0: (steps,)),
+    **dict.fromkeys(
+        (f"{kind}_window" for kind in ("hann", "hamming", "blackman", "bartlett", "kaiser")),
+        lambda window_length, *rest, **options: (window_length,),
+    ),
+    "fft_fftfreq": lambda n, d=1.0: (n,),
+    "fft_rfftfreq": lambda n, d=1.0: (n // 2 + 1,),
+    "tril_indices": lambda row, col, offset=0: (2, _below(row, col, offset)),
+    "triu_indices": lambda row, col, offset=0: (2, row * col - _below(row, col, offset - 1)),
+}
+
 # `call(function, args, kwargs)` makes a call and writes its node.
 Caller = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -84,14 +98,38 @@ def new_tensor(call: Caller, tensor: Any, data: Any, **options: Any) -> Any:
     return call(torch.tensor, (data,), {"dtype": tensor.dtype, "device": tensor.device} | options)
 
 
-def linspace(recorder: Recorder, call: Call) -> Any:
-    """`linspace` between free numbers, or of a free number of steps, which torch would fix."""
-    numbers = [*call.args, *([call.kwargs["steps"]] if "steps" in call.kwargs else [])]
-    plain = all(isinstance(n, (int, float, *SymbolicNumber)) for n in numbers)
-    free = any(isinstance(n, SymbolicNumber) for n in numbers)
-    if len(numbers) != 3 or not (plain and free) or call.kwargs.keys() - {"steps", "dtype", "device"}:
+def of_numbers(recorder: Recorder, call: Call) -> Any:
+    """A tensor that torch makes of numbers alone, in C++ that knows no free ones."""
+    options = {key: value for key, value in call.kwargs.items() if key in _OPTIONS}
+    named = {key: value for key, value in call.kwargs.items() if key not in options}
+    numbers = (*call.args, *named.values())
+    if call.kwargs.get("out") is not None or any(isinstance(number, torch.Tensor) for number in numbers):
         return NotImplemented
-    made = torch.empty(numbers[2], dtype=call.kwargs.get("dtype"), device=call.kwargs.get("device"))
+    if not any(isinstance(number, SymbolicNumber) for number in numbers):
+        return NotImplemented
+    if call.name.endswith("_indices"):
+        options = {"dtype": torch.int64} | options
+    made = torch.empty(SHAPES[call.name](*call.args, **named), **options)
+    recorder.record(call, made)
+    return made
+
+
+def _below(rows: Any, columns: Any, offset: Any) -> Any:
+    """How many places of a matrix are not above a diagonal."""
+
+    def triangle(side: Any) -> Any:
+        side = torch.sym_max(side, 0)
+        return side * (side + 1) // 2
+
+    whole = triangle(rows + offset) - triangle(rows + offset - columns)
+    return whole - triangle(offset) + triangle(offset - columns)
+
+
+def istft(recorder: Recorder, call: Call) -> Any:
+    """`istft` of a free length: torch's code in Python takes one, its signature does not."""
+    if not any(isinstance(number, SymbolicNumber) for number in (*call.args, *call.kwargs.values())):
+        return NotImplemented
+    made = torch._refs.istft(*call.args, **call.kwargs)
     recorder.record(call, made)
     return made
 

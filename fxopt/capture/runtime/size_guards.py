@@ -51,7 +51,7 @@ class SizeGuard:
         """Tell whether the condition is true for these sizes."""
         try:
             return bool(self.formula.value(sizes))
-        except ZeroDivisionError:
+        except (ArithmeticError, ValueError):  # `math.log` of 0
             return False
 
     def limit(self, symbol: str, size: int) -> str | None:
@@ -77,7 +77,19 @@ class SizeGuard:
 
 def python_expression(expression: Any) -> str:
     """A sympy expression over sizes as Python source."""
-    return str(PythonPrinter().doprint(expression))
+    return str(_Printer().doprint(expression))
+
+
+class _Printer(PythonPrinter):
+    """torch's printer, with the functions of `math` that it does not know."""
+
+
+for _name in ("log", "exp"):
+
+    def _printed(self: Any, expression: Any, name: str = _name) -> str:
+        return f"math.{name}({self.doprint(expression.args[0])})"
+
+    setattr(_Printer, f"_print_OpaqueUnaryFn_{_name}", _printed)
 
 
 def _edge(holds: Callable[[int], bool], good: int, bad: int) -> int:
