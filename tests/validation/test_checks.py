@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 from fxopt import Transformation
 from tests.validation.planted import (
@@ -32,6 +33,7 @@ from tests.validation.planted import (
 from validation import checks
 from validation.checks import accuracy
 from validation.judging import subject
+from validation.judging.comparison import difference
 from validation.judging.subject import Subject
 from validation.records import Check, Outcome
 
@@ -66,6 +68,16 @@ def test_sizes_that_are_said_to_be_free_are_tried(model: str, outcome: Outcome) 
     finding = run(Check.PARITY, model=model, **free)
     assert finding.outcome is outcome, finding.reason
     assert finding.reason.startswith("the graph was captured for other sizes" if model == "OneSize" else "")
+
+
+def test_a_difference_is_relative_to_the_largest_value_of_a_tensor() -> None:
+    expected = {"a": torch.tensor([2.0, 4.0])}
+    assert difference(expected, {"a": torch.tensor([2.0, 4.5])}, 0.2) == ""
+    assert (
+        difference(expected, {"a": torch.tensor([2.0, 4.5])}, 0.1)
+        == "output.a is 0.125 of its largest value off"
+    )
+    assert difference(expected, [1], 1.0)
 
 
 def test_an_output_with_nothing_to_compare_fails() -> None:
