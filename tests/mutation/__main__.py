@@ -27,7 +27,7 @@ import pytest
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
 from tests.mutation.harness import SEEN_BY
-from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
+from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, seen_before, write
 
 LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
@@ -139,11 +139,12 @@ def main() -> int:
     if outcome != SURVIVED:
         print(f"without a fault, {failed} fails: the score would say nothing")
         return 1
-    results = list[Outcome]()
+    results, before = list[Outcome](), seen_before()
     name, title = ("guards", "Guards, disabled") if options.guards else ("faults", "Planted faults")
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
-        outcome, seen_by = _run(fault, _stages(fault, options.soon))
+        first_tests = [[before[fault.name]]] if fault.name in before else []
+        outcome, seen_by = _run(fault, itertools.chain(first_tests, _stages(fault, options.soon)))
         results.append(Outcome(fault, outcome, seen_by))
         write(f"{name}{part}", title, results)
         took = time.monotonic() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
 import functools
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.mutation.__main__ import _stages
 from tests.mutation.fault import ROOT, FaultError, guards
 from tests.mutation.faults import FAULTS
-from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, write
+from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, seen_before, write
 
 
 def test_every_fault_fits_the_code_and_is_one():
@@ -71,3 +72,14 @@ def test_the_list_names_each_fault_and_those_that_survived_first(tmp_path):
     assert rows[0] == f"| {two.name} | {two.path} | SURVIVED |  |"
     assert f"| {one.name} | {one.path} | caught | a[x\\|y] |" in rows
     assert len(rows) == 3
+
+
+def test_the_test_that_saw_a_fault_before_is_found_by_its_name(tmp_path):
+    named = [dataclasses.replace(FAULTS[n], name=name) for n, name in enumerate(("a < b", "a | b", "gone"))]
+    here = "tests/mutation/test_faults.py::test_no_fault_is_planted_twice"
+    tests = (f"{here}[x::y|z]", here, "tests/mutation/test_faults.py::test_that_there_is_no_more")
+    file = write(
+        "faults", "", [Outcome(f, CAUGHT, test) for f, test in zip(named, tests, strict=True)], tmp_path
+    )
+    assert seen_before(file) == {"a < b": here, "a | b": here}
+    assert seen_before(tmp_path / "none.md") == {}
