@@ -108,6 +108,7 @@ def combinations(self, x):
         x[pairs[:, 0]] - x[pairs[:, 1]],
         torch.combinations(x[:, 0], 3),
         torch.combinations(x[:, 1], 2, True),
+        torch.combinations(x[:, 0], 0),
     )
 
 

@@ -597,6 +597,15 @@ def frequencies(self, x):
     return torch.fft.fftfreq(n, 0.5), torch.fft.rfftfreq(n, dtype=x.dtype), torch.logspace(0, 1, n, base=2)
 
 
+def test_a_line_between_complex_numbers_is_complex():
+    def forward(self, x):
+        line = torch.linspace(0, 1j, x.shape[0])
+        return line if line.is_complex() else line + 1
+
+    model, x = Does(forward), torch.randn(3, 4)
+    assert_same(fxopt.trace(model, (x,), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})(x), model(x))
+
+
 def triangles(self, x):
     (n, m), given = x.shape, [(-3, 0), (-1, 1), (0, 0), (1, 2), (5, -9)]
     lower = [(torch.tril_indices(n, n, i), torch.tril_indices(n, m, offset=j)) for i, j in given]

@@ -1,5 +1,6 @@
 """All that a forward asks of its inputs and of torch, besides values, is checked on entry."""
 
+import contextlib
 import pickle
 
 import pytest
@@ -31,6 +32,24 @@ def test_strides_that_the_forward_reads_are_those_of_the_example():
     for other in (torch.randn(3, 12)[:, ::3], torch.randn(3, 8)[:, 1::2]):
         with pytest.raises(fxopt.GuardError, match="reads strides"):
             gm(other)
+
+
+@pytest.mark.parametrize("forward", [lambda self, x: x.t().contiguous(), lambda self, x: x.reshape(-1)])
+def test_a_part_of_a_tensor_is_an_input_of_free_sizes(forward):
+    model, shapes = module(forward), ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    gm = fxopt.trace(model, (torch.randn(3, 8)[:, :5],), dynamic_shapes=shapes)
+    for other in (torch.randn(4, 8)[:, :6], torch.randn(2, 3), torch.randn(8, 6)[::2, ::3]):
+        assert torch.equal(gm(other), model(other))
+
+
+def test_the_stride_of_a_size_of_one_that_the_forward_reads_is_that_of_the_example():
+    model, shapes = module(lambda self, x: x * x.stride(0)), ({0: Dim.AUTO, 1: Dim.AUTO},)
+    for given in (torch.randn(1, 1), torch.randn(3, 1).t(), torch.randn(1, 8)[:, :3]):
+        gm = fxopt.trace(model, (given,), dynamic_shapes=shapes)
+        assert torch.equal(gm(given), model(given))
+        for other in (torch.randn(2, 1).t(), torch.randn(1, 2), torch.randn(1, 8)[:, :1]):
+            with contextlib.suppress(fxopt.GuardError):
+                assert torch.equal(gm(other), model(other))
 
 
 def test_a_global_mode_that_the_forward_reads_is_guarded():

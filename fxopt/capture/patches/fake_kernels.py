@@ -109,6 +109,8 @@ def _fill_diagonal(tensor: torch.Tensor, value: Any, wrap: bool = False) -> torc
 
 def _combinations(tensor: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     """torch takes them by a mask, of which it does not know how many places are true."""
+    if r == 0:
+        return tensor.new_empty(0)
     many = tensor.shape[0] + (r - 1 if with_replacement else 0)
     count = math.prod(many - taken for taken in range(r)) // math.factorial(r)
     return tensor[:1].expand(r).expand(count, r).clone()

@@ -103,7 +103,9 @@ def of_numbers(recorder: Recorder, call: Call) -> Any:
     options = {key: value for key, value in call.kwargs.items() if key in _OPTIONS}
     named = {key: value for key, value in call.kwargs.items() if key not in options}
     numbers = (*call.args, *named.values())
-    if call.kwargs.get("out") is not None or any(isinstance(number, torch.Tensor) for number in numbers):
+    if call.kwargs.get("out") is not None or any(
+        isinstance(number, (torch.Tensor, complex)) for number in numbers
+    ):
         return NotImplemented
     if not any(isinstance(number, SymbolicNumber) for number in numbers):
         return NotImplemented

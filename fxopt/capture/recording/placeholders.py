@@ -202,7 +202,8 @@ class Placeholders:
         example = value.detach().requires_grad_(value.requires_grad)
         for dim in list(choices):
             if (where, dim) in self.request.at_one:
-                example = example.narrow(dim, 0, 1).contiguous()
+                if example.shape[dim] != 1:  # else its strides stay as they are
+                    example = example.narrow(dim, 0, 1).contiguous()
                 del choices[dim]
             elif (where, dim) in self.request.sizes:
                 size = self.request.sizes[where, dim]

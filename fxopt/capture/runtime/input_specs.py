@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,12 +91,18 @@ def dtype_kind(dtype: torch.dtype) -> str:
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor lies in memory: contiguous or not, the order of its strides, which with the sizes gives them all
-    where its elements fill their memory, and where it starts. A sparse tensor has no strides."""
+    where its elements fill their memory, and where it starts. A sparse tensor has no strides.
+
+    The stride of a dimension of size 1 may be any number, too.
+    """
     if tensor.layout != torch.strided:
         return (tensor.layout,)
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    dense = tensor.permute(order).is_contiguous()
+    steps = [
+        math.prod(max(tensor.shape[inner], 1) for inner in order[place + 1 :]) for place in range(len(order))
+    ]
+    dense = steps == [strides[dim] for dim in order]
     return tensor.is_contiguous(), tuple(order), None if dense else strides, tensor.storage_offset()
 
 
