@@ -69,9 +69,8 @@ class CaptureShapeEnv(ShapeEnv):
 
     def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(source, "prop", None) in (TensorProperty.STORAGE_OFFSET, TensorProperty.STRIDE):
-            return sympy.Integer(
-                val
-            )  # where an input lies in its memory is no size; strides that sizes give are none of these
+            # Where an input lies in its memory is no size; strides that sizes give are none of these.
+            return sympy.Integer(val)
         symbol = super().create_symbol(val, source, *args, **kwargs)
         if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol and val != 0:
             # The guard of the inputs refuses a size of 0, and an example has none.
