@@ -165,6 +165,15 @@ def test_reentrant_checkpoints_give_gradients_where_an_argument_takes_them(takes
         traced(x.detach().requires_grad_(not takes_gradients))
 
 
+def test_a_reentrant_checkpoint_that_returns_a_detached_tensor_is_refused():
+    class Detaching(torch.nn.Module):
+        def forward(self, x):
+            return checkpoint(lambda x: (x * 2, x.detach() + 1), x, use_reentrant=True)
+
+    with pytest.raises(fxopt.TraceError, match="without gradients.*use_reentrant=False"):
+        fxopt.trace(Detaching(), (torch.ones(2, requires_grad=True),), verify=False)
+
+
 def test_a_reentrant_checkpoint_with_tensors_in_a_list_is_refused():
     class Nested(nn.Module):
         def forward(self, x):

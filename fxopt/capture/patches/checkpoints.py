@@ -40,8 +40,17 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
         return function(*args)
     recorder.queries.note_gradients()
     _warn_of_activations()
-    with torch.set_grad_enabled(any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)):
-        return function(*args)
+    takes_gradients = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    with torch.set_grad_enabled(takes_gradients):
+        result = function(*args)
+    parts = result if isinstance(result, tuple) else (result,)
+    made = [part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point()]
+    if takes_gradients and not all(part.requires_grad for part in made):
+        recorder.fail(
+            "what the forward calls torch.utils.checkpoint on with use_reentrant=True returns a tensor without gradients, which "
+            "torch makes one that takes them: use_reentrant=False can be captured"
+        )
+    return result
 
 
 def _warn_of_activations() -> None:
