@@ -165,6 +165,43 @@ def test_reentrant_checkpoints_give_gradients_where_an_argument_takes_them(takes
         traced(x.detach().requires_grad_(not takes_gradients))
 
 
+def test_a_reentrant_checkpoint_may_switch_gradients_off():
+    def inner(x):
+        with torch.no_grad():
+            scale = x.mean()
+        return x * scale
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return checkpoint(inner, x, use_reentrant=True)
+
+    outcomes = []
+    for model in (Scaled(), fxopt.trace(Scaled(), (torch.ones(3, requires_grad=True),))):
+        x = torch.arange(3.0, requires_grad=True)
+        output = model(x)
+        output.sum().backward()
+        outcomes.append((output, x.grad))
+    torch.testing.assert_close(outcomes[0], outcomes[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: (x * 2, x.detach() + 1), "without gradients"),
+        (lambda x: {"doubled": x * 2}, "in a container"),
+        (lambda x: [x * 2], "in a container"),
+        (lambda x: x * 2 if torch.is_grad_enabled() else x, "reads whether gradients are on"),
+    ],
+)
+def test_a_reentrant_checkpoint_whose_gradients_are_not_those_of_a_graph_is_refused(function, message):
+    class Checkpointed(torch.nn.Module):
+        def forward(self, x):
+            return checkpoint(function, x, use_reentrant=True)
+
+    with pytest.raises(fxopt.TraceError, match=f"{message}.*use_reentrant=False"):
+        fxopt.trace(Checkpointed(), (torch.ones(2, requires_grad=True),), verify=False)
+
+
 def test_a_reentrant_checkpoint_with_tensors_in_a_list_is_refused():
     class Nested(nn.Module):
         def forward(self, x):

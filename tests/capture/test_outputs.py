@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 import fxopt
 from tests.capture.test_odd_models import Does
@@ -40,6 +41,61 @@ class Box:
         self.corners, self.count = self.corners * 2, len(self.corners)
 
 
+@dataclasses.dataclass
+class Doubling:
+    corners: torch.Tensor
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value * 2)
+
+
+class Measured(Box):
+    def __init__(self, image):
+        super().__init__(image)
+        self.stages = {"now": Stage.LAST}
+
+
+class Reversed(list):
+    def __iter__(self):
+        return reversed(list(list.__iter__(self)))
+
+
+class Backwards(tuple):
+    def __iter__(self):
+        return reversed([self[i] for i in range(len(self))])
+
+
+class Appending(type):
+    def __call__(cls, *args):
+        made = super().__call__(*args)
+        made.append(1)
+        return made
+
+
+class Appended(list, metaclass=Appending):
+    pass
+
+
+class Slotted(AttributeDict):
+    __slots__ = ("label",)
+
+
+def slotted(x):
+    made = Slotted(a=x)
+    made.label = "new"
+    return made
+
+
+def labelled(made):
+    made.label = "new"
+    return made
+
+
+class Flags(enum.Flag):
+    FAST = 1
+    SAFE = 2
+
+
 OUTPUTS = {
     "Size": lambda self, x: (x + 1, x.shape),
     "Size inside": lambda self, x: {"shape": x[:, :2].size()},
@@ -58,6 +114,9 @@ OUTPUTS = {
     "derived tuple": lambda self, x: Pair((x, x.shape[0])),
     "members of an enumeration": lambda self, x: {Stage.FIRST: x, "b": [Stage.LAST], "c": {"d": Stage.LAST}},
     "dataclass that computes": lambda self, x: Box(x),
+    "dataclass that computes when it is set": lambda self, x: Doubling(x),
+    "dataclass with an __init__ of its own": lambda self, x: Measured(x),
+    "several flags": lambda self, x: {"a": Flags.FAST | Flags.SAFE, "b": [x, Flags.SAFE]},
 }
 
 
@@ -83,7 +142,7 @@ def described(value):
         )
     if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
         return type(value), getattr(value, "maxlen", None), [described(item) for item in value]
-    if isinstance(value, (types.SimpleNamespace, Box)):
+    if isinstance(value, (types.SimpleNamespace, Box, Doubling)):
         return type(value), described(vars(value))
     return value
 
@@ -93,3 +152,20 @@ def test_a_tensor_in_a_set_is_made_anew():
     for _ in range(2):
         (made,) = traced(torch.randn(3, 4))
         assert made.add_(1).item() == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Reversed([x, 2]),
+        lambda x: Backwards((x, 2)),
+        lambda x: Appended([x]),
+        slotted,
+        lambda x: labelled(collections.Counter(a=x)),
+        lambda x: types.SimpleNamespace(**{"a b": x}),
+        lambda x: labelled(BaseModelOutput(x)),
+    ],
+)
+def test_a_container_that_a_graph_would_make_otherwise_is_refused(make):
+    with pytest.raises(fxopt.TraceError, match="is used where the graph can hold|carries"):
+        fxopt.trace(Does(lambda self, x: make(x)), (torch.randn(2, 3),), verify=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import keyword
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,9 +31,9 @@ def write_container(
         return call(importable(kind), *value)
     if kind is collections.OrderedDict:
         return call(kind, list(value.items()))
-    if kind is collections.Counter:
+    if kind is collections.Counter and not vars(value):
         return call(kind, dict(value))
-    if kind is types.SimpleNamespace:
+    if kind is types.SimpleNamespace and all(map(_is_keyword, vars(value))):
         return create("call_function", kind, (), {n: argument(v) for n, v in vars(value).items()}, None)
     if kind is collections.defaultdict:
         made_by = value.default_factory
@@ -47,12 +48,12 @@ def write_container(
         return call(kind, list(value), value.maxlen)
     if kind in _VIEWS:
         return create("call_method", _VIEWS[kind], (call(dict, list(value.mapping.items())),), {}, None)
-    # What `__post_init__` has made of the fields is taken as it is, from an open object.
-    is_made = hasattr(kind, "__post_init__") and is_open(value)
+    # What a class of its own code has made of the fields is taken as it is, from an open object.
+    is_made = _computes(kind) and is_open(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_made:
         return create("call_function", importable(kind), (), _fields(value, argument, where), None)
     for base in (dict, list, tuple):
-        if isinstance(value, base) and kind is not base and _is_made_as(kind, base) and not vars(value):
+        if isinstance(value, base) and kind is not base and _is_made_as(kind, base) and not attributes(value):
             return call(importable(kind), base(value))
     return None
 
@@ -66,15 +67,27 @@ def check_keys(mapping: Mapping[Any, Any], where: str) -> None:
             )
 
 
+def _is_keyword(name: Any) -> bool:
+    """Tell whether code can give an argument of this name."""
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _computes(kind: Any) -> bool:
+    """Tell whether a dataclass has code of its own for what becomes of its fields; what Python generates is in no file."""
+    code = [getattr(method, "__code__", None) for method in (kind.__init__, kind.__setattr__)]
+    return hasattr(kind, "__post_init__") or any(each and each.co_filename != "<string>" for each in code)
+
+
 def _is_made_as(kind: Any, base: Any) -> bool:
-    """Tell whether a class written in Python is called as the container that it derives from."""
-    return kind.__init__ is base.__init__ and kind.__new__ is base.__new__ and bool(kind.__dictoffset__)
+    """Tell whether a class written in Python is called, and read, as the container that it derives from."""
+    is_same = all(getattr(kind, name) is getattr(base, name) for name in ("__init__", "__new__", "__iter__"))
+    return is_same and type(kind).__call__ is type.__call__ and bool(kind.__dictoffset__)
 
 
 def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]) -> dict[str, Any]:
     """The arguments that build a dataclass (a ModelOutput, for example), but for those that are as by default."""
     fields = [field for field in dataclasses.fields(value) if field.init]
-    held = value if isinstance(value, dict) else attributes(value)
+    held = {**attributes(value), **(value if isinstance(value, dict) else {})}
     if extra := set(held) - {field.name for field in fields}:
         raise TraceError(
             f"a {type(value).__name__} carries {sorted(extra)} besides its fields, which a graph cannot give back. {where()}"

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
+from fxopt.capture.nodes.call_targets import importable
 from fxopt.capture.nodes.container_values import check_keys, write_container
 from fxopt.capture.nodes.mutable_objects import MutableObjects
 from fxopt.capture.nodes.shared_memory import Origin, OutOfSightError, SharedMemory
@@ -26,6 +27,7 @@ from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import is_open, mapped, tensors_in
 
+_PLAIN_TUPLES = ("builtins", "torch", "torch.return_types")
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, range),
     *(torch.dtype, torch.layout, torch.memory_format),
@@ -100,6 +102,8 @@ class GraphWriter:
             return self._values[id(value)].node
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value.item()  # its repr is no Python literal
+        if isinstance(value, enum.Flag) and value.name not in type(value).__members__:
+            return self.call(importable(type(value)), value.value)  # torch.fx would write `Kind.A|B`
         if isinstance(value, _PLAIN):
             return value
         if self._is_complete and self.containers.knows(value):
@@ -110,7 +114,7 @@ class GraphWriter:
             return self.call(torch.Size, [self.argument(size) for size in value])
         if type(value) is list:
             return [self.argument(item) for item in value]
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and (not self._is_complete or type(value).__module__ in _PLAIN_TUPLES):
             return tuple(self.argument(item) for item in value)
         if type(value) is dict:
             check_keys(value, self.where())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import operator
 import types
@@ -169,6 +170,9 @@ class MutableObjects:
             return self._contents(value)
         if isinstance(value, (type, types.FunctionType)):
             return self.create(find, _qualified_name(value))
+        if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+            # torch.fx writes no member of an enumeration in a dict.
+            return self.create(find, f"{_qualified_name(type(value))}.{value.name}")
         return self.argument(value)
 
     def _keep(self, values: list[Any]) -> None:

@@ -35,13 +35,33 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
             "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, which take other "
             "gradients then than a graph has: use_reentrant=False can be captured"
         )
-    if not torch.is_grad_enabled():
+    if not torch._C.is_grad_enabled():  # which is no question of the model
         recorder.queries.note_mode("grad", False)
         return function(*args)
     recorder.queries.note_gradients()
     _warn_of_activations()
-    with torch.set_grad_enabled(any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)):
-        return function(*args)
+    if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        with torch.no_grad():
+            return function(*args)
+    modes_read = recorder.queries.modes_read
+    read = modes_read.pop("grad", None)
+    result = function(*args)
+    if "grad" in modes_read:
+        recorder.fail(
+            "what the forward calls torch.utils.checkpoint on with use_reentrant=True reads whether gradients are on, which "
+            "torch answers otherwise in the forward than in the backward: use_reentrant=False can be captured"
+        )
+    modes_read |= {} if read is None else {"grad": read}
+    for part in result if isinstance(result, tuple) else (result,):
+        is_tensor = isinstance(part, torch.Tensor)
+        takes_gradients = [tensor.requires_grad for tensor in tensors_in(part) if tensor.is_floating_point()]
+        # torch gives gradients to each tensor that is returned, detached or not, and to none in a container.
+        if any(takes != is_tensor for takes in takes_gradients):
+            recorder.fail(
+                "what the forward calls torch.utils.checkpoint on with use_reentrant=True returns a tensor without gradients, "
+                "or one in a container, which take others then than a graph has: use_reentrant=False can be captured"
+            )
+    return result
 
 
 def _warn_of_activations() -> None:
