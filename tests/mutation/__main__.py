@@ -1,7 +1,11 @@
 """Plants faults one after the other and runs the tests: `python -m tests.mutation [--guards] [names ...]`.
 
-Prints a line a fault and the score; exits with 1 if a fault survived. The list is written to `reports/mutation`. Each fault runs in a process forked from one that
-has imported torch and transformers, on a copy of the code, so that the repository is not touched.
+A fault in the library is shown to the tests that execute its lines, which one run of all tests under coverage.py tells
+beforehand (`executed.py`), one in the harness to those that its table names, and with `--tests` to these.
+
+Prints a line a fault and the score; exits with 1 if a fault survived. The list is written to `reports/mutation`. Each fault
+runs in a process forked from one that has imported torch and transformers, on a copy of the code, so that the repository
+is not touched.
 
 With `--verify`, the faults by which a pass rewrites wrongly are planted, and it does not count which tests fail: each pass
 that they call or explain is verified, and only what that says counts. It prints which of the faults that alone finds.
@@ -11,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -24,96 +27,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.executed import Executed, TestsError, run_all
 from tests.mutation.fault import BEHIND, ROOT, SITE, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
-from tests.mutation.harness import SEEN_BY
-from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, seen_before, write
+from tests.mutation.harness import seen_by
+from tests.mutation.listing import BROKEN, CAUGHT, SURVIVED, Outcome, write
 
 LIMIT = 1200
 """Seconds that the tests may take with one fault; a fault that makes them hang is seen."""
 
-_FOLDS = [
-    *("tests/passes/test_fold_batch_norms.py", "tests/passes/test_fuse_batch_norm1d_in_linear.py"),
-    *("tests/passes/test_fuse_batch_norm2d_in_conv2d.py", "tests/passes/test_undo_folds.py"),
-    "tests/hazards/test_gradients_and_buffers.py",
-]
-
-_FIRST = {
-    "capture": [
-        f"tests/capture/test_{name}.py"
-        for name in ("against_eager", "silent_changes", "state", "reads", "trace", "modes", "module")
-    ],
-    "graph.py": ["tests/passes/test_replace_activation.py"],
-    "graph_index.py": [
-        *("tests/passes/test_replace_activation.py", "tests/passes/test_merge_linears.py"),
-        *(
-            f"tests/hazards/test_{name}.py"
-            for name in ("shared_layers", "unusual_layers", "gradients_and_buffers")
-        ),
-    ],
-    "obstacles/batch_norm.py": _FOLDS,
-    "obstacles/scaling.py": _FOLDS,
-    "passes/folding.py": _FOLDS,
-    "passes/fold_batch_norms.py": _FOLDS,
-    "passes/merging.py": ["tests/passes/test_merge_linears.py", "tests/passes/test_merge_convs.py"],
-    "passes/fold_norm_weights.py": ["tests/passes/test_fold_norm_weights.py"],
-    "passes/fold_scale_and_shift.py": ["tests/passes/test_fold_scale_and_shift.py"],
-    "obstacles/foldable.py": [
-        *_FOLDS,
-        *(f"tests/passes/test_fold_{name}.py" for name in ("norm_weights", "scale_and_shift")),
-    ],
-    "obstacles/parameter_constants.py": ["tests/passes/test_fold_scale_and_shift.py"],
-    "attention": ["tests/passes/test_fuse_attention.py"],
-    "passes/remove_repeated_heads.py": ["tests/passes/test_remove_repeated_heads.py"],
-    "packing.py": ["tests/passes/test_packing.py"],
-    "packed_operators.py": ["tests/test_kernels.py", "tests/passes/test_packing.py"],
-    "kernels.py": ["tests/test_kernels.py", "tests/passes/test_packing.py"],
-    "obstacles/layouts.py": ["tests/passes/test_packing.py"],
-    "passes/pack_convs.py": ["tests/passes/test_packing.py"],
-    "passes/fuse_epilogues.py": ["tests/passes/test_packing.py"],
-    "optimizing/backend.py": ["tests/optimizing/test_backend.py"],
-    "saving": [f"tests/{name}.py" for name in ("optimizing/test_saving_optimized", "test_saving")],
-    "optimizing": [f"tests/optimizing/test_{name}.py" for name in ("optimize", "generation")],
-    "obstacles/rounding.py": ["tests/passes/test_change_true_div_to_mul_by_inverse.py"],
-    "obstacles/slicing.py": [
-        "tests/passes/test_merge_linears.py",
-        "tests/hazards/test_numbers_and_writes.py",
-    ],
-    "constants.py": ["tests/passes/test_fold_constants.py"],
-    "activations.py": ["tests/passes/test_replace_activation.py"],
-    "testing": [
-        f"tests/test_{name}.py"
-        for name in ("oracle", "deceptions", "more_deceptions", "testing", "divergence")
-    ],
-    "obstacles/precision_plan.py": ["tests/passes/test_change_precision.py"],
-    "operators.py": [
-        *("tests/passes/test_merge_linears.py", "tests/test_memory.py"),
-        "tests/hazards/test_numbers_and_writes.py",
-    ],
-    "effects.py": [
-        "tests/test_memory.py",
-        *(f"tests/passes/test_eliminate_{name}.py" for name in ("dead_code", "common_subexpressions")),
-        "tests/passes/test_remove_identity.py",
-    ],
-    "rewriting": [
-        *("tests/test_rewriter.py", "tests/test_fingerprint.py", "tests/test_undo_of_compositions.py"),
-        *("tests/test_undo_between_edits.py", "tests/test_history.py", "tests/test_rewrite.py"),
-        *("tests/passes/test_fuse_batch_norm1d_in_linear.py", "tests/passes/test_metadata.py"),
-        *("tests/passes/test_merge_linears.py", "tests/passes/test_undo_folds.py"),
-        *(
-            "tests/test_history_of_users_passes.py",
-            "tests/test_composition.py",
-            "tests/test_failed_passes.py",
-        ),
-        *("tests/test_verification.py", "tests/test_transformation.py"),
-    ],
-}
-"""The tests that see most faults of a file or folder, and soon."""
-
-_HAZARDS = ["tests/hazards"]
-
-_NO_FAULT_SEEN = {"test_names.py"}
-"""Tests that read no code."""
+_OF_SITES = ("tests/passes", "tests/hazards")
+"""Tests whose passes are verified: they show them sites."""
 
 _IMPORT = "from __future__ import annotations\n"
 NO_FAULT = Fault("no fault", "errors.py", _IMPORT, f"{_IMPORT}\n")
@@ -135,32 +59,21 @@ def main() -> int:
     _import_all()
     if options.verify:
         return _verify(faults, f"verify{part}")
-    outcome, failed = _run(NO_FAULT, _soon(faults) if options.soon else _stages(NO_FAULT))
-    if outcome != SURVIVED:
-        print(f"without a fault, {failed} fails: the score would say nothing")
-        return 1
-    results, before = list[Outcome](), seen_before()
+    stages = _stages(faults, options.tests)
+    results = list[Outcome]()
     name, title = ("guards", "Guards, disabled") if options.guards else ("faults", "Planted faults")
     for number, fault in enumerate(faults, 1):
         started = time.monotonic()
-        first_tests = [[before[fault.name]]] if fault.name in before else []
-        outcome, seen_by = _run(fault, itertools.chain(first_tests, _stages(fault, options.soon)))
-        results.append(Outcome(fault, outcome, seen_by))
+        outcome, failed = _run(fault, stages(fault))
+        results.append(Outcome(fault, outcome, failed))
         write(f"{name}{part}", title, results)
         took = time.monotonic() - started
-        print(f"{number:3}/{len(faults)} {outcome:8} {took:5.0f} s  {fault.name}  {seen_by}", flush=True)
+        print(f"{number:3}/{len(faults)} {outcome:8} {took:5.0f} s  {fault.name}  {failed}", flush=True)
     missed = [each for each in results if each.outcome != CAUGHT]
     print(f"mutation score: {len(results) - len(missed)} of {len(results)} caught")
     for each in missed:
         print(f"  {each.outcome}: {each.fault.name}")
     return int(bool(missed))
-
-
-def _soon(faults: Sequence[Fault]) -> Iterator[list[str]]:
-    """All tests that see faults soon, those of a file in one run."""
-    tests = {test for fault in faults for stage in _stages(fault, soon=True) for test in stage}
-    for _, of_file in itertools.groupby(sorted(tests), lambda test: test.partition("::")[0]):
-        yield list(of_file)
 
 
 def _options() -> argparse.Namespace:
@@ -170,9 +83,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="count what verify=True says of the passes, and no test"
     )
-    parser.add_argument(
-        "--soon", action="store_true", help="run only the tests that see most faults of a file"
-    )
+    parser.add_argument("--tests", nargs="+", help="the tests to run, of files or by their ids")
     parser.add_argument("--part", default="1/1", help="every n-th fault: 1/2 and 2/2 are two halves")
     return parser.parse_args()
 
@@ -191,14 +102,15 @@ def _import_all() -> None:
 
 def _verify(faults: list[Fault], name: str) -> int:
     """Print which faults the validation of sites alone finds, and its share."""
-    tests = list(dict.fromkeys(itertools.chain(*map(_tests_of, faults), _HAZARDS)))
-    known, _ = _heard(NO_FAULT, tests, None)
+    run_all()
+    executed = Executed()
+    known, _ = _heard(NO_FAULT, _OF_SITES, None)
     print(
         f"without a fault, site validation speaks in {len(known)} tests, which are not counted: {', '.join(known)}"
     )
     results, outcomes = dict[Fault, str](), list[Outcome]()
     for number, fault in enumerate(faults, 1):
-        results[fault], why = _found_by_validation(fault, known)
+        results[fault], why = _found_by_validation(fault, known, executed)
         outcomes.append(Outcome(fault, results[fault], why))
         write(name, "Wrong rewrites that site validation alone finds", outcomes)
         print(
@@ -227,9 +139,9 @@ def _share(outcomes: Sequence[str]) -> str:
     return f"{caught} of {len(outcomes)}" + (f" ({caught / len(outcomes):.0%})" if outcomes else "")
 
 
-def _found_by_validation(fault: Fault, known: Collection[str]) -> tuple[str, str]:
-    """Tell whether the validation of sites finds the fault in the tests that see it soon, or in the tables of hazards, and what it says."""
-    for tests in (_tests_of(fault), _HAZARDS):
+def _found_by_validation(fault: Fault, known: Collection[str], executed: Executed) -> tuple[str, str]:
+    """Tell whether the validation of sites finds the fault in tests that execute it, and what it says."""
+    for tests in executed.stages(fault, lambda test: test.startswith(_OF_SITES)):
         said, status = _heard(fault, tests, known)
         if said or status == "timeout":
             return CAUGHT, next((f"{test}: {reason}" for test, reason in said.items()), "time limit")
@@ -238,8 +150,25 @@ def _found_by_validation(fault: Fault, known: Collection[str]) -> tuple[str, str
     return SURVIVED, ""
 
 
-def _tests_of(fault: Fault) -> list[str]:
-    return next(_stages(fault, soon=True))
+def _stages(
+    faults: Sequence[Fault], tests: Sequence[str] | None
+) -> Callable[[Fault], Iterable[Sequence[str]]]:
+    """Gives the runs to make with each fault until a test fails; none does without a fault.
+
+    Raises:
+        TestsError: one does.
+    """
+    in_harness = [fault for fault in faults if fault.package == "validation"]
+    chosen = tests or sorted({test for fault in in_harness for test in seen_by(fault)})
+    outcome, failed = _run(NO_FAULT, [chosen] if chosen else [])
+    if outcome != SURVIVED:
+        raise TestsError(f"{failed} fails without a fault: that it fails with one would say nothing")
+    if tests:
+        return lambda fault: [tests]
+    if len(in_harness) < len(faults):
+        run_all()
+        executed = Executed()
+    return lambda fault: [seen_by(fault)] if fault in in_harness else executed.stages(fault)
 
 
 def _heard(
@@ -261,7 +190,7 @@ def _listen(copy: Path, tests: Sequence[str], known: Collection[str] | None) -> 
     return int(status)
 
 
-def _run(fault: Fault, stages: Iterable[list[str]]) -> tuple[str, str]:
+def _run(fault: Fault, stages: Iterable[Sequence[str]]) -> tuple[str, str]:
     """Tell whether a test fails with the fault, and which."""
     try:
         with _copy_with(fault) as copy:
@@ -293,33 +222,7 @@ def _copy_with(fault: Fault) -> Iterator[Path]:
         yield copy
 
 
-def _stages(fault: Fault, soon: bool = False) -> Iterator[list[str]]:
-    """Gives the runs to make until a test fails: the test of the file, those beside it, and all other tests of the library.
-
-    Where `soon` is on, without all others.
-    """
-    if fault.package == "validation":
-        folder = fault.file.partition("/")[0]
-        seen_by = (fault.seen_by,) if fault.seen_by else SEEN_BY.get(fault.file) or SEEN_BY[folder]
-        yield [f"tests/validation/{test}" for test in seen_by]
-        if not soon:
-            yield ["tests/validation"]
-        return
-    path, _, name = fault.file.rpartition("/")
-    folder = path.partition("/")[0]  # the rooms of a folder share its tests
-    mirror = f"tests/{folder + '/' if folder else ''}test_{name}"
-    found = sorted((ROOT / "tests").glob("test_*.py"))
-    files = [f"tests/{file.name}" for file in found if file.name not in _NO_FAULT_SEEN]
-    others = ["tests/passes", "tests/hazards", *files, "tests/capture"]
-    first = [f"tests/{folder}"] if folder else []
-    sees = [mirror, f"tests/test_{name}", *_FIRST.get(fault.file, _FIRST.get(folder or name, []))]
-    rest = [] if soon else [test for test in others if test not in first]
-    for tests in (sees, first, rest):
-        if present := [test for test in tests if (ROOT / test).exists()]:
-            yield present
-
-
-def _pytest(copy: Path, tests: list[str]) -> int:
+def _pytest(copy: Path, tests: Sequence[str]) -> int:
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_Failed(copy)]))
 
 
@@ -364,4 +267,7 @@ class _Failed:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except TestsError as error:
+        sys.exit(str(error))

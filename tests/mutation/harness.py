@@ -10,7 +10,7 @@ Fault = functools.partial(fault.Fault, package="validation")
 
 _CHECKS = ("test_checks.py", "test_lattice.py", "test_run.py", "test_wrong_passes.py")
 
-SEEN_BY = {
+_SEEN_BY = {
     "checks": _CHECKS,
     "checks/latency.py": ("test_latency.py",),
     "checks/parity.py": ("test_checks.py", "test_sweep.py", "test_wrong_passes.py"),
@@ -33,7 +33,9 @@ SEEN_BY = {
     "running/controller.py": ("test_resume.py", "test_harness.py"),
     "commands/validate.py": ("test_cli.py",),
 }  # fmt: skip
-"""The tests that see the faults of a file or folder, in tests/validation; the most likely first."""
+"""The tests that see the faults of a file or folder, in tests/validation; the most likely first. The harness runs in
+processes of its own, where nothing tells which test executes a line.
+"""
 
 HARNESS = (
     # Checks that compare less than they say, or nothing.
@@ -162,3 +164,10 @@ HARNESS = (
     Fault("report: a part takes the place of the last run", "report/__init__.py", "            table = store.merge([earlier, table])", "            pass"),
     Fault("report: one view that breaks takes all with it", "report/__init__.py", "        except Exception as error:  # a full disk", "        except KeyError as error:  # a full disk"),
 )  # fmt: skip
+
+
+def seen_by(planted: fault.Fault) -> tuple[str, ...]:
+    """The tests that see a fault in the harness."""
+    folder = planted.file.partition("/")[0]
+    tests = (planted.seen_by,) if planted.seen_by else _SEEN_BY.get(planted.file) or _SEEN_BY[folder]
+    return tuple(f"tests/validation/{test}" for test in tests)

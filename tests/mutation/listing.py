@@ -62,19 +62,6 @@ def write(name: str, title: str, outcomes: Sequence[Outcome], folder: Path = FOL
     return file
 
 
-def seen_before(file: Path = ROOT / "reports" / "baseline" / "faults.md") -> dict[str, str]:
-    """The test that saw each fault in the run whose list is kept, by the name of the fault, where there still is such a test."""
-    seen: dict[str, str] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        test = re.match(r"(tests/[^:\[]+\.py)::(\w+)", cells[3]) if len(cells) == 4 else None
-        source = ROOT / test[1] if test else file
-        if test and source.exists() and f"def {test[2]}(" in source.read_text(encoding="utf-8"):
-            name = cells[0].replace("&lt;", "<").replace("\\|", "|").replace("\\\\", "\\")
-            seen[name] = test[0]
-    return seen
-
-
 def _cell(text: str) -> str:
     shortened = re.sub(r"/\S*fxopt-mutation-\w+/", "", " ".join(text.split()))[:120]
     return shortened.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import collections
-import dataclasses
 import functools
 
+import coverage
 import pytest
 
-from tests.mutation.__main__ import _stages
-from tests.mutation.fault import ROOT, FaultError, guards
+from tests.mutation.executed import Executed, statement_of
+from tests.mutation.fault import ROOT, Fault, FaultError, guards
 from tests.mutation.faults import FAULTS
-from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, seen_before, write
+from tests.mutation.harness import seen_by
+from tests.mutation.listing import CAUGHT, SURVIVED, Outcome, write
 
 
 def test_every_fault_fits_the_code_and_is_one():
@@ -36,8 +37,40 @@ def test_every_fault_fits_the_code_and_is_one():
     assert not stale, "\n".join(stale)
 
 
-def test_every_fault_has_tests_that_see_it_soon():
-    assert [fault.name for fault in FAULTS if not any(_stages(fault, soon=True))] == []
+def test_every_fault_in_the_harness_has_tests_that_are_there():
+    for fault in FAULTS:
+        for test in seen_by(fault) if fault.package == "validation" else ():
+            file, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_a_fault_changes_the_lines_of_a_statement():
+    source = "def f(x):\n    y = [\n        x,\n        1,\n    ]\n    if y:\n        return x\n"
+    lines = {
+        ("        1,", "        2,"): range(2, 5),
+        ("    if y:", "    if not y:"): range(6, 7),
+        ("return x", "return y"): range(7, 8),
+        ("    ]\n    if y:", "    ]\n    z = x\n    if y:"): range(6, 7),
+        ("1,\n    ]\n    if y:", "2,\n    ]\n    if z:"): range(1, 7),
+    }
+    for (old, new), expected in lines.items():
+        assert statement_of(Fault("", "", old, new), source) == expected
+
+
+def test_tests_that_execute_least_come_first(tmp_path):
+    fault = next(fault for fault in FAULTS if fault.package == "fxopt")
+    source = (ROOT / fault.path).read_text(encoding="utf-8")
+    (*_, line), end = statement_of(fault, source), len(source.splitlines())
+    data = coverage.CoverageData(str(tmp_path / "coverage"))
+    for test, lines in (("much", [line, end + 1, end + 2]), ("little|[|]", [line]), ("other", [end + 1])):
+        data.set_context(f"tests/test_x.py::{test}|run")
+        data.add_lines({str(ROOT / fault.path): lines})
+    data.write()
+    stages = list(Executed(tmp_path / "coverage").stages(fault))
+    little, much, other = (f"tests/test_x.py::{name}" for name in ("little|[|]", "much", "other"))
+    assert [test for tests in stages for test in tests] == [little, much, other]
+    chosen = Executed(tmp_path / "coverage").stages(fault, lambda test: test == other)
+    assert list(chosen) == [[other]]
 
 
 def test_no_fault_is_planted_twice():
@@ -72,14 +105,3 @@ def test_the_list_names_each_fault_and_those_that_survived_first(tmp_path):
     assert rows[0] == f"| {two.name} | {two.path} | SURVIVED |  |"
     assert f"| {one.name} | {one.path} | caught | a[x\\|y] |" in rows
     assert len(rows) == 3
-
-
-def test_the_test_that_saw_a_fault_before_is_found_by_its_name(tmp_path):
-    named = [dataclasses.replace(FAULTS[n], name=name) for n, name in enumerate(("a < b", "a | b", "gone"))]
-    here = "tests/mutation/test_faults.py::test_no_fault_is_planted_twice"
-    tests = (f"{here}[x::y|z]", here, "tests/mutation/test_faults.py::test_that_there_is_no_more")
-    file = write(
-        "faults", "", [Outcome(f, CAUGHT, test) for f, test in zip(named, tests, strict=True)], tmp_path
-    )
-    assert seen_before(file) == {"a < b": here, "a | b": here}
-    assert seen_before(tmp_path / "none.md") == {}
