@@ -154,3 +154,15 @@ def test_derived_dimensions():
     for a, b in ((5, 10), (9, 19), (1, 3)):
         with pytest.raises(fxopt.GuardError):
             gm(torch.ones(a), torch.ones(b))
+
+
+def test_a_size_that_the_forward_makes_a_multiple_of_another_is_checked():
+    class Doubled(nn.Module):
+        def forward(self, a, b):
+            return a.repeat(2, 1) + b
+
+    free = {"a": {0: Dim.AUTO}, "b": {0: Dim.AUTO}}
+    gm = fxopt.trace(Doubled(), (torch.ones(3, 4), torch.ones(6, 4)), dynamic_shapes=free)
+    assert gm(torch.ones(5, 4), torch.ones(10, 4)).shape == (10, 4)
+    with pytest.raises(fxopt.GuardError, match=r"dimension 0 is 11; it must be 10 \(2\*a.shape\[0\]\)"):
+        gm(torch.ones(5, 4), torch.ones(11, 4))

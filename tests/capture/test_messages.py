@@ -69,6 +69,11 @@ def decided_by_a_function(self, x):
     return x
 
 
+def compared_by_a_check(self, x):
+    torch._check(f"{x[0].argmax()}" == "3", lambda: "the last is not the largest")
+    return x * 2
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -90,7 +95,14 @@ def decided_by_a_function(self, x):
         *(
             module(forward, expert_3=2)
             for forward in (
-                *(looked_up, asked_for, kept, formatted_later, inside_a_call_that_writes),
+                *(
+                    looked_up,
+                    asked_for,
+                    kept,
+                    formatted_later,
+                    inside_a_call_that_writes,
+                    compared_by_a_check,
+                ),
                 *(kept_by_a_function, kept_as_an_attribute, decided_by_a_function),
             )
         ),

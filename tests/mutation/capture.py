@@ -67,7 +67,7 @@ CAPTURE = (
     Fault("shape env: questions of operators are dropped", "capture/fakes/shape_env.py", "            self.evaluate_expr(question)", "            pass"),
     Fault("comparison: targets are not compared", "capture/nodes/comparison.py", "        if mine.op != its.op or mine.target != its.target:", "        if mine.op != its.op:"),
     Fault("comparison: arguments are not compared", "capture/nodes/comparison.py", "        if not same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs)):", "        if False:"),
-    Fault("comparison: a missing call is not seen", "capture/nodes/comparison.py", "return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None", "return list(zip(mine, its, strict=False))"),
+    Fault("comparison: a missing call is not seen", "capture/nodes/comparison.py", "        if mine.op != its.op or mine.target != its.target:\n            return False\n", "        if mine.op != its.op or mine.target != its.target:\n            return its.op == \"output\" or mine.op == \"output\"\n"),
     Fault("input guard: fixed sizes are not checked", "capture/runtime/input_guard.py", "            if size != wanted:", "            if False:"),
     Fault("rewrites: writes through .data are not counted", "capture/recording/rewrites.py", '    "data.__get__": (idioms.data,),\n', ""),
     Fault("random numbers: a state that is restored hides what was drawn", "capture/patches/random_numbers.py", "        if name in draws.drawn_from():", "        if False:"),

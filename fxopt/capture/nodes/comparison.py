@@ -52,12 +52,13 @@ Aliases = Mapping[torch.fx.Node, torch.fx.Node]
 _RESHAPING = {"expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as"}
 
 
-def paired_calls(
-    graph: torch.fx.Graph, other: torch.fx.Graph, without: Aliases | None = None
-) -> Pairs | None:
-    """The calls of both graphs in their order, but for those `without`; None if one has more of them."""
+def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph, without: Aliases | None = None) -> Pairs:
+    """The calls of both graphs in their order, but for those `without`.
+
+    Where one has more of them, the output of the other stands beside a call.
+    """
     mine, its = ([call for call in calls_of(one) if call not in (without or {})] for one in (graph, other))
-    return list(zip(mine, its, strict=True)) if len(mine) == len(its) else None
+    return list(zip(mine, its, strict=False))
 
 
 def views_of_same_shape(

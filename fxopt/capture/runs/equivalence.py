@@ -27,7 +27,7 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 def equivalent(capture: RunResult, other: RunResult) -> bool:
     """Tell whether the graph of a capture computes what that of `other` does, which was made with other answers."""
     pairs = paired_calls(capture.graph, other.graph)
-    names = None if pairs is None else matched_unbacked_symbols(pairs)
+    names = matched_unbacked_symbols(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
     translated = translation(capture, other, names)
@@ -39,7 +39,7 @@ def equivalent(capture: RunResult, other: RunResult) -> bool:
         and capture.reads.answers() == other.reads.answers()
         and _same_guards(capture, other, translated)
         and _same_graph(capture, other, same_size)
-        and same_results(pairs or (), same_size)
+        and same_results(pairs, same_size)
     )
 
 
@@ -173,4 +173,4 @@ def _same_graph(
     """Tell whether both graphs make the same calls on the same constants, but for `idle` views."""
     constants, others = capture.constants, other.constants
     pairs = paired_calls(capture.graph, other.graph, idle)
-    return pairs is not None and same_calls(pairs, same_size, idle) and same_constants(constants, others)
+    return same_calls(pairs, same_size, idle) and same_constants(constants, others)
