@@ -84,7 +84,7 @@ def noted(cluster: Any, tmp_path: Path) -> tuple[Fleet, Callable[[], dict[str, l
             found.setdefault(name, []).append((float(began), float(ended)))
         return found
 
-    return Fleet(functools.partial(made, notes=str(notes)), limit, preload=[], address=cluster.address), read
+    return Fleet(functools.partial(made, notes=str(notes)), limit, preload=[__name__], address=cluster.address), read
 
 
 def outcomes(records: Iterator[Record]) -> dict[Case, tuple[Outcome, str, str]]:
@@ -93,7 +93,7 @@ def outcomes(records: Iterator[Record]) -> dict[Case, tuple[Outcome, str, str]]:
 
 def test_a_cluster_finds_what_one_machine_finds(cluster: Any) -> None:
     cases = [case("a", does="hang"), case("b", does="exit"), *(case("c", number) for number in range(9))]
-    there = outcomes(Fleet(made, limit, preload=[], address=cluster.address).run(cases))
+    there = outcomes(Fleet(made, limit, preload=[__name__], address=cluster.address).run(cases))
     assert there == outcomes(Pool(made, limit).run(cases, 1))
     assert len(there) == len(cases)
 
@@ -121,7 +121,7 @@ def test_a_node_that_is_lost_loses_nothing_and_nothing_that_arrived_runs_again(
 def test_a_case_that_ends_its_node_is_given_up_and_the_others_run(cluster: Any) -> None:
     bad = case("bad", does="end Ray's process")
     cases = [bad, *(case("bad", number) for number in range(1, 4)), case("good")]
-    found = outcomes(Fleet(made, limit, preload=[], address=cluster.address).run(cases))
+    found = outcomes(Fleet(made, limit, preload=[__name__], address=cluster.address).run(cases))
     assert found.keys() == set(cases)
     assert found.pop(bad)[0] is Outcome.CRASH
     assert {outcome for outcome, _, _ in found.values()} == {Outcome.PASS}
@@ -219,4 +219,4 @@ def test_nodes_with_other_versions_are_refused(cluster: Any, monkeypatch: pytest
     theirs = fleet.versions()["torch"]
     monkeypatch.setattr(fleet, "version", lambda name: "1.0")  # in this process alone
     with pytest.raises(FleetError, match=rf"torch 1\.0.*has torch {re.escape(theirs)}"):
-        Fleet(made, limit, preload=[], address=cluster.address)
+        Fleet(made, limit, preload=[__name__], address=cluster.address)
