@@ -83,7 +83,7 @@ def trace(
             "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
             "outside of it, and apply the transform to the captured module."
         )
-    _check_model(model)
+    check_model(model)
     layers = leaves(model, leaf_modules)
     own = TracedModule(torch.nn.Module(), torch.fx.Graph())
     held = [*model._modules, *model._parameters, *model._buffers]
@@ -111,10 +111,10 @@ def trace(
             ) from error
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Raise TraceError for what is no module, or one that stands for another, with what to pass instead."""
     if not isinstance(model, torch.nn.Module):
-        raise TraceError(f"fxopt.trace takes a torch.nn.Module: {_instead_of(model)}")
+        raise TraceError(f"a capture takes a torch.nn.Module: {_instead_of(model)}")
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("the model is compiled by TorchScript; pass the module from which it was made.")
@@ -154,6 +154,8 @@ def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
     if not isinstance(args, Sequence) or isinstance(args, str):
         given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
         raise TraceError(f"args must be a tuple of example inputs, not {given}: write `(x,)`.")
+    if not isinstance(kwargs, Mapping):
+        raise TraceError(f"kwargs must be a dict of example inputs by name, not a {type(kwargs).__name__}.")
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -181,6 +183,11 @@ def _normalise_dynamic_shapes(dynamic_shapes: Any, inputs: dict[str, Any]) -> di
         if unknown:
             raise TraceError(f"dynamic_shapes names {unknown}; the inputs are {list(inputs)}.")
         return dict(dynamic_shapes)
+    if not isinstance(dynamic_shapes, Sequence) or isinstance(dynamic_shapes, str):
+        raise TraceError(
+            f"dynamic_shapes is {dynamic_shapes!r}: give a dict by the names of the inputs, {list(inputs)}, or a tuple with an "
+            "entry for each, as torch.export.export takes them."
+        )
     if len(dynamic_shapes) != len(inputs):
         raise TraceError(
             f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(inputs)} inputs: {list(inputs)}."
