@@ -167,7 +167,7 @@ def _trace(options: argparse.Namespace) -> int:
         _print_json({"model": options.model, "guards": listed, "nodes": nodes})
         return 0
     print(f"{options.model}: {len(traced.graph.nodes)} nodes")
-    print(f"takes what keeps to {len(limits)} guards" + "".join(f"\n  {guard}" for guard in limits))
+    print(f"{len(limits)} guards on the inputs" + "".join(f"\n  {guard}" for guard in limits))
     print(traced.code.strip())
     return 0
 

@@ -75,6 +75,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_trace_prints_a_graph_and_saves_it(call: Any, tmp_path: Path) -> None:
     status, out, _ = call("trace", f"{HERE}:with_inputs", "--save", str(tmp_path / "two"))
     assert status == 0
+    assert "3 guards on the inputs\n" in out
     assert "x.shape[0] == 3" in out
     assert "def forward(self, x)" in out
     assert fxopt.load(tmp_path / "two")(torch.zeros(3, 4)).shape == (3, 2)
