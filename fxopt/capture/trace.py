@@ -14,6 +14,7 @@ from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
+from fxopt.objects import why_no_inputs
 
 # Classes of torch that wrap a module, and where they keep it.
 _WRAPPERS = {
@@ -147,15 +148,9 @@ def _instead_of(model: Any) -> str:
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Example values by the names that the placeholders get; `*name` for the variadic ones."""
-    if isinstance(args, Mapping):
-        raise TraceError(
-            "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name."
-        )
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
-        raise TraceError(f"args must be a tuple of example inputs, not {given}: write `(x,)`.")
-    if not isinstance(kwargs, Mapping):
-        raise TraceError(f"kwargs must be a dict of example inputs by name, not a {type(kwargs).__name__}.")
+    fault = why_no_inputs(args, kwargs)
+    if fault:
+        raise TraceError(f"{fault}.")
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)

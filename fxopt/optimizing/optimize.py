@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxopt.errors import PassError
+from fxopt.objects import why_no_inputs
 from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
@@ -114,8 +115,9 @@ def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
         given = getattr(options, name)
         if given not in known:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
-    if isinstance(args, torch.Tensor):
-        raise TypeError("args must be a tuple of example inputs, not a tensor: write `(x,)`")
+    fault = why_no_inputs(args, kwargs)
+    if fault:
+        raise TypeError(fault)
     if args or kwargs:
         try:
             inspect.signature(model.forward).bind(*args, **(kwargs or {}))

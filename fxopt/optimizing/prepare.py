@@ -19,6 +19,7 @@ from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
+from fxopt.operators import hooks_of
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
@@ -210,7 +211,13 @@ def _effect(traced: GraphModule) -> str | None:
     index = GraphIndex(traced)
     writer = index.memory.writer_of(traced)
     if writer is not None:
-        return f"each run writes into its weights or buffers, at {graph.place(writer)}"
+        called = traced.get_submodule(str(writer.target)).modules() if writer.op == "call_module" else ()
+        what = (
+            "a layer has hooks"
+            if any(map(hooks_of, called))
+            else "each run writes into its weights or buffers"
+        )
+        return f"{what}, at {graph.place(writer)}"
     nodes = index.nodes
     if any(
         getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks" for node in nodes
