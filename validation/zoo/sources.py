@@ -21,7 +21,6 @@ from . import yaml_file
 from .entry import Entry, Input, Limits, ZooFile, factory
 from .passes import ZooError, name_of
 
-
 _IN_YAML = {
     "missing": "is missing",
     "extra_forbidden": "there is no such key",
