@@ -160,6 +160,27 @@ def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, mes
     assert re.search(message, err), err
 
 
+@pytest.mark.parametrize("text", ["import torch\nmissing", "x = (", "raise SystemExit(3)"])
+def test_code_of_users_that_fails_when_it_is_imported_is_one_line(
+    call: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    for arguments in (["trace", "broken_module:net"], ["passes", "--pass", "broken_module.Pass"]):
+        status, out, err = call(*arguments)
+        assert (status, out, len(err.splitlines())) == (2, "", 1)
+        assert re.search(
+            r"broken_module cannot be imported: (NameError|SyntaxError|SystemExit): .*\.py", err
+        ), err
+    (tmp_path / "zoo.yaml").write_text(
+        "models: [{name: net, model: broken_module.net, sizes: fixed, inputs: {x: {shape: [1]}}}]"
+    )
+    status, out, err = call("zoo", "check", str(tmp_path / "zoo.yaml"))
+    assert status == 1
+    assert "net: model: broken_module cannot be imported: " in err
+
+
 @pytest.mark.parametrize(
     "command", [["compare", "a", "b"], ["validate"], ["trace", "net", "--zoo", "zoo.yaml"]]
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 from fxopt.errors import PassError
+from fxopt.importing import imported
 from fxopt.rewriting.transformation import Transformation
 
 GROUP = "fxopt.passes"
@@ -65,9 +66,9 @@ def ready(paths: Iterable[str] = ()) -> dict[str, Transformation]:
 def _imported(path: str) -> type[Transformation]:
     module_name, _, name = path.rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module_name), name, None)
-    except (ImportError, ValueError) as error:
-        raise PassError(f"pass {path}: {module_name or path!r} cannot be imported: {error}") from error
+        cls = getattr(imported(module_name or path, PassError), name, None)
+    except PassError as error:
+        raise PassError(f"pass {path}: {error}") from error
     if not _is_ready(cls):
         what = f"no class {name!r}" if cls is None else f"{name!r}, which is no pass that takes no arguments"
         raise PassError(f"pass {path}: {module_name} has {what}")
