@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError
-from fxopt.importing import imported
+from fxopt.importing import imported, in_a_line
 
 
 class UsageError(FxoptError):
@@ -78,8 +78,7 @@ def _called(name: str, factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UsageError(f"{name}() raises {text}") from error
+        raise UsageError(f"{name}() raises {in_a_line(error)}") from error
 
 
 def _input(text: str) -> tuple[str, Tensor]:

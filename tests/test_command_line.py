@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxopt
 from fxopt import command_line, doctor
@@ -58,6 +58,18 @@ class Doubles(fxopt.Transformation):
 
 
 HERE = __name__
+
+
+class Unmatched(fxopt.ReversibleRewrite[fx.Node]):
+    def match(self, graph_module: fx.GraphModule) -> Any:
+        raise KeyError("key")
+
+    def apply(self, rewriter: fxopt.Rewriter, site: fx.Node) -> None: ...
+
+
+class Unmade(Unmatched):
+    def __init__(self) -> None:
+        raise KeyError("key")
 
 
 @pytest.fixture
@@ -140,6 +152,16 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["passes", "--pass", f"{HERE}.Two"], 2, "'Two', which is no pass that takes no arguments"),
         (["passes", "--pass", f"{HERE}.Three"], 2, "has no class 'Three'"),
+        (
+            ["passes", "--pass", f"{HERE}.Unmade"],
+            2,
+            r"constructor raises KeyError: 'key', at .*test_comm.*\.py:\d+",
+        ),
+        (
+            ["explain", f"{HERE}:with_inputs", "--pass", f"{HERE}.Unmatched"],
+            2,
+            r"Unmatched\(\) raises KeyError: 'key', at .*:\d+",
+        ),
         (["passes", "--pass", f"{HERE}.MergeLinears"], 2, "has a pass of the same name"),
         (["trace"], 2, "the following arguments are required: MODEL; see `fxopt trace --help`"),
         (["doctor", "--loud"], 2, "unrecognized arguments: --loud; see `fxopt --help`"),
