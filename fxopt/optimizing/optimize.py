@@ -59,8 +59,8 @@ def optimize(
         attributes, writes through `.data` or numpy, and what fused optimizers do while the module is not called.
 
     Raises:
-        PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`; or the
-            file for `memory="low"` cannot be written.
+        PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
+            `__call__`; or the file for `memory="low"` cannot be written.
         ValueError: an unknown precision, or value of `memory`.
         TypeError: the example inputs do not fit the model's forward.
 
@@ -111,6 +111,8 @@ def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
         raise PassError(
             "the model is in training mode, and optimize is for inference: call model.eval() first"
         )
+    if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise PassError("the model has parameters without a shape yet: run it once, then optimize it")
     for name, known in (("precision", PRECISIONS), ("memory", MEMORIES)):
         given = getattr(options, name)
         if given not in known:

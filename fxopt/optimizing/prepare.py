@@ -97,7 +97,7 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
-        exact, own = in_float64(traced, inputs.bound(traced), evict), inputs.call(model)
+        exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model, inputs)
         # With `memory="low"` the model's weights are not there while the graph's are.
         before = times(model, inputs) if options.tune and options.memory == "low" else []
         evict()
@@ -116,6 +116,14 @@ def prepare(
 
 class _Unused(Exception):
     """The model itself is to run; the message is the reason that the report gives."""
+
+
+def _own(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's own outputs. Fake tensors let pass what real ones do not, such as two dtypes in a product."""
+    try:
+        return inputs.call(model)
+    except Exception as error:
+        raise _Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
 
 
 def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:

@@ -396,6 +396,8 @@ def test_bad_input_in_one_sentence():
         TypeError, match="do not fit the forward of Branches: missing a required argument: 'x'"
     ):
         fxopt.optimize(Branches().eval(), (), {"y": 1})
+    with pytest.raises(fxopt.PassError, match="parameters without a shape yet: run it once"):
+        fxopt.optimize(nn.LazyLinear(2).eval())
     with pytest.raises(TypeError, match="write `.x,.`"):
         fxopt.optimize(model, torch.ones(1, 2))
     with pytest.raises(TypeError, match=r"not a dict: write `kwargs="):
@@ -406,6 +408,16 @@ def test_bad_input_in_one_sentence():
         fxopt.optimize(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
     with pytest.raises(fxopt.PassError, match="optimized already"):
         fxopt.optimize(fxopt.optimize(model))
+
+
+def test_inputs_that_fake_tensors_alone_take_are_no_fault_of_ours():
+    half, model = torch.ones(2, 4).half(), nn.Linear(4, 4).eval()
+    with pytest.warns(
+        UserWarning, match="the model itself runs: it fails on these inputs, with RuntimeError: mat1 and"
+    ):
+        fast = fxopt.optimize(model, (half,))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        fast(half)
 
 
 def test_errors_of_the_model_stay_its_own():
