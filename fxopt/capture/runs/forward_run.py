@@ -284,7 +284,7 @@ def _with_line(error: Any) -> TraceError:
     # Without a line of the model, it is a layer of torch that fails, under none but other layers of torch.
     callers = [frame.f_locals.get("self") for frame in frames[after:] if frame.f_code.co_name == "forward"]
     layer = next((m for m in reversed(callers) if isinstance(m, torch.nn.Module)), None)
-    in_layer = "" if layer is None else f"In {type(layer).__name__}({layer.extra_repr()})."
+    in_layer = "In the forward." if layer is None else f"In {type(layer).__name__}({layer.extra_repr()})."
     where = describe_location(own[-1], None) if own else in_layer
     if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
