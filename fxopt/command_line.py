@@ -23,6 +23,7 @@ from fxopt.capture.runtime.guard_listing import guards
 from fxopt.doctor import examine
 from fxopt.drawing import draw
 from fxopt.errors import FxoptError, TraceError
+from fxopt.importing import in_a_line
 from fxopt.named_model import UsageError, captured
 from fxopt.rewriting.explanation import Explanation
 from fxopt.saving.folder import save
@@ -167,7 +168,7 @@ def _trace(options: argparse.Namespace) -> int:
         _print_json({"model": options.model, "guards": listed, "nodes": nodes})
         return 0
     print(f"{options.model}: {len(traced.graph.nodes)} nodes")
-    print(f"takes what keeps to {len(limits)} guards" + "".join(f"\n  {guard}" for guard in limits))
+    print(f"{len(limits)} guards on the inputs" + "".join(f"\n  {guard}" for guard in limits))
     print(traced.code.strip())
     return 0
 
@@ -178,7 +179,12 @@ def _explain(options: argparse.Namespace) -> int:
     explanations: list[Explanation] = []
     for pass_ in passes.values():
         if (explain := getattr(pass_, "explain", None)) is not None:
-            explanations.append(explain(traced))
+            try:
+                explanations.append(explain(traced))
+            except FxoptError:
+                raise
+            except Exception as error:
+                raise UsageError(f"{pass_!r} raises {in_a_line(error)}") from error
     if options.json:
         rows = [{"pass": each.name, **row._asdict()} for each in explanations for row in each.rows]
         _print_json(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError
+from fxopt.importing import imported, in_a_line
 
 
 class UsageError(FxoptError):
@@ -58,10 +58,7 @@ def _imported(name: str) -> Callable[[], Any] | nn.Module:
     if not path:
         text = "a model is named package.module:factory, or as an entry of a zoo file, with --zoo"
         raise UsageError(f"{name}: {text}")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # the boundary to the code of users, which may raise anything
-        raise UsageError(f"{module_name} cannot be imported: {_shown(error)}") from error
+    found: Any = imported(module_name, UsageError)
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -81,7 +78,7 @@ def _called(name: str, factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise UsageError(f"{name}() raises {_shown(error)}") from error
+        raise UsageError(f"{name}() raises {in_a_line(error)}") from error
 
 
 def _input(text: str) -> tuple[str, Tensor]:
@@ -98,7 +95,3 @@ def _input(text: str) -> tuple[str, Tensor]:
         return name, torch.randint(0, 2, shape, generator=generator).to(dtype)
     except (ValueError, RuntimeError) as error:  # torch's: a size below 0, a dtype of quantised tensors
         raise UsageError(f"--input {text}: write it as x=2,3 or ids=2,16:int64") from error
-
-
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

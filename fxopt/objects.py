@@ -12,12 +12,24 @@ import collections
 import dataclasses
 import importlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
+
+
+def why_no_inputs(args: Any, kwargs: Any) -> str | None:
+    """Say why these are no example inputs, as `f(*args, **kwargs)` takes them; a tensor would be taken row by row."""
+    if isinstance(args, Mapping):
+        return "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name"
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
+        return f"args must be a tuple of example inputs, not {given}: write `(x,)`"
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        return f"kwargs must be a dict of example inputs by name, not a {type(kwargs).__name__}"
+    return None
 
 
 def is_open(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxopt
 from fxopt import command_line, doctor
@@ -60,6 +60,18 @@ class Doubles(fxopt.Transformation):
 HERE = __name__
 
 
+class Unmatched(fxopt.ReversibleRewrite[fx.Node]):
+    def match(self, graph_module: fx.GraphModule) -> Any:
+        raise KeyError("key")
+
+    def apply(self, rewriter: fxopt.Rewriter, site: fx.Node) -> None: ...
+
+
+class Unmade(Unmatched):
+    def __init__(self) -> None:
+        raise KeyError("key")
+
+
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -75,6 +87,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_trace_prints_a_graph_and_saves_it(call: Any, tmp_path: Path) -> None:
     status, out, _ = call("trace", f"{HERE}:with_inputs", "--save", str(tmp_path / "two"))
     assert status == 0
+    assert "3 guards on the inputs\n" in out
     assert "x.shape[0] == 3" in out
     assert "def forward(self, x)" in out
     assert fxopt.load(tmp_path / "two")(torch.zeros(3, 4)).shape == (3, 2)
@@ -139,6 +152,16 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["passes", "--pass", f"{HERE}.Two"], 2, "'Two', which is no pass that takes no arguments"),
         (["passes", "--pass", f"{HERE}.Three"], 2, "has no class 'Three'"),
+        (
+            ["passes", "--pass", f"{HERE}.Unmade"],
+            2,
+            r"constructor raises KeyError: 'key', at .*test_comm.*\.py:\d+",
+        ),
+        (
+            ["explain", f"{HERE}:with_inputs", "--pass", f"{HERE}.Unmatched"],
+            2,
+            r"Unmatched\(\) raises KeyError: 'key', at .*:\d+",
+        ),
         (["passes", "--pass", f"{HERE}.MergeLinears"], 2, "has a pass of the same name"),
         (["trace"], 2, "the following arguments are required: MODEL; see `fxopt trace --help`"),
         (["doctor", "--loud"], 2, "unrecognized arguments: --loud; see `fxopt --help`"),
@@ -157,6 +180,27 @@ def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, mes
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1 or status == 1
     assert re.search(message, err), err
+
+
+@pytest.mark.parametrize("text", ["import torch\nmissing", "x = (", "raise SystemExit(3)"])
+def test_code_of_users_that_fails_when_it_is_imported_is_one_line(
+    call: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    for arguments in (["trace", "broken_module:net"], ["passes", "--pass", "broken_module.Pass"]):
+        status, out, err = call(*arguments)
+        assert (status, out, len(err.splitlines())) == (2, "", 1)
+        assert re.search(
+            r"broken_module cannot be imported: (NameError|SyntaxError|SystemExit): .*\.py", err
+        ), err
+    (tmp_path / "zoo.yaml").write_text(
+        "models: [{name: net, model: broken_module.net, sizes: fixed, inputs: {x: {shape: [1]}}}]"
+    )
+    status, out, err = call("zoo", "check", str(tmp_path / "zoo.yaml"))
+    assert status == 1
+    assert "net: model: broken_module cannot be imported: " in err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fxopt import (
     ChangePrecision,
     ChangeTrueDivToMulByInverse,
     DeepCopy,
+    FuseBatchNorm2dInConv2d,
     FuseBiasInLinear,
     LintAndRecompile,
     MergeLinears,
@@ -201,11 +202,19 @@ def test_undo_several_steps(trace):
 def test_more_steps_than_there_are(steps):
     graph_module = MergeLinears()(traced())
     before = copy.deepcopy(graph_module)
-    with pytest.raises(UndoError, match=f"steps is {steps}, but the graph module knows of 1 transformations"):
+    with pytest.raises(UndoError, match=f"steps is {steps}, but 1 are recorded"):
         undo(graph_module, steps)
     assert_round_trip(before, graph_module)
-    with pytest.raises(ValueError, match="steps is 0"):
-        undo(graph_module, 0)
+    for wrong in (0, "all"):
+        with pytest.raises(ValueError, match=f"steps is {wrong!r}"):
+            undo(graph_module, wrong)
+
+
+def test_undo_of_what_was_not_rewritten():
+    with pytest.raises(UndoError, match="0 are recorded: a pass that finds no site is not"):
+        undo(FuseBatchNorm2dInConv2d()(traced()))
+    with pytest.raises(TypeError, match="not Linear"):
+        undo(nn.Linear(2, 2))
 
 
 def test_a_lost_record_is_an_error():

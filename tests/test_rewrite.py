@@ -25,6 +25,7 @@ from fxopt import (
     RemoveIdentity,
     RemoveRepeatedHeads,
     ReplaceActivation,
+    ReversibleRewrite,
     UndoError,
     undo,
 )
@@ -311,6 +312,23 @@ class Endless(Negate):
 def test_a_pass_that_matches_what_it_makes_is_stopped():
     with pytest.raises(PassError, match="does not come to an end"):
         Endless()(traced())
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"), [(None, "NoneType"), ("relu", "str"), ([("a", "b")], "tuple"), (7, "int")]
+)
+def test_what_is_no_site_is_an_error_that_names_the_pass(found, kind):
+    class Finds(ReversibleRewrite):
+        def match(self, graph_module):
+            return found
+
+        def apply(self, rewriter, site):
+            raise AssertionError
+
+    graph_module = torch.fx.symbolic_trace(nn.ReLU())
+    for call in (Finds(), Finds().explain):
+        with pytest.raises(PassError, match=rf"match of .*Finds\(\) gave a {kind}: it has to yield nodes"):
+            call(graph_module)
 
 
 def test_explain_of_a_model_says_that_it_has_to_be_traced():

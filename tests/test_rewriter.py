@@ -660,6 +660,16 @@ def test_a_promise_is_checked():
         BreaksItsPromise()(changed)
 
 
+@pytest.mark.parametrize("answer", [False, True, ("a", "b")])
+def test_a_promise_is_broken_with_a_text(answer, monkeypatch):
+    """`return not left` would say that nothing is wrong where something is."""
+    monkeypatch.setattr(BreaksItsPromise, "ensures", lambda self, graph_module: answer)
+    with pytest.raises(
+        PassError, match=r"ensures of BreaksItsPromise\(\) returned .*: it has to return a text"
+    ):
+        BreaksItsPromise()(traced())
+
+
 def test_marks_go_where_the_graph_is_invalid():
     def read_too_early(rewriter, nodes):
         rewriter.create("call_function", torch.relu, (nodes["second"],), before=nodes["first"])

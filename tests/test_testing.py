@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.testing import assert_equivalent, assert_round_trip, compare, leaves, randomise
+from fxopt.testing import Oracle, assert_equivalent, assert_round_trip, compare, leaves, minified, randomise
 
 X = torch.randn(3, 4)
 
@@ -49,6 +49,33 @@ def test_a_worse_candidate_fails_in_its_own_dtype():
 
     with pytest.raises(AssertionError, match="in its own dtype"):
         assert_equivalent(layer, Coarse(layer), [X])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ((torch.ones(1, 4),), r"args must be a tuple of example inputs, not a tensor: write `\(x,\)`"),
+        (({"input": torch.ones(1, 4)},), r"not a dict: write `kwargs=\{...\}`"),
+        (((), (torch.ones(1, 4),)), "kwargs must be a dict of example inputs by name, not a tuple"),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(inputs, error):
+    """A tensor would be taken row by row: with one row, as an input without its batch."""
+    layer = nn.Linear(4, 4)
+    for judge in (
+        lambda *given: assert_equivalent(layer, layer, *given),
+        lambda *given: Oracle(layer, *given),
+    ):
+        with pytest.raises(TypeError, match=error):
+            judge(*inputs)
+    with pytest.raises(TypeError, match=error):
+        minified(torch.fx.symbolic_trace(layer), [], *inputs)
+
+
+def test_a_function_is_no_candidate():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r"a function is no torch.nn.Module"):
+        assert_equivalent(layer, lambda x: layer(x), (torch.ones(1, 4),))
 
 
 def test_a_wrong_dtype_fails():

@@ -14,7 +14,7 @@ from torch.export import Dim
 
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.capture.trace import trace
+from fxopt.capture.trace import check_model, trace
 from fxopt.errors import GuardError, TraceError
 from fxopt.objects import entries, is_open, tensors_in
 
@@ -24,6 +24,7 @@ _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
 
 _FIXED_IMAGES = {0: Dim.AUTO}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # The names that caches have among the inputs, and as fields of the output.
 _CACHES = ("past_key_values", "cache_params")
 _QUERIES = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -73,6 +74,7 @@ def symbolic_trace(
         >>> traced(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape
         torch.Size([2, 9, 32])
     """
+    check_model(model)
     config = getattr(model, "config", None)
     if config is None:
         raise TraceError(
@@ -182,7 +184,8 @@ def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
 
 def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> list[str]:
     """The names in the order of the forward's signature."""
-    parameters = list(inspect.signature(model.forward).parameters)
+    signature = inspect.signature(model.forward).parameters
+    parameters = [name for name, parameter in signature.items() if parameter.kind not in _VARIADIC]
     if input_names is None:
         input_names = [getattr(model, "main_input_name", "input_ids")]
     if isinstance(input_names, str):

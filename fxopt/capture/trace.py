@@ -14,6 +14,7 @@ from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
+from fxopt.objects import why_no_inputs
 
 # Classes of torch that wrap a module, and where they keep it.
 _WRAPPERS = {
@@ -83,7 +84,7 @@ def trace(
             "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
             "outside of it, and apply the transform to the captured module."
         )
-    _check_model(model)
+    check_model(model)
     layers = leaves(model, leaf_modules)
     own = TracedModule(torch.nn.Module(), torch.fx.Graph())
     held = [*model._modules, *model._parameters, *model._buffers]
@@ -111,10 +112,10 @@ def trace(
             ) from error
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Raise TraceError for what is no module, or one that stands for another, with what to pass instead."""
     if not isinstance(model, torch.nn.Module):
-        raise TraceError(f"fxopt.trace takes a torch.nn.Module: {_instead_of(model)}")
+        raise TraceError(f"a capture takes a torch.nn.Module: {_instead_of(model)}")
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("the model is compiled by TorchScript; pass the module from which it was made.")
@@ -147,13 +148,9 @@ def _instead_of(model: Any) -> str:
 
 def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Example values by the names that the placeholders get; `*name` for the variadic ones."""
-    if isinstance(args, Mapping):
-        raise TraceError(
-            "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name."
-        )
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        given = "a tensor" if isinstance(args, torch.Tensor) else f"a {type(args).__name__}"
-        raise TraceError(f"args must be a tuple of example inputs, not {given}: write `(x,)`.")
+    fault = why_no_inputs(args, kwargs)
+    if fault:
+        raise TraceError(f"{fault}.")
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -181,6 +178,11 @@ def _normalise_dynamic_shapes(dynamic_shapes: Any, inputs: dict[str, Any]) -> di
         if unknown:
             raise TraceError(f"dynamic_shapes names {unknown}; the inputs are {list(inputs)}.")
         return dict(dynamic_shapes)
+    if not isinstance(dynamic_shapes, Sequence) or isinstance(dynamic_shapes, str):
+        raise TraceError(
+            f"dynamic_shapes is {dynamic_shapes!r}: give a dict by the names of the inputs, {list(inputs)}, or a tuple with an "
+            "entry for each, as torch.export.export takes them."
+        )
     if len(dynamic_shapes) != len(inputs):
         raise TraceError(
             f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(inputs)} inputs: {list(inputs)}."

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxopt.errors import PassError
+from fxopt.objects import why_no_inputs
 from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
@@ -58,8 +59,8 @@ def optimize(
         attributes, writes through `.data` or numpy, and what fused optimizers do while the module is not called.
 
     Raises:
-        PassError: the model is in training mode, is a graph module or one of torch.jit, or overrides `__call__`; or the
-            file for `memory="low"` cannot be written.
+        PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
+            `__call__`; or the file for `memory="low"` cannot be written.
         ValueError: an unknown precision, or value of `memory`.
         TypeError: the example inputs do not fit the model's forward.
 
@@ -110,12 +111,15 @@ def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
         raise PassError(
             "the model is in training mode, and optimize is for inference: call model.eval() first"
         )
+    if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise PassError("the model has parameters without a shape yet: run it once, then optimize it")
     for name, known in (("precision", PRECISIONS), ("memory", MEMORIES)):
         given = getattr(options, name)
         if given not in known:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
-    if isinstance(args, torch.Tensor):
-        raise TypeError("args must be a tuple of example inputs, not a tensor: write `(x,)`")
+    fault = why_no_inputs(args, kwargs)
+    if fault:
+        raise TypeError(fault)
     if args or kwargs:
         try:
             inspect.signature(model.forward).bind(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
+from fxopt.operators import hooks_of
 from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
@@ -96,7 +97,7 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
-        exact, own = in_float64(traced, inputs.bound(traced), evict), inputs.call(model)
+        exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model, inputs)
         # With `memory="low"` the model's weights are not there while the graph's are.
         before = times(model, inputs) if options.tune and options.memory == "low" else []
         evict()
@@ -115,6 +116,14 @@ def prepare(
 
 class _Unused(Exception):
     """The model itself is to run; the message is the reason that the report gives."""
+
+
+def _own(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's own outputs. Fake tensors let pass what real ones do not, such as two dtypes in a product."""
+    try:
+        return inputs.call(model)
+    except Exception as error:
+        raise _Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
 
 
 def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
@@ -210,7 +219,13 @@ def _effect(traced: GraphModule) -> str | None:
     index = GraphIndex(traced)
     writer = index.memory.writer_of(traced)
     if writer is not None:
-        return f"each run writes into its weights or buffers, at {graph.place(writer)}"
+        called = traced.get_submodule(str(writer.target)).modules() if writer.op == "call_module" else ()
+        what = (
+            "a layer has hooks"
+            if any(map(hooks_of, called))
+            else "each run writes into its weights or buffers"
+        )
+        return f"{what}, at {graph.place(writer)}"
     nodes = index.nodes
     if any(
         getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks" for node in nodes

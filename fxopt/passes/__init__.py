@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 from fxopt.errors import PassError
+from fxopt.importing import imported, in_a_line
 from fxopt.rewriting.transformation import Transformation
 
 GROUP = "fxopt.passes"
@@ -44,7 +45,7 @@ def ready(paths: Iterable[str] = ()) -> dict[str, Transformation]:
         By the name of their classes, sorted.
 
     Raises:
-        PassError: where there is no such class, it takes options without defaults, or has the name of another pass.
+        PassError: where there is no such class, it takes options without defaults or raises, or has the name of another pass.
 
     Example:
         >>> from fxopt.passes import ready
@@ -59,15 +60,22 @@ def ready(paths: Iterable[str] = ()) -> dict[str, Transformation]:
         if found.setdefault(cls.__name__, cls) is not cls:
             other = found[cls.__name__]
             raise PassError(f"{path}: {other.__module__} has a pass of the same name; give yours another")
-    return {name: found[name]() for name in sorted(found)}
+    return {name: _made(found[name]) for name in sorted(found)}
+
+
+def _made(cls: type[Transformation]) -> Transformation:
+    try:
+        return cls()
+    except Exception as error:
+        raise PassError(f"pass {cls.__name__}: its constructor raises {in_a_line(error)}") from error
 
 
 def _imported(path: str) -> type[Transformation]:
     module_name, _, name = path.rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module_name), name, None)
-    except (ImportError, ValueError) as error:
-        raise PassError(f"pass {path}: {module_name or path!r} cannot be imported: {error}") from error
+        cls = getattr(imported(module_name or path, PassError), name, None)
+    except PassError as error:
+        raise PassError(f"pass {path}: {error}") from error
     if not _is_ready(cls):
         what = f"no class {name!r}" if cls is None else f"{name!r}, which is no pass that takes no arguments"
         raise PassError(f"pass {path}: {module_name} has {what}")

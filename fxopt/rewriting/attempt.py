@@ -152,6 +152,10 @@ class Attempt:
 def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> None:
     """Raise a PassError that names the pass, and those before it, if the result is not what it `ensures`."""
     reason = pass_.ensures(result)
+    if not isinstance(reason, str | None):  # False would say that nothing is wrong
+        raise PassError(
+            f"ensures of {pass_!r} returned {reason!r}: it has to return a text that says what is wrong, or None"
+        )
     if reason:
         applied = ", ".join(step.name for step in steps) or "nothing"
         raise PassError(f"{pass_!r} broke its promise: {reason}. Applied before it: {applied}")
@@ -175,6 +179,18 @@ def check_unchanged(pass_: Any, graph_module: GraphModule, before: str) -> None:
             f"apply of {pass_!r} changed the graph by itself, and that stays changed: call the methods of the rewriter, "
             "which can take back what they do"
         )
+
+
+def found_by(pass_: Any, graph_module: GraphModule) -> list[Any]:
+    """All that `match` yields; raise a PassError for what is no node, site or refusal."""
+    matched = pass_.match(graph_module)
+    found = list(matched) if isinstance(matched, Iterable) else [matched]
+    wrong = [type(each).__name__ for each in found if not isinstance(getattr(each, "node", each), Node)]
+    if wrong:
+        raise PassError(
+            f"match of {pass_!r} gave a {wrong[0]}: it has to yield nodes, objects with an attribute `node`, and refusals"
+        )
+    return found
 
 
 def nodes_of(pass_: Any, made: Any) -> list[Node]:

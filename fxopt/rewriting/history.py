@@ -70,6 +70,7 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         The module (a copy, where a transformation of your own makes one).
 
     Raises:
+        TypeError: this is no graph module.
         ValueError: `steps` is less than 1.
         UndoError: there are not as many, one of them is not reversible, or undoing one would not be exact.
             The graph module stays as it is.
@@ -84,14 +85,18 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     if STANDS_FOR in graph_module.__dict__:
         model: GraphModule = graph_module.__dict__[STANDS_FOR]
         return model
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; give the number of applications to undo")
+    if not isinstance(graph_module, GraphModule):
+        raise TypeError(
+            f"undo takes a graph module, or what fxopt.optimize made of a model, not {type(graph_module).__name__}"
+        )
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; give the number of applications to undo")
     applied_steps = steps_of(graph_module)
     if steps > len(applied_steps):
         raise UndoError(
-            f"steps is {steps}, but the graph module knows of {len(applied_steps)} transformations. What was "
-            "applied is kept in a child module, which delete_all_unused_submodules, copy.copy, retracing and "
-            "GraphModule(module, graph) lose"
+            f"steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not, and "
+            "delete_all_unused_submodules, copy.copy, retracing and GraphModule(module, graph) lose the record, which "
+            "is a child module"
         )
     return finished(LintAndRecompile(), undoing.undo_steps(graph_module, applied_steps[-steps:]), True)
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fxopt import submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
-from fxopt.rewriting.attempt import Applied, check_apply, check_promise, check_unchanged, nodes_of
+from fxopt.rewriting.attempt import Applied, check_apply, check_promise, check_unchanged, found_by, nodes_of
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.fingerprint import fingerprint
@@ -71,7 +71,7 @@ class Rewrite(Transformation, Generic[S]):
         check_graph_module(self, graph_module)
         if verify is not False:
             return self._rewrite_sites(Rewriter(submodules.sharing_copy(graph_module)), verify)[0]
-        return Explanation(type(self).__name__, tuple(map(Row.of, self.match(graph_module))))
+        return Explanation(type(self).__name__, tuple(map(Row.of, found_by(self, graph_module))))
 
     def commit(self, graph_module: GraphModule) -> Explanation:
         """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.
@@ -146,7 +146,7 @@ class Rewrite(Transformation, Generic[S]):
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
         verifier = Verifier(graph_module, verify, self.preserves_computation)
         for _ in range(limit := 1 + len(graph_module.graph.nodes)):
-            found = list(self.match(graph_module))
+            found = found_by(self, graph_module)
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
             sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
             for site in sites:

@@ -56,7 +56,8 @@ def minified(
     """
     from functorch.compile import minifier  # type: ignore[import-untyped]  # only here: it imports the compiler
 
-    bound = inspect.signature(graph.forward).bind(*args, **(kwargs or {}))
+    call = Call.given(args, kwargs)
+    bound = inspect.signature(graph.forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
 
     def wrong(part: GraphModule, values: Sequence[Any]) -> bool:

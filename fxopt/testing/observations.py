@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxopt.objects import tensors_in
+from fxopt.objects import tensors_in, why_no_inputs
 from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.aliases import aliases, in_memory
 from fxopt.testing.bits import checksum
@@ -26,6 +26,14 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str = GIVEN
+
+    @classmethod
+    def given(cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
+        """The call of a module with these inputs; raise a TypeError where they are none."""
+        fault = why_no_inputs(args, kwargs)
+        if fault:
+            raise TypeError(fault)
+        return cls(tuple(args), dict(kwargs or {}))
 
     def cast(self, dtype: torch.dtype) -> Call:
         """The same with floating tensors in `dtype`, and complex ones in that of its numbers: copies, all of them."""

@@ -86,7 +86,7 @@ class Oracle:
         self._graph, self._tensors = captured or reference, list(floating(reference))
         exact = in_float64(reference) if float64 is None else float64
         self._exact: Callable[[], nn.Module] = lambda: in_float64(reference) if float64 is None else float64
-        given = Call(tuple(args), dict(kwargs or {}))
+        given = Call.given(args, kwargs)
         cast = given.cast(wide)
         self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
         same = exact is reference and self._is_wide

@@ -20,6 +20,10 @@ M = TypeVar("M", bound=nn.Module)
 
 def in_float64(module: M) -> M:
     """A deep copy of `module` with floating parameters and buffers in float64, complex ones in complex128."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a {type(module).__name__} is no torch.nn.Module: make a function the forward of one"
+        )
     copied = copy.deepcopy(module)
     # A buffer of two layers is converted once, and stays one.
     copied._apply(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))  # type: ignore[no-untyped-call]

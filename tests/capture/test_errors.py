@@ -112,6 +112,29 @@ def test_example_inputs_that_do_not_fit_the_forward():
         fxopt.trace(Raises(), (X, X))
     with pytest.raises(fxopt.TraceError, match=r"args must be a tuple.*\(x,\)"):
         fxopt.trace(Raises(), X)
+    with pytest.raises(
+        fxopt.TraceError, match="kwargs must be a dict of example inputs by name, not a tuple"
+    ):
+        fxopt.trace(Raises(), (), (X,))
+
+
+def test_options_of_another_kind():
+    with pytest.raises(fxopt.TraceError, match=r"dynamic_shapes is True: give a dict .*\['input'\]"):
+        fxopt.trace(nn.Linear(4, 4), (X,), dynamic_shapes=True)
+    with pytest.raises(fxopt.TraceError, match="leaf_modules has 3, .* Give types"):
+        fxopt.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaf_modules=[3])
+    with pytest.raises(fxopt.TraceError, match="pass an instance, `Linear"):
+        fxopt.symbolic_trace(nn.Linear)
+
+
+def test_a_model_of_layers_of_torch_alone_has_no_line():
+    """The line that calls `trace` is none of the forward."""
+    with pytest.raises(
+        fxopt.TraceError, match=r"under capture. In Linear\(in_features=5, .*bias=True\). RuntimeError"
+    ):
+        fxopt.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), (X,))
+    with pytest.raises(fxopt.TraceError, match="the forward fixes it to 4, at a layer of torch"):
+        fxopt.trace(nn.Linear(4, 4), (X,), dynamic_shapes=({1: torch.export.Dim("features")},))
 
 
 def test_a_child_whose_name_a_graph_module_needs():

@@ -272,6 +272,15 @@ def test_what_each_run_writes_is_written_once():
 
 
 @torch.no_grad()
+def test_a_layer_with_hooks_is_the_reason_that_is_given():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.warns(UserWarning, match=r"the model itself runs: a layer has hooks, at _0 \(in 0\)"):
+        fast = fxopt.optimize(model, (torch.ones(2, 8),), tune=False)
+    assert torch.equal(fast(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
+@torch.no_grad()
 def test_random_numbers_go_on_as_without_it():
     model = bert()
     torch.manual_seed(0)
@@ -387,14 +396,28 @@ def test_bad_input_in_one_sentence():
         TypeError, match="do not fit the forward of Branches: missing a required argument: 'x'"
     ):
         fxopt.optimize(Branches().eval(), (), {"y": 1})
+    with pytest.raises(fxopt.PassError, match="parameters without a shape yet: run it once"):
+        fxopt.optimize(nn.LazyLinear(2).eval())
     with pytest.raises(TypeError, match="write `.x,.`"):
         fxopt.optimize(model, torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"not a dict: write `kwargs="):
+        fxopt.optimize(model, {"input_ids": torch.ones(1, 2)})
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not str"):
         fxopt.optimize("bert-base-uncased")
     with pytest.raises(fxopt.PassError, match="a graph module already"):
         fxopt.optimize(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
     with pytest.raises(fxopt.PassError, match="optimized already"):
         fxopt.optimize(fxopt.optimize(model))
+
+
+def test_inputs_that_fake_tensors_alone_take_are_no_fault_of_ours():
+    half, model = torch.ones(2, 4).half(), nn.Linear(4, 4).eval()
+    with pytest.warns(
+        UserWarning, match="the model itself runs: it fails on these inputs, with RuntimeError: mat1 and"
+    ):
+        fast = fxopt.optimize(model, (half,))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        fast(half)
 
 
 def test_errors_of_the_model_stay_its_own():

@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from fxopt.importing import imported
+
 from ..records import FAILING, Case, Check, Outcome, Record
 
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
@@ -219,10 +221,7 @@ def factory(entry: Entry) -> Callable[..., Any]:
 def _imported(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(".")
     module_name = module_name or "transformers"
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{module_name} cannot be imported: {error}") from error
+    found = getattr(imported(module_name, ValueError), name, None)
     if not callable(found):
         raise ValueError(f"{module_name} has no class or function {name!r}")
     return found  # type: ignore[no-any-return]

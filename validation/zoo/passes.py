@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import pkgutil
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 
 import fxopt.passes
 from fxopt.errors import FxoptError, PassError
+from fxopt.importing import imported
 from fxopt.rewriting.transformation import Transformation
 
 from . import yaml_file
@@ -128,10 +128,8 @@ def _with_options(said: Any, passes: Mapping[str, Transformation]) -> tuple[str,
 
 
 def _class(path: str) -> type[Transformation]:
-    try:
-        cls = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _Mistake(f"{path} cannot be imported: {error}") from error
+    module_name, _, name = path.rpartition(".")
+    cls = getattr(imported(module_name, _Mistake), name, None)
     if not isinstance(cls, type) or not issubclass(cls, Transformation) or inspect.isabstract(cls):
         raise _Mistake(f"{path} is no pass")
     return cls

@@ -21,6 +21,15 @@ from . import yaml_file
 from .entry import Entry, Input, Limits, ZooFile, factory
 from .passes import ZooError, name_of
 
+_IN_YAML = {
+    "missing": "is missing",
+    "extra_forbidden": "there is no such key",
+    "tuple_type": "give a list",
+    **dict.fromkeys(("dict_type", "model_type"), "give keys with values"),
+    "too_short": "is empty",
+}
+"""Mistakes in the words of a file, by pydantic's names for them; its texts speak of Python's types."""
+
 
 def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     """The entries of the zoo file at `path`, checked against its schema, the code, and the names of passes.
@@ -38,7 +47,7 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
         except pydantic.ValidationError as error:
             places = [e["loc"] for e in error.errors()]
             mistakes = [
-                (e["loc"], e["msg"].removeprefix("Value error, "))
+                (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
                 for e in error.errors()
                 # a list whose items are wrong is also too short for pydantic
                 if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)

@@ -29,7 +29,8 @@ def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     chosen = {id(module) for _, module in named if _is_torch_layer(module)}
     for leaf in [leaf_modules] if isinstance(leaf_modules, str) or callable(leaf_modules) else leaf_modules:
-        fitting = {id(module) for name, module in named if _fits(leaf, name, module)}
+        known = isinstance(leaf, str | type) or callable(leaf)
+        fitting = {id(module) for name, module in named if known and _fits(leaf, name, module)}
         if not fitting:
             raise TraceError(
                 f"leaf_modules has {leaf!r}, which fits no module of {type(model).__name__}. Give types of modules, "

@@ -286,7 +286,7 @@ class GraphWriter:
     def location(self) -> str:
         """`file:line` of the model's code that runs now."""
         frame = model_frame(sys._getframe(1))
-        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a layer of torch"
 
     def where(self) -> str:
         """The module path, file, line and source text of the model's code that runs now."""

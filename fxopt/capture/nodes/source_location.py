@@ -67,6 +67,8 @@ def is_model_package(module: Any) -> bool:
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_model_code(frame.f_code.co_filename):
+        if frame.f_code.co_name == RUN_FORWARD:
+            return None  # what follows is the caller's
         frame = frame.f_back
     return frame
 

@@ -256,7 +256,7 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
         return error
     if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
         return decisions.text_question
-    return error if _is_own(error) else _with_line(error, recorder.writer)
+    return error if _is_own(error) else _with_line(error)
 
 
 def _is_own(error: Exception) -> bool:
@@ -273,15 +273,19 @@ def _raise_caught(recorder: Recorder) -> None:
     if recorder.decisions.open or recorder.decisions.text_question:
         raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
     if recorder.failure or recorder.shape_env.failure:
-        raise recorder.failure or _with_line(recorder.shape_env.failure, recorder.writer)
+        raise recorder.failure or _with_line(recorder.shape_env.failure)
 
 
-def _with_line(error: Any, writer: GraphWriter) -> TraceError:
+def _with_line(error: Any) -> TraceError:
     """An exception of the forward as a TraceError that names the model's line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
     own = [frame for frame in frames[after:] if is_model_code(frame.f_code.co_filename)]
-    where = describe_location(own[-1], None) if own else writer.where()
+    # Without a line of the model, it is a layer of torch that fails, under none but other layers of torch.
+    callers = [frame.f_locals.get("self") for frame in frames[after:] if frame.f_code.co_name == "forward"]
+    layer = next((m for m in reversed(callers) if isinstance(m, torch.nn.Module)), None)
+    in_layer = "In the forward." if layer is None else f"In {type(layer).__name__}({layer.extra_repr()})."
+    where = describe_location(own[-1], None) if own else in_layer
     if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
