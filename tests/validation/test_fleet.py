@@ -84,7 +84,9 @@ def noted(cluster: Any, tmp_path: Path) -> tuple[Fleet, Callable[[], dict[str, l
             found.setdefault(name, []).append((float(began), float(ended)))
         return found
 
-    return Fleet(functools.partial(made, notes=str(notes)), limit, preload=[__name__], address=cluster.address), read
+    return Fleet(
+        functools.partial(made, notes=str(notes)), limit, preload=[__name__], address=cluster.address
+    ), read
 
 
 def outcomes(records: Iterator[Record]) -> dict[Case, tuple[Outcome, str, str]]:
