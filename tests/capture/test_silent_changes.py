@@ -445,6 +445,19 @@ def test_a_capture_under_inference_mode():
     assert torch.equal(gm(X), model(X))
 
 
+def test_numbers_of_a_forward_under_inference_mode():
+    @torch.inference_mode()
+    def forward(self, x):
+        first, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor(0.5)
+        first += 1
+        return x * first if rate > 0 else x, first
+
+    model = module(forward)
+    traced = fxopt.trace(model, (X,))
+    for _ in range(2):
+        assert_same(traced(X), model(X))
+
+
 def test_a_forward_that_takes_gradients():
     def forward(self, x):
         y = self.second(self.first(x)).sum()
