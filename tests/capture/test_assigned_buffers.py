@@ -134,6 +134,11 @@ def known_by_an_attribute(self, x):
     return x * self.mean + self.first[0]
 
 
+def returned_by_an_attribute(self, x):
+    self.mean = self.mean + x.mean(0)
+    return x * self.mean, self.first[0]
+
+
 def known_by_a_view(self, x):
     self.mean = self.mean + x.mean(0)
     return x * self.mean + self.views[0]
@@ -145,7 +150,7 @@ def known_by_two_names(self, x):
 
 
 REFUSED = [returned, an_input, with_a_history, of_another_dtype, of_another_layout, one_for_two]
-KNOWN = [known_by_an_attribute, known_by_a_view, known_by_two_names]
+KNOWN = [known_by_an_attribute, returned_by_an_attribute, known_by_a_view, known_by_two_names]
 
 
 @pytest.mark.parametrize("forward", [*REFUSED, *KNOWN])
@@ -158,3 +163,12 @@ def test_a_write_that_somebody_else_would_see_is_refused(forward):
     model.first, model.views = [model.mean], [model.mean.view(2, 2).view(4)]
     with pytest.raises(fxopt.TraceError, match=r"assigns to '(mean|square|wide)'"):
         fxopt.trace(model, (X,), verify=False)
+
+
+def test_a_table_that_no_state_dict_has_is_made_and_not_written():
+    def forward(self, x):
+        self.other = torch.arange(4.0)
+        return x + self.other
+
+    traced = fxopt.trace(model_of(forward), (X,))
+    assert [node.name for node in traced.graph.nodes if "copy" in node.name or "clone" in node.name] == []
