@@ -19,6 +19,8 @@ Place = tuple[str, str]
 
 def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
     """The buffers, in the `state_dict` or not, that the forward has replaced, but for those whose memory is known elsewhere, too."""
+    if not made.changes:
+        return set()
     model = made.request.model
     known = [*_registered(model), *tensors_in([made.request.inputs, *made.constants.values()])]
     memory = Counter(map(storage_of, known))
