@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -287,3 +288,8 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a subclass without storage
         return id(tensor)
+
+
+def version_of(tensor: Tensor) -> float:
+    """How often a tensor has been written to; equal to nothing under inference mode, where torch does not count."""
+    return math.nan if tensor.is_inference() else tensor._version

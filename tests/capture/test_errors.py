@@ -29,10 +29,10 @@ class BranchOnItem(nn.Module):
         return x if n > 2 else -x
 
 
-class ReplacesBuffer(nn.Module):
+class ReplacesTensor(nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("count", torch.zeros(()))
+        self.count = torch.zeros(())
 
     def forward(self, x):
         self.count = self.count + 1
@@ -92,7 +92,7 @@ class LocalHook(nn.Module):
     [
         (BranchOnValue(), r"decides on the value of a tensor.*test_errors\.py:\d+: `if x\.sum\(\) > 0:`"),
         (BranchOnItem(), r"decides on the value of a tensor.*`return x if n > 2 else -x`"),
-        (ReplacesBuffer(), r"assigns to 'count'.*copy_"),
+        (ReplacesTensor(), r"assigns to 'count'.*copy_"),
         (AssignsGrad(), r"assigns to the attribute 'data'.*`y\.data = x`"),
         (ReturnsObject(), r"lock"),
         (Uncopyable(), r"Uncopyable cannot be copied"),

@@ -1,4 +1,4 @@
-"""Recurrent layers of any length and distances of any batch, which torch takes apart on fakes."""
+"""Operators that torch takes apart on fakes, or has in C++ alone: recurrent layers of any length, distances, losses."""
 
 import copy
 import itertools
@@ -55,6 +55,44 @@ def test_the_gradient_of_a_recurrent_layer_has_all_of_its_steps():
     assert_same(fxopt.trace(model, (x,))(x), model(x))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("part", [slice(None, -1), slice(1, None), slice(3, None)])
+def test_a_recurrent_layer_takes_a_part_of_any_length(kind, part):
+    model = Does(lambda self, x: self.rnn(x[:, part])[0], rnn=kind(4, 5, batch_first=True))
+    shapes = {"args": ({0: Dim.AUTO, 1: Dim.AUTO},)}
+    traced = fxopt.trace(model, (torch.randn(3, 6, 4),), dynamic_shapes=shapes)
+    for shape in ((3, 6, 4), (7, 9, 4), (1, 5, 4)):
+        x = torch.randn(shape)
+        assert_same(traced(x), model(x))
+    with pytest.raises((fxopt.GuardError, RuntimeError)):  # there is no step, of which the model says so
+        traced(torch.randn(3, 1, 4))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lengths", [torch.tensor, list])
+def test_the_loss_of_sequences_with_lengths(reduction, lengths):
+    def forward(self, x, targets, *lengths):
+        scores = self.linear(x).log_softmax(-1)
+        return F.ctc_loss(scores, targets, *lengths, reduction=reduction, zero_infinity=True)
+
+    model, targets = Does(forward), torch.randint(1, 4, (2, 3))
+    inputs = torch.randn(6, 2, 4), targets, lengths([6, 5]), lengths([2, 3])
+    traced = fxopt.trace(model, inputs, verify=False)
+    for x in (inputs[0], torch.randn(6, 2, 4)):
+        assert_same(traced(x, *inputs[1:]), model(x, *inputs[1:]))
+    (output,) = traced.graph.find_nodes(op="output")
+    assert output.args[0].meta["val"].shape == model(*inputs).shape
+
+
+def quantized(self, x):
+    scale, zero = torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int32)
+    return (
+        torch.fake_quantize_per_tensor_affine(self.linear(x), 0.1, 0, -8, 7),
+        torch.fake_quantize_per_tensor_affine(x, scale[0], zero[0], -8, 7),
+        torch.fake_quantize_per_channel_affine(x, scale, zero, 1, -8, 7),
+    )
+
+
 @pytest.mark.parametrize("p", [2.0, 1.0])
 def test_distances_take_any_batch(p):
     model = Does(lambda self, x, y: torch.cdist(x, y, p=p))
@@ -109,6 +147,7 @@ def combinations(self, x):
         torch.combinations(x[:, 0], 3),
         torch.combinations(x[:, 1], 2, True),
         torch.combinations(x[:, 0], 0),
+        torch.combinations(x[:-1, 0]),
     )
 
 
@@ -126,7 +165,9 @@ def pooled(self, x):
     )
 
 
-@pytest.mark.parametrize("forward", [taken_along, kron, products, diagonals, combinations, splits, pooled])
+@pytest.mark.parametrize(
+    "forward", [taken_along, kron, products, diagonals, combinations, splits, pooled, quantized]
+)
 @pytest.mark.parametrize("grad", [True, False])
 def test_an_operator_that_torch_has_in_c_takes_any_batch(forward, grad):
     model = Does(forward, table=nn.Parameter(torch.randn(2, 4)), pool=nn.MaxPool1d(2, ceil_mode=True))

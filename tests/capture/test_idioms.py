@@ -73,6 +73,30 @@ def test_a_free_batch(case):
         torch.testing.assert_close(list(tensors_in(traced(x))), list(tensors_in(model(x))))
 
 
+class Logged:
+    """Stands for a tensor, as arrays of libraries for units or masks do, and says what is done to it."""
+
+    def __init__(self, tensor, calls=()):
+        self.tensor, self.calls = tensor, calls
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = function(*(each.tensor if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+        return cls(made, (*args[0].calls, function.__name__))
+
+
+def test_a_class_with_a_torch_function_of_its_own():
+    def forward(self, x):
+        made = torch.add(torch.relu(Logged(x)), 1)
+        return F.softmax(made, dim=-1).tensor @ self.linear.weight, len(made.calls)
+
+    model = Does(forward)
+    traced = fxopt.trace(model, (torch.randn(3, 4),), dynamic_shapes={"args": ({0: BATCH},)})
+    for size in (3, 5):
+        x = torch.randn(size, 4)
+        assert_same(traced(x), model(x))
+
+
 def test_a_size_that_is_the_key_of_a_dict_is_fixed():
     tables = {3: torch.ones(4), 5: torch.zeros(4)}
     model = Does(lambda self, x: x * tables.get(x.shape[0], torch.full((4,), 2.0)))

@@ -445,6 +445,19 @@ def test_a_capture_under_inference_mode():
     assert torch.equal(gm(X), model(X))
 
 
+def test_numbers_of_a_forward_under_inference_mode():
+    @torch.inference_mode()
+    def forward(self, x):
+        first, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor(0.5)
+        first += 1
+        return x * first if rate > 0 else x, first
+
+    model = module(forward)
+    traced = fxopt.trace(model, (X,))
+    for _ in range(2):
+        assert_same(traced(X), model(X))
+
+
 def test_a_forward_that_takes_gradients():
     def forward(self, x):
         y = self.second(self.first(x)).sum()
@@ -537,3 +550,35 @@ def test_any_use_of_a_clock_is_refused(clock, use):
     model = module(lambda self, x: use(self, x, getattr(time, clock)()), start=0.0, seen=[])
     with pytest.raises(fxopt.TraceError):
         fxopt.trace(model, (X,), verify=False)
+
+
+def written_through_the_buffer(self, x):
+    self.total.add_(x.sum(0))
+    return x + self.views[0]
+
+
+def written_through_the_view(self, x):
+    self.views[0].add_(x.sum(0))
+    return x + self.total
+
+
+def read_through_a_view_of_a_parameter(self, x):
+    with torch.no_grad():
+        self.weight.mul_(0.5)
+    return x + self.views[1]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [written_through_the_buffer, written_through_the_view, read_through_a_view_of_a_parameter],
+)
+def test_views_of_the_model_in_a_list_share_its_memory(forward):
+    def made():
+        model = module(forward, weight=nn.Parameter(torch.ones(4)))
+        model.register_buffer("total", torch.zeros(4))
+        model.views = [model.total[:], model.weight.detach()[:]]
+        return model
+
+    model, traced = made(), fxopt.trace(made(), (X,), verify=False)
+    for _ in range(2):
+        assert_same(traced(X), model(X))

@@ -112,7 +112,7 @@ CAPTURE = (
     Fault("comparison: a division that leaves a rest is divided out", "capture/nodes/comparison.py", "if all(term.is_integer and count % denominator == 0 for term, count in terms):", "if True:"),
     Fault("completion: keywords pass", "capture/nodes/completion.py", "if keyword.iskeyword(name) or json", "if json"),
     Fault("explore: sizes of 1 are tried where they are excluded", "capture/runs/explore.py", "        allowed = not any((name,) in larger for name in ones)", "        allowed = True"),
-    Fault("graph writer: a constant is shared by all runs", "capture/nodes/graph_writer.py", "            if fake._version != version or storage_of(fake) in returned:", "            if False:"),
+    Fault("graph writer: a constant is shared by all runs", "capture/nodes/graph_writer.py", "            if version_of(fake) != version or storage_of(fake) in returned:", "            if False:"),
     Fault("container values: a field with its default's value is left out", "capture/nodes/container_values.py", "if given[f.name] is not f.default}", "if given[f.name] is f.default}"),
     Fault("graph writer: a slice loses its step", "capture/nodes/graph_writer.py", "self.argument(value.stop), self.argument(value.step))", "self.argument(value.stop), None)"),
     Fault("body effects: what another body made is used", "capture/runs/body_effects.py", "        if any(other != number for source in node.all_input_nodes for other in self._bodies(source)):", "        if False:"),

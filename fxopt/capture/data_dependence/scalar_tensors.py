@@ -7,7 +7,6 @@ Where torch takes it as a size, it gets that number. A tensor may round, overflo
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Set
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.memory import version_of
 from fxopt.objects import mapped
 
 # What takes sizes as arguments, by name.
@@ -68,7 +68,7 @@ class KnownScalars:
         value = self._computed(name, [operand.value for operand in operands], kwargs, result.dtype)
         if value is not None:
             exact = all(operand.exact for operand in operands) and result.dtype == torch.int64
-            self._numbers[id(result)] = Number(value, exact, _version(result))
+            self._numbers[id(result)] = Number(value, exact, version_of(result))
             self._alive.append(result)
 
     def _computed(self, name: str, values: list[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -102,7 +102,7 @@ class KnownScalars:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, item))
         if name == "__getitem__" and isinstance(args[1], torch.Tensor):
             number = self._numbers.get(id(args[1]))
-            known = number is not None and number.exact and number.version == _version(args[1])
+            known = number is not None and number.exact and number.version == version_of(args[1])
             return (args[0], self._plain(number.value)) if known and number else args, kwargs
         if name in _TAKES_SIZES:
             return with_numbers(args, kwargs, lambda tensor: self._read(tensor, lambda unknown: unknown))
@@ -120,7 +120,7 @@ class KnownScalars:
 
     def written(self) -> set[str]:
         """The model's tensors that were taken for known numbers, though the forward writes them."""
-        return {name for name, tensor in self._taken if _version(tensor)}
+        return {name for name, tensor in self._taken if version_of(tensor)}
 
     def _number(self, value: Any) -> Number | None:
         if isinstance(value, torch.SymInt):
@@ -133,12 +133,12 @@ class KnownScalars:
         if number is None and _is_integer(value) and (number := self._held(value)) is not None:
             self._numbers[id(value)] = number
             self._alive.append(value)
-        return number if number is not None and number.version == _version(value) else None
+        return number if number is not None and number.version == version_of(value) else None
 
     def _held(self, tensor: torch.Tensor) -> Number | None:
         """Give the numbers in an integer tensor of the model that the forward does not write."""
         name, real = self._writer.shell.real(tensor)
-        if name in self._moving or _version(tensor):
+        if name in self._moving or version_of(tensor):
             return None
         if real is None and isinstance(tensor, FakeTensor):
             real = tensor.constant
@@ -192,11 +192,6 @@ _ARITHMETIC: dict[str, tuple[int, Callable[..., Any]]] = {
     "ceil": (1, lambda a: -_floor(-a)),
     **{name: (2, getattr(sympy, name.capitalize())) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
-
-
-def _version(tensor: torch.Tensor) -> float:
-    """How often a tensor has been written to; equal to nothing under inference mode, where torch does not count."""
-    return math.nan if tensor.is_inference() else tensor._version
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

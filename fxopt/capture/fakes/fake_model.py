@@ -12,11 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, set_on, settings_of
-from fxopt.capture.fakes.model_copy import deepcopy_with_closures
+from fxopt.capture.fakes.model_copy import deepcopy_with_closures, uncopied
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
+from fxopt.memory import storage_of
 from fxopt.objects import attributes
 
 # Stands for a tensor that the forward has made.
@@ -56,7 +57,7 @@ class FakeModel:
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
         self._outside: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {}
+        memo: dict[Any, Any] = {}
         tensors = dict(model.named_buffers(remove_duplicate=False))
         tensors |= model.named_parameters(remove_duplicate=False)
         self._model_tensors = tensors
@@ -69,6 +70,9 @@ class FakeModel:
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
+        # Where torch looks for the memory of what it copies: views of these tensors, in lists and objects, keep theirs.
+        known = filter(torch._C._has_storage, [*tensors.values(), *self.originals.values()])
+        memo["torch"] = {storage_of(tensor): tensor.untyped_storage() for tensor in known}
         self.model = self._copied(model, memo)
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}
@@ -94,7 +98,7 @@ class FakeModel:
         self._before = self.state({})
         self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
 
-    def _copied(self, model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    def _copied(self, model: torch.nn.Module, memo: dict[Any, Any]) -> torch.nn.Module:
         try:
             for name, tensor in self._model_tensors.items():
                 vars(self._tensors[name]).update(deepcopy_with_closures(set_on(tensor), memo))
@@ -102,7 +106,7 @@ class FakeModel:
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
-                f"leave the model untouched: {type(error).__name__}: {error}{_uncopied(model, memo)}"
+                f"leave the model untouched: {type(error).__name__}: {error}{uncopied(model, memo)}"
             ) from error
 
     def _leave(self, earlier: KeptState) -> None:
@@ -268,17 +272,6 @@ class FakeModel:
         fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
         return fake
-
-
-def _uncopied(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
-    """The attribute of the model that cannot be copied, in words."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            try:
-                copy.deepcopy(value, dict(memo)) if key != "_modules" else None
-            except Exception:
-                return f" (the attribute {f'{name}.{key}'.lstrip('.')!r})"
-    return ""
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from fxopt.objects import is_open
 T = TypeVar("T")
 
 
-def deepcopy_with_closures(value: T, memo: dict[int, Any]) -> T:
+def deepcopy_with_closures(value: T, memo: dict[Any, Any]) -> T:
     """A deep copy; `memo` says, by identity, what is to stand for an object. The capture's lock is held meanwhile."""
     with _functions_copied():
         return copy.deepcopy(value, memo)
@@ -53,6 +53,17 @@ def _functions_copied() -> Iterator[None]:
                 dispatch[kind] = found
         if atomic is not None:
             module._atomic_types = atomic
+
+
+def uncopied(model: torch.nn.Module, memo: dict[Any, Any]) -> str:
+    """The attribute of the model that cannot be copied, in words."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                copy.deepcopy(value, dict(memo)) if key != "_modules" else None
+            except Exception:
+                return f" (the attribute {f'{name}.{key}'.lstrip('.')!r})"
+    return ""
 
 
 def _copy_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:

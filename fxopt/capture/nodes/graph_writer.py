@@ -24,7 +24,7 @@ from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
-from fxopt.memory import storage_of
+from fxopt.memory import storage_of, version_of
 from fxopt.objects import is_open, mapped, tensors_in
 
 _PLAIN_TUPLES = ("builtins", "torch", "torch.return_types")
@@ -51,7 +51,7 @@ class GraphWriter:
     def __post_init__(self) -> None:
         self.constants: dict[str, torch.Tensor] = {}
         # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
-        self.fresh: list[tuple[torch.Tensor, int, torch.fx.Node]] = []
+        self.fresh: list[tuple[torch.Tensor, float, torch.fx.Node]] = []
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
         self.memory = SharedMemory(self.shell.model, self._alive)
@@ -84,7 +84,7 @@ class GraphWriter:
         self.containers.erase_unused()
         returned = {storage_of(tensor) for tensor in tensors_in([value, self._inputs])}
         for fake, version, node in self.fresh:
-            if fake._version != version or storage_of(fake) in returned:
+            if version_of(fake) != version or storage_of(fake) in returned:
                 with self.graph.inserting_after(node):
                     clone = self.graph.call_method("clone", (node,))
                 clone.meta = dict(node.meta)

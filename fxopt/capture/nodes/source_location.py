@@ -22,6 +22,7 @@ _CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
 _FXOPT = sys.modules["fxopt"].__path__[0] + os.sep
 # The function that runs the model's forward: below it on the stack, frames belong to the caller.
 RUN_FORWARD = "_run_forward"
+CAPTURE = "capture_graph"  # the one that calls it
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAKES_CALLS: set[CodeType] = set()
@@ -66,10 +67,9 @@ def is_model_package(module: Any) -> bool:
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the model's code; None where only code of torch and of the capture runs."""
     while frame is not None and not is_model_code(frame.f_code.co_filename):
-        if frame.f_code.co_name == RUN_FORWARD:
-            return None  # what follows is the caller's
-        frame = frame.f_back
+        frame = None if frame.f_code.co_name == CAPTURE else frame.f_back  # behind it, it is the caller's
     return frame
 
 

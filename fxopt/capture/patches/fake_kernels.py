@@ -70,7 +70,7 @@ def _first_step(
 ) -> tuple[torch.Tensor, ...]:
     """A recurrent layer: torch makes the calls of each step, and so fixes how many there are. All give what the first one gives."""
     time = 1 if options[-1] else 0  # `batch_first`
-    first, *state = step_by_step(input.narrow(time, 0, 1), hx, params, *options)
+    first, *state = step_by_step(input.select(time, 0).unsqueeze(time), hx, params, *options)
     first = first.transpose(0, time)
     steps = first.expand(input.shape[time], *first.shape[1:]).clone(memory_format=torch.contiguous_format)
     return (steps.transpose(0, time), *state)
@@ -113,7 +113,7 @@ def _combinations(tensor: torch.Tensor, r: int = 2, with_replacement: bool = Fal
         return tensor.new_empty(0)
     many = tensor.shape[0] + (r - 1 if with_replacement else 0)
     count = math.prod(many - taken for taken in range(r)) // math.factorial(r)
-    return tensor[:1].expand(r).expand(count, r).clone()
+    return tensor.sum(dtype=tensor.dtype).expand(count, r).clone()
 
 
 def _tensor_split(tensor: torch.Tensor, sections: int, dim: int = 0) -> list[torch.Tensor]:
@@ -144,6 +144,24 @@ def _max_pool1d(
     return made if keeps_indices else made.contiguous()
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """torch makes a table as wide as the longest target, which the values of the lengths say, and gives none of it."""
+    losses = log_probs.sum(0).sum(-1)
+    return losses if reduction == 0 else losses.sum()
+
+
+def _fake_quantize(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
+    return tensor.clone()
+
+
 # Kernels of operators that torch has in C++ alone, which fixes sizes; what is made of values has any.
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: _distances,
@@ -154,4 +172,9 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.combinations.default: _combinations,
     aten.tensor_split.sections: _tensor_split,
     aten.max_pool1d.default: _max_pool1d,
+    aten.fake_quantize_per_tensor_affine.default: _fake_quantize,
+    aten.fake_quantize_per_tensor_affine.tensor_qparams: _fake_quantize,
+    aten.fake_quantize_per_channel_affine.default: _fake_quantize,
+    aten.ctc_loss.IntList: _ctc_loss,
+    aten.ctc_loss.Tensor: _ctc_loss,
 }

@@ -86,6 +86,8 @@ class Recorder(PreDispatchTorchFunctionMode):
         kwargs = kwargs or {}
         if self._opaque:
             return function(*args, **kwargs)
+        if not all(issubclass(kind, torch.Tensor) for kind in types):
+            return NotImplemented  # the model's own class says what it does, in calls that come here
         # What torch does inside a call (it enters modes, too) is not the model's doing.
         self._opaque += 1
         try:

@@ -34,6 +34,7 @@ class Request:
     moving: Set[str] = frozenset()  # ints inside objects that are free, because the forward changes them
     shared_inputs: bool = False  # a tensor that is given twice is one tensor to the forward, which asks that
     changes_inputs: bool = False  # the forward changes lists or dicts that it is given
+    assigned: Set[tuple[str, str]] = frozenset()  # buffers that the forward replaces, and the graph writes
     earlier: KeptState = dataclasses.field(default_factory=KeptState)
     # Whether functions of torch were seen to raise for one outcome of a condition; what calls gave; functions that made calls.
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)

@@ -14,6 +14,7 @@ from fxopt.capture.recording.idioms import with_torch_values
 from fxopt.capture.recording.indexing import are_numbers
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
+from fxopt.memory import version_of
 
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 
@@ -82,7 +83,7 @@ def _fresh(recorder: Recorder, real: torch.Tensor, fake: torch.Tensor) -> torch.
     """A tensor whose numbers are known, and which is made anew at each call of the graph if it is written."""
     writer = recorder.writer
     node = writer.create("get_attr", writer.constant(real), (), {}, fake)
-    writer.fresh.append((fake, fake._version, node))
+    writer.fresh.append((fake, version_of(fake), node))
     return fake
 
 

@@ -19,9 +19,11 @@ from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
 from fxopt.capture.nodes.shared_memory import OutOfSightError
+from fxopt.capture.nodes.source_location import CAPTURE
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
+from fxopt.capture.runs.assigned_buffers import replaced_buffers
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
@@ -62,6 +64,9 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         forget_shape_envs()
 
 
+assert capture_graph.__name__ == CAPTURE
+
+
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
@@ -72,7 +77,16 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
             made = run.record()
             if not made.moved:
                 tried = general is not None and general.keeps_tables
-                return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
+                assigned = replaced_buffers(made, persistent=True) - request.assigned
+                try:
+                    if not assigned:
+                        return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
+                except TraceError:
+                    assigned = replaced_buffers(made, persistent=False) - request.assigned
+                    if not assigned:
+                        raise
+                request = dataclasses.replace(request, assigned=request.assigned | assigned)
+                return record(answers)
         except SizeAsKeyError:
             request = dataclasses.replace(request, knows_keys=True)
             return record(answers)

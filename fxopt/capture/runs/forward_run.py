@@ -35,6 +35,7 @@ from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.request import Request
 from fxopt.capture.recording.rewrites import rewrites_of
+from fxopt.capture.runs.assigned_buffers import lend_copies, write_back
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
@@ -203,7 +204,9 @@ class ForwardRun:
             for variable, value in self._variables.items():
                 context.run(variable.set, value)
             before = dict(context)
+            lent = lend_copies(recorder.writer, self.request.assigned)
             result = context.run(_run_forward, model, args, kwargs)
+            write_back(recorder.writer, lent, [args, kwargs, result])
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             contents = SnapshotMaker(id)

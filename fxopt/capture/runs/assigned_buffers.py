@@ -1,0 +1,79 @@
+"""Buffers that a forward replaces (`self.mean = 0.9 * self.mean + 0.1 * x.mean()`): a graph writes into those that are there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.runs.run_result import RunResult
+from fxopt.memory import storage_of
+from fxopt.objects import tensors_in
+
+# A module of the model and the name of a buffer in it.
+Place = tuple[str, str]
+
+
+def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
+    """The buffers, in the `state_dict` or not, that the forward has replaced, but for those whose memory is known elsewhere, too."""
+    if not made.changes:
+        return set()
+    model = made.request.model
+    known = [*_registered(model), *tensors_in([made.request.inputs, *made.constants.values()])]
+    memory = Counter(map(storage_of, known))
+    return {
+        (name, key)
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if (name, key) in made.changes and buffer is not None and memory[storage_of(buffer)] == 1
+        if persistent == (key not in module._non_persistent_buffers_set)
+    }
+
+
+def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, torch.Tensor]:
+    """Put copies in the places of these buffers, so that who has read one does not see what is written; the buffers."""
+    lent = {}
+    for name, key in sorted(places):
+        buffers = writer.shell.model.get_submodule(name)._buffers
+        if (buffer := buffers.get(key)) is not None:
+            lent[name, key], buffers[key] = buffer, buffer.clone()
+    return lent
+
+
+def write_back(writer: GraphWriter, lent: dict[Place, torch.Tensor], others: Any) -> None:
+    """Write what the forward has left in these places into the buffers, and put them there.
+
+    It stays where a write would be something else: where it is of another kind, has a history, or shares memory with the
+    model's other tensors or with `others`, the inputs and outputs, into which somebody may write; and where the forward has
+    the buffer from elsewhere, too.
+    """
+    model = writer.shell.model
+    for (name, key), buffer in lent.items():
+        buffers = model.get_submodule(name)._buffers
+        value, node = buffers.get(key), writer.made_by(buffer)
+        given = {storage_of(tensor) for tensor in tensors_in(others)}
+        alone = node is not None and len(node.users) == 1 and storage_of(buffer) not in given
+        if value is None or not alone or not _is_like(value, buffer):
+            continue
+        buffers[key] = buffer
+        if storage_of(value) in given | {storage_of(tensor) for tensor in _registered(model)}:
+            buffers[key] = value
+        else:
+            buffer.copy_(value)
+
+
+def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        held = [*module._parameters.values(), *module._buffers.values()]
+        yield from (tensor for tensor in held if tensor is not None)
+
+
+def _is_like(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return (
+        not value.requires_grad
+        and (value.dtype, value.device, value.layout) == (buffer.dtype, buffer.device, buffer.layout)
+        and (value.shape, value.stride()) == (buffer.shape, buffer.stride())
+    )
