@@ -219,6 +219,24 @@ def test_an_autocast_block_is_refused():
     refuse(use, "as in an autocast block")
 
 
+def test_a_constant_that_is_computed_beside_an_autocast_block_is_refused():
+    def use(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            other = m.other(x)
+        return m.linear(x) * (1 + m.gamma), other
+
+    refuse(use, "computed in a graph with autocast")
+
+
+def test_complex_weights_are_refused():
+    refuse(
+        lambda m, x: m.linear(x) * m.gamma,
+        "the weight of the layer is torch.complex64",
+        x=X.to(torch.complex64),
+        change=lambda m: m.to(torch.complex64),
+    )
+
+
 def test_what_is_folded_is_not_trained_in_between():
     model = randomise(Use(BEHIND["parameter"]).eval())
     folded = FoldScaleAndShift()(trace(model, (X,)))
