@@ -60,9 +60,10 @@ def optimize(
 
     Raises:
         PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
-            `__call__`; or the file for `memory="low"` cannot be written.
+            `__call__`; example inputs are given and weights are on the meta device; or the file for `memory="low"` cannot be
+            written.
         ValueError: an unknown precision, or value of `memory`.
-        TypeError: the example inputs do not fit the model's forward.
+        TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others.
 
     Example:
         >>> import torch, fxopt
@@ -72,7 +73,8 @@ def optimize(
         True
     """
     options = Options(precision, tune, memory)
-    _check(model, args, kwargs, options)
+    _check(model, options)
+    _check_inputs(model, args, kwargs, dynamic_shapes)
     fast = _standing_for(model, options, dynamic_shapes)
     if args or kwargs:
         graphs: Graphs = fast.__dict__[GRAPHS]
@@ -86,7 +88,7 @@ def graphs_of(fast: nn.Module) -> Graphs:
     return graphs
 
 
-def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
+def _check(model: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.fx.GraphModule):
@@ -117,16 +119,25 @@ def _check(model: Any, args: Any, kwargs: Any, options: Options) -> None:
         given = getattr(options, name)
         if given not in known:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
+
+
+def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
     fault = why_no_inputs(args, kwargs)
     if fault:
         raise TypeError(fault)
-    if args or kwargs:
-        try:
-            inspect.signature(model.forward).bind(*args, **(kwargs or {}))
-        except TypeError as error:
-            raise TypeError(
-                f"the example inputs do not fit the forward of {type(model).__name__}: {error}"
-            ) from None
+    if not (args or kwargs):
+        return
+    try:
+        given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"the example inputs do not fit the forward of {type(model).__name__}: {error}"
+        ) from None
+    unknown = set(dynamic_shapes) - {*given, *(kwargs or {})} if isinstance(dynamic_shapes, Mapping) else ()
+    if unknown:
+        raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise PassError("the model has weights on the meta device, which cannot be measured: load them first")
 
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Offloaded | None = None) -> M:
@@ -214,7 +225,7 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
     made = graphs.parts.get(id(part))
     if made is None:
         try:
-            _check(part, (), None, graphs.options)
+            _check(part, graphs.options)
             made = _standing_for(part, graphs.options, None, graphs.offloaded)
         except PassError:  # it is in training mode, or nothing that can be optimized
             return part

@@ -398,6 +398,10 @@ def test_bad_input_in_one_sentence():
         fxopt.optimize(Branches().eval(), (), {"y": 1})
     with pytest.raises(fxopt.PassError, match="parameters without a shape yet: run it once"):
         fxopt.optimize(nn.LazyLinear(2).eval())
+    with pytest.raises(TypeError, match=r"dynamic_shapes names \['y'\]; the inputs are \['input'\]"):
+        fxopt.optimize(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), dynamic_shapes={"y": None})
+    with pytest.raises(fxopt.PassError, match="on the meta device, which cannot be measured: load them"):
+        fxopt.optimize(nn.Linear(2, 2, device="meta").eval(), (torch.ones(1, 2, device="meta"),))
     with pytest.raises(TypeError, match="write `.x,.`"):
         fxopt.optimize(model, torch.ones(1, 2))
     with pytest.raises(TypeError, match=r"not a dict: write `kwargs="):
