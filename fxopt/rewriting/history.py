@@ -82,7 +82,7 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         >>> undo(fused).get_submodule("0")
         Linear(in_features=2, out_features=3, bias=True)
     """
-    if STANDS_FOR in graph_module.__dict__:
+    if STANDS_FOR in getattr(graph_module, "__dict__", ()):
         model: GraphModule = graph_module.__dict__[STANDS_FOR]
         return model
     if not isinstance(graph_module, GraphModule):

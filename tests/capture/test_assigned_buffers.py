@@ -129,6 +129,25 @@ def one_for_two(self, x):
     return x * self.mean
 
 
+def a_tensor_that_is_written(self, x):
+    self.plain += x.mean(0)
+    y = x + self.mean
+    self.mean = self.plain
+    return y
+
+
+def with_gradients(self, x):
+    with torch.no_grad():
+        self.learned = self.learned * 0.5
+    return x
+
+
+def not_there_yet(self, x):
+    if self.missing is None:
+        self.missing = torch.zeros(4)
+    return x + self.missing
+
+
 def known_by_an_attribute(self, x):
     self.mean = self.mean + x.mean(0)
     return x * self.mean + self.first[0]
@@ -149,8 +168,24 @@ def known_by_two_names(self, x):
     return x * self.mean + self.again
 
 
+def never_read(self, x):
+    self.mean = x.mean(0)
+    return x
+
+
+def known_by_a_leaf(self, x):
+    self.mean = self.mean + x.mean(0)
+    return self.leaf(x * self.mean)
+
+
+class Leaf(nn.Module):
+    def forward(self, x):
+        return x + self.held[0]
+
+
 REFUSED = [returned, an_input, with_a_history, of_another_dtype, of_another_layout, one_for_two]
-KNOWN = [known_by_an_attribute, returned_by_an_attribute, known_by_a_view, known_by_two_names]
+REFUSED += [a_tensor_that_is_written, with_gradients, not_there_yet]
+KNOWN = [known_by_an_attribute, returned_by_an_attribute, known_by_a_view, known_by_two_names, never_read]
 
 
 @pytest.mark.parametrize("forward", [*REFUSED, *KNOWN])
@@ -158,11 +193,23 @@ def test_a_write_that_somebody_else_would_see_is_refused(forward):
     model = model_of(forward)
     model.register_buffer("square", torch.zeros(3, 4))
     model.register_buffer("wide", torch.rand(4, 4))
-    if forward is known_by_two_names:
+    model.register_buffer("learned", torch.zeros(4, requires_grad=True))
+    model.register_buffer("missing", None)
+    model.plain = torch.zeros(4)
+    if forward in (known_by_two_names, never_read):
         model.register_buffer("again", model.mean)
-    model.first, model.views = [model.mean], [model.mean.view(2, 2).view(4)]
-    with pytest.raises(fxopt.TraceError, match=r"assigns to '(mean|square|wide)'"):
+    if forward in KNOWN:
+        model.first, model.views = [model.mean], [model.mean.view(2, 2).view(4)]
+    with pytest.raises(fxopt.TraceError, match=r"assigns to '(mean|square|wide|learned|missing)'"):
         fxopt.trace(model, (X,), verify=False)
+
+
+def test_a_buffer_that_a_leaf_holds_is_not_written():
+    model = model_of(known_by_a_leaf)
+    model.leaf = Leaf()
+    model.leaf.held = [model.mean]
+    with pytest.raises(fxopt.TraceError, match="assigns to 'mean'"):
+        fxopt.trace(model, (X,), leaf_modules="leaf", verify=False)
 
 
 def test_a_table_that_no_state_dict_has_is_made_and_not_written():

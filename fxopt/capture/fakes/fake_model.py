@@ -41,7 +41,7 @@ class FakeModel:
     """A copy of `model` with fake tensors in the place of real ones.
 
     `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
-    tensors behind other fakes: plain attributes, and tensors from outside the model. `earlier` is state to start from:
+    tensors behind other fakes, which `outside` has: plain attributes, and tensors from outside the model. `earlier` is state to start from:
     tensors in it that are not known are `stale`, no value of this call, and whoever uses a size that is not calls `refuse`.
     """
 
@@ -56,7 +56,7 @@ class FakeModel:
         self._fake_mode, self._refuse = fake_mode, refuse
         self.names: dict[int, str] = {}
         self.originals: dict[int, torch.Tensor] = {}
-        self._outside: dict[int, torch.Tensor] = {}
+        self.outside: dict[int, torch.Tensor] = {}
         memo: dict[Any, Any] = {}
         tensors = dict(model.named_buffers(remove_duplicate=False))
         tensors |= model.named_parameters(remove_duplicate=False)
@@ -149,7 +149,7 @@ class FakeModel:
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         if id(fake) not in self.names:
             self.originals[id(fake)] = tensor
-            self._outside[id(fake)] = fake
+            self.outside[id(fake)] = fake
         return fake
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
@@ -250,7 +250,7 @@ class FakeModel:
                 for name, parameter in self.model.named_parameters(remove_duplicate=False)
                 if parameter.is_inference() or parameter._version
             },
-            [self.originals[id(fake)] for fake in self._outside.values() if fake._version],
+            [self.originals[id(fake)] for fake in self.outside.values() if fake._version],
         )
 
     def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, Any]) -> dict[int, Any]:

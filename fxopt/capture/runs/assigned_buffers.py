@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.fakes.snapshots import SnapshotMaker
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.memory import storage_of
@@ -18,19 +19,24 @@ Place = tuple[str, str]
 
 
 def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
-    """The buffers, in the `state_dict` or not, that the forward has replaced, but for those whose memory is known elsewhere, too."""
-    if not made.changes:
-        return set()
-    model = made.request.model
-    known = [*_registered(model), *tensors_in([made.request.inputs, *made.constants.values()])]
-    memory = Counter(map(storage_of, known))
+    """The buffers, in the `state_dict` or not, that the forward has replaced."""
     return {
         (name, key)
-        for name, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if (name, key) in made.changes and buffer is not None and memory[storage_of(buffer)] == 1
-        if persistent == (key not in module._non_persistent_buffers_set)
+        for name, module in made.request.model.named_modules()
+        for key in module._buffers
+        if (name, key) in made.changes and persistent == (key not in module._non_persistent_buffers_set)
     }
+
+
+def held_alone(made: RunResult, places: Collection[Place]) -> set[Place]:
+    """Those of these buffers that nothing else knows: no attribute of a module, also where it is a leaf, and no input or constant."""
+    if not places:
+        return set()
+    model, describe = made.request.model, SnapshotMaker(id)
+    held = [tensor for module in model.modules() for tensor in describe(vars(module)).tensors]
+    memory = Counter(map(storage_of, [*held, *tensors_in([made.request.inputs, *made.constants.values()])]))
+    buffers = {(name, key): model.get_submodule(name)._buffers[key] for name, key in places}
+    return {place for place, b in buffers.items() if b is not None and memory[storage_of(b)] == 1}
 
 
 def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, torch.Tensor]:
@@ -47,8 +53,8 @@ def write_back(writer: GraphWriter, lent: dict[Place, torch.Tensor], others: Any
     """Write what the forward has left in these places into the buffers, and put them there.
 
     It stays where a write would be something else: where it is of another kind, has a history, or shares memory with the
-    model's other tensors or with `others`, the inputs and outputs, into which somebody may write; and where the forward has
-    the buffer from elsewhere, too.
+    model's other tensors or with `others`, the inputs, outputs and tensors that are no buffers, into which somebody may write;
+    and where the forward has the buffer from elsewhere, too.
     """
     model = writer.shell.model
     for (name, key), buffer in lent.items():
@@ -73,7 +79,7 @@ def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def _is_like(value: torch.Tensor, buffer: torch.Tensor) -> bool:
     return (
-        not value.requires_grad
+        not (value.requires_grad or buffer.requires_grad)
         and (value.dtype, value.device, value.layout) == (buffer.dtype, buffer.device, buffer.layout)
         and (value.shape, value.stride()) == (buffer.shape, buffer.stride())
     )

@@ -23,7 +23,7 @@ from fxopt.capture.nodes.source_location import CAPTURE
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
-from fxopt.capture.runs.assigned_buffers import replaced_buffers
+from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
@@ -77,12 +77,16 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
             made = run.record()
             if not made.moved:
                 tried = general is not None and general.keeps_tables
-                assigned = replaced_buffers(made, persistent=True) - request.assigned
+                replaced = replaced_buffers(made, persistent=True)
+                assigned = held_alone(made, replaced - request.assigned)
                 try:
                     if not assigned:
+                        if replaced:  # the `state_dict` would have what was there
+                            raise refused_change(min(replaced))
                         return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
                 except TraceError:
-                    assigned = replaced_buffers(made, persistent=False) - request.assigned
+                    tables = replaced_buffers(made, persistent=False)
+                    assigned = held_alone(made, tables - request.assigned)
                     if not assigned:
                         raise
                 request = dataclasses.replace(request, assigned=request.assigned | assigned)
