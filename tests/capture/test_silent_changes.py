@@ -582,3 +582,14 @@ def test_views_of_the_model_in_a_list_share_its_memory(forward):
     model, traced = made(), fxopt.trace(made(), (X,), verify=False)
     for _ in range(2):
         assert_same(traced(X), model(X))
+
+
+def test_a_leaf_that_writes_a_view_of_the_model_writes_none_of_it_in_a_capture():
+    leaf = module(lambda self, x: x + self.views[0].add_(1).sum(), plain=torch.zeros(4))
+    leaf.register_buffer("total", torch.zeros(4))
+    leaf.views = [leaf.total[:], leaf.plain[:]]
+    fxopt.trace(nn.Sequential(leaf), (X,), leaf_modules="0", verify=False)
+    assert not leaf.total.any()
+    leaf.views.reverse()
+    fxopt.trace(nn.Sequential(leaf), (X,), leaf_modules="0", verify=False)
+    assert not leaf.plain.any()

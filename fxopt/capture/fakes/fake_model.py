@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, set_on, settings_of
-from fxopt.capture.fakes.model_copy import deepcopy_with_closures, uncopied
+from fxopt.capture.fakes.model_copy import STAND_IN, deepcopy_with_closures, uncopied
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
@@ -70,9 +70,9 @@ class FakeModel:
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
-        # Where torch looks for the memory of what it copies: views of these tensors, in lists and objects, keep theirs.
-        known = filter(torch._C._has_storage, [*tensors.values(), *self.originals.values()])
-        memo["torch"] = {storage_of(tensor): tensor.untyped_storage() for tensor in known}
+        # Views of these tensors, in lists and objects, are in their memory.
+        known = {storage_of(tensor) for tensor in [*tensors.values(), *self.originals.values()]}
+        memo[STAND_IN] = lambda tensor: self.fake(tensor) if storage_of(tensor) in known else None
         self.model = self._copied(model, memo)
         originals = dict(model.named_modules())
         self._layers = {id(m) for name, m in self.model.named_modules() if id(originals[name]) in layers}

@@ -22,6 +22,9 @@ from fxopt.objects import is_open
 
 T = TypeVar("T")
 
+STAND_IN = "stand-in for a tensor"
+"""Where `memo` may have a function that gives what is to stand for a tensor, or None: it is copied then."""
+
 
 def deepcopy_with_closures(value: T, memo: dict[Any, Any]) -> T:
     """A deep copy; `memo` says, by identity, what is to stand for an object. The capture's lock is held meanwhile."""
@@ -106,10 +109,11 @@ class _Reference(weakref.ref[Any]):
     held: Any
 
 
-def _copy_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     """A tensor; one that an earlier call has left, with the history of that, is copied without it, as torch copies none."""
     if tensor.is_leaf:
-        return tensor.__deepcopy__(memo)  # type: ignore[no-any-return]
+        stand_in = memo[STAND_IN](tensor) if STAND_IN in memo else None
+        return tensor.__deepcopy__(memo) if stand_in is None else stand_in  # type: ignore[no-any-return]
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

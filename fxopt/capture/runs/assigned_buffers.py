@@ -23,7 +23,7 @@ def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
     return {
         (name, key)
         for name, module in made.request.model.named_modules()
-        for key in module._buffers
+        for key, _ in module._buffers.items()  # lists no keys in torch.jit
         if (name, key) in made.changes and persistent == (key not in module._non_persistent_buffers_set)
     }
 
