@@ -219,3 +219,13 @@ def test_a_table_that_no_state_dict_has_is_made_and_not_written():
 
     traced = fxopt.trace(model_of(forward), (X,))
     assert [node.name for node in traced.graph.nodes if "copy" in node.name or "clone" in node.name] == []
+
+
+def test_what_is_written_is_no_read_of_the_inputs():
+    traced = fxopt.trace(model_of(averaged), (X,), verify=False)
+    x = X.t().contiguous().t().requires_grad_()  # of other strides
+    assert_same(traced(x), model_of(averaged)(x))
+    with pytest.raises(
+        fxopt.GuardError, match="dtype|float"
+    ):  # in eager the buffer has another dtype from then on
+        traced(x.double())

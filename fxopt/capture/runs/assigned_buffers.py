@@ -10,6 +10,7 @@ import torch
 
 from fxopt.capture.fakes.snapshots import SnapshotMaker
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
@@ -49,25 +50,27 @@ def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, t
     return lent
 
 
-def write_back(writer: GraphWriter, lent: dict[Place, torch.Tensor], others: Any) -> None:
+def write_back(recorder: Recorder, lent: dict[Place, torch.Tensor], others: Any) -> None:
     """Write what the forward has left in these places into the buffers, and put them there.
 
     It stays where a write would be something else: where it is of another kind, has a history, or shares memory with the
     model's other tensors or with `others`, the inputs, outputs and tensors that are no buffers, into which somebody may write;
     and where the forward has the buffer from elsewhere, too.
     """
-    model = writer.shell.model
+    writer = recorder.writer
     for (name, key), buffer in lent.items():
-        buffers = model.get_submodule(name)._buffers
+        buffers = writer.shell.model.get_submodule(name)._buffers
         value, node = buffers.get(key), writer.made_by(buffer)
-        given = {storage_of(tensor) for tensor in tensors_in(others)}
-        alone = node is not None and len(node.users) == 1 and storage_of(buffer) not in given
-        if value is None or not alone or not _is_like(value, buffer):
+        # The graph has to ask the dtype, too: a write would convert.
+        if value is None or node is None or len(node.users) != 1 or value.dtype != buffer.dtype:
             continue
-        buffers[key] = buffer
-        if storage_of(value) in given | {storage_of(tensor) for tensor in _registered(model)}:
-            buffers[key] = value
-        else:
+        with recorder.paused():  # it is not the forward that reads strides and flags
+            given = set(map(storage_of, tensors_in(others)))
+            held = Counter(map(storage_of, [buffer, *_registered(writer.shell.model)]))
+            alone = held[storage_of(value)] == 1 and not given & {storage_of(value), storage_of(buffer)}
+            written = alone and _is_like(value, buffer)
+        if written:
+            buffers[key] = buffer
             buffer.copy_(value)
 
 
@@ -80,6 +83,6 @@ def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _is_like(value: torch.Tensor, buffer: torch.Tensor) -> bool:
     return (
         not (value.requires_grad or buffer.requires_grad)
-        and (value.dtype, value.device, value.layout) == (buffer.dtype, buffer.device, buffer.layout)
+        and (value.device, value.layout) == (buffer.device, buffer.layout)
         and (value.shape, value.stride()) == (buffer.shape, buffer.stride())
     )

@@ -206,7 +206,7 @@ class ForwardRun:
             before = dict(context)
             lent = lend_copies(recorder.writer, self.request.assigned)
             result = context.run(_run_forward, model, args, kwargs)
-            write_back(recorder.writer, lent, [args, kwargs, result, recorder.shell.outside])
+            write_back(recorder, lent, [args, kwargs, result, recorder.shell.outside])
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             contents = SnapshotMaker(id)
