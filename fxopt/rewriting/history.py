@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 
 from torch.fx import GraphModule
@@ -89,7 +90,7 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         raise TypeError(
             f"undo takes a graph module, or what fxopt.optimize made of a model, not {type(graph_module).__name__}"
         )
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, numbers.Integral) or steps < 1:
         raise ValueError(f"steps is {steps!r}; give the number of applications to undo")
     applied_steps = steps_of(graph_module)
     if steps > len(applied_steps):
