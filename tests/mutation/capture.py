@@ -167,4 +167,11 @@ CAPTURE = (
     Fault("forward run: a model that calls itself is a bug of the capture", "capture/runs/forward_run.py", "len(called) < _MOST_NESTED", "True"),
     Fault("eager outcome: a gradient of 0 is none", "capture/runs/eager_outcome.py", "        return dict.fromkeys(named)", "        return {}"),
     Fault("eager outcome: any gradient is none", "capture/runs/eager_outcome.py", " and not bool(right.any())", ""),
+    Fault("assigned buffers: what else has the buffer does not matter", "capture/runs/assigned_buffers.py", " and memory[storage_of(b)] == 1}", "}"),
+    Fault("assigned buffers: what is given to the caller is written", "capture/runs/assigned_buffers.py", "alone = held[storage_of(value)] == 1 and not given & {storage_of(value), storage_of(buffer)}", "alone = held[storage_of(value)] == 1"),
+    Fault("assigned buffers: what another buffer holds is copied", "capture/runs/assigned_buffers.py", "alone = held[storage_of(value)] == 1 and not", "alone = not"),
+    Fault("assigned buffers: a history is lost", "capture/runs/assigned_buffers.py", "not (value.requires_grad or buffer.requires_grad)", "True"),
+    Fault("assigned buffers: another dtype is converted", "capture/runs/assigned_buffers.py", " or value.dtype != buffer.dtype", ""),
+    Fault("assigned buffers: who has read a buffer sees what is written", "capture/runs/assigned_buffers.py", "buffer, buffer.clone()", "buffer, buffer"),
+    Fault("fake model: views in lists lose their memory", "capture/fakes/fake_model.py", "self.fake(tensor) if storage_of(tensor) in known else None", "None"),
 )  # fmt: skip
