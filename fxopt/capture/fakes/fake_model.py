@@ -137,7 +137,8 @@ class FakeModel:
         if not stand_ins:
             return snapshot.kept
         if isinstance(snapshot.kept, types.FunctionType):
-            return lambda *args, **kwargs: self._refuse()
+            # A closure of the capture would be walked as state of the model.
+            return lambda *args, _refuse=self._refuse, **kwargs: _refuse()
         if snapshot.in_closure:
             raise TraceError("a function in an object keeps a tensor, a size or a module for a later call.")
         if not {id(module) for module in snapshot.modules} <= known.keys():
