@@ -316,6 +316,18 @@ PACKING = (
         "        if any(now != before for now, before in self._configs):",
         "        if False:",
     ),
+    Fault(
+        "optimize: other memory of weights is not seen",
+        _WATCHING,
+        " or [*map(_ADDRESS, self._placed)] != self._addresses",
+        "",
+    ),
+    Fault(
+        "optimize: copies have what the model was made with",
+        "optimizing/optimize.py",
+        "graphs._dynamic), _own_attributes(self, model)",
+        "graphs._dynamic)",
+    ),
     Fault("optimize: integers may differ", _EXACT, "not torch.equal(value, other)", "False"),
     Fault(
         "optimize: wrong graphs are used", _PREPARE, "if not mine <= MOST_ERROR", "if False and MOST_ERROR"
