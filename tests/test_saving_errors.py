@@ -147,6 +147,10 @@ FORBIDDEN = [
     "functools.partial",
     "fxopt.capture.runtime.size_guards.SizeExpression",
     "fxopt.capture.runtime.size_guards.SizeGuard",
+    "fxopt.passes.ready",
+    "fxopt.passes.imported",
+    "fxopt.packing.put_packed",
+    "fxopt.kernels.packed_layer",
     "fxopt.passes.merging._split",
     "fxopt.passes.merging.functools.partial",
     "transformers.AutoModel.from_pretrained",
@@ -245,6 +249,32 @@ EDITS = {
     ),
     "partial as argument": lambda d: node(d, "call_method").update(
         args=[{"node": "dense"}, {"partial": ["os.system", ["true"], {"dict": []}]}]
+    ),
+    "function as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"name": "torch.add"}]
+    ),
+    "class of layers as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"name": "torch.nn.modules.linear.Linear"}]
+    ),
+    "build a layer": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object", args=["torch.nn.modules.linear.Linear", {"dict": []}], kwargs={}
+    ),
+    "find what makes attributes": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.find", args=["builtins.getattr"], kwargs={}
+    ),
+    "attribute that is called as a method": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object",
+        args=["transformers.cache_utils.DynamicCache", {"dict": [["to", {"node": "x"}]]}],
+        kwargs={},
+    ),
+    "call of an attribute of caches": lambda d: node(d, "call_method").update(target="values"),
+    "layer as a value": lambda d: node(d, "call_module").update(op="get_attr", args=[]),
+    "getattr as a layer": lambda d: layer(d)["attributes"].update(forward={"name": "builtins.getattr"}),
+    "class as a layer": lambda d: layer(d)["attributes"].update(
+        forward={"name": "torch.nn.modules.linear.Linear"}
+    ),
+    "function with arguments as a layer": lambda d: layer(d)["attributes"].update(
+        forward={"partial": ["fxopt.packing._unpacked", {"tuple": []}, {"dict": []}]}
     ),
     "kind": lambda d: node(d, "call_method").update(args=[{"pickle": "gASVAAAA"}]),
     "two kinds": lambda d: node(d, "call_method").update(args=[{"node": "x", "float": "nan"}]),

@@ -187,7 +187,12 @@ def _check_target(module: GraphModule, node: torch.fx.Node) -> None:
     for name in path:
         owner = owner._modules.get(name)
     held = {} if owner is None else vars(owner) | owner._parameters | owner._buffers | owner._modules
-    if last not in held or (node.op == "call_module" and not isinstance(held[last], torch.nn.Module)):
+    is_module = isinstance(held.get(last), torch.nn.Module)
+    if (
+        last not in held
+        or is_module != (node.op == "call_module")
+        or (not is_module and callable(held[last]))
+    ):
         raise NotData(f"the node {node.name!r} of {node.target!r}, which is not there")
 
 

@@ -364,6 +364,18 @@ PACKING = (
         "if (found := None)",
     ),
     Fault("saved: int8 is given up", "saving/graph_set.py", "rounding=rounding)", "rounding=False)"),
+    Fault(
+        "saved: what a graph computes is called as a method",
+        "saving/calls.py",
+        "            if callable(getattr(torch.Tensor, name, None)) and",
+        "            if False and",
+    ),
+    Fault(
+        "saved: layers are values",
+        "saving/folder.py",
+        'or is_module != (node.op == "call_module")',
+        'or is_module < (node.op == "call_module")',
+    ),
     Fault("saved: kernels stay", "saving/folder.py", "        made.choose_kernels()\n", ""),
     Fault(
         "saved: graphs of old weights",
