@@ -376,6 +376,7 @@ PACKING = (
         'or is_module != (node.op == "call_module")',
         'or is_module < (node.op == "call_module")',
     ),
+    Fault("saved: hooks are dropped", "saving/folder.py", 'if "forward" in kind]', 'if "backward" in kind]'),
     Fault("saved: kernels stay", "saving/folder.py", "        made.choose_kernels()\n", ""),
     Fault(
         "saved: graphs of old weights",
