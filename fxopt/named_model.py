@@ -77,7 +77,7 @@ def _called(name: str, factory: Callable[[], Any]) -> Any:
         pass  # what is written in C has no signature: the call tells
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{name}() raises {in_a_line(error)}") from error
 
 
