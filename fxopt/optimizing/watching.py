@@ -51,7 +51,7 @@ class Watched:
             return True
         if self._place_now() != self._place or [*map(_ADDRESS, self._placed)] != self._addresses:
             return True
-        if any(now != before for now, before in self._configs):
+        if any(not _equal(now, before) for now, before in self._configs):
             return True
         return any(not _same(now, before) for now, before in self._seen)
 
@@ -93,11 +93,8 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
     """Tell whether the attributes of a module are as they were, as far as they can matter to its graph."""
-    try:
-        if now == before:  # fast, where everything is the same object
-            return True
-    except (RuntimeError, ValueError):  # a tensor or an array is another one: compared by its elements
-        pass
+    if _equal(now, before):  # fast, where everything is the same object
+        return True
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
         if old is new or name in ("_compiled_call_impl",):
@@ -111,3 +108,10 @@ def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
         elif isinstance(new, Tensor | nn.Module) or name in ("forward", "config"):
             return False
     return True
+
+
+def _equal(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # a tensor or an array is another one: compared by its elements
+        return False

@@ -313,7 +313,7 @@ PACKING = (
     Fault(
         "optimize: configs are not watched",
         _WATCHING,
-        "        if any(now != before for now, before in self._configs):",
+        "        if any(not _equal(now, before) for now, before in self._configs):",
         "        if False:",
     ),
     Fault(

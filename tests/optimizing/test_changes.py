@@ -47,12 +47,13 @@ class Model(nn.Module):
         super().__init__()
         self.inner, self.last = Inner(), nn.Linear(16, 16)
         self.flag, self.scale = False, 2.0
-        self.config = types.SimpleNamespace(negate=False)
+        self.config = types.SimpleNamespace(negate=False, weights=torch.ones(16))
         self.register_buffer("shift", torch.zeros(16))
 
     def forward(self, x):
         y = self.last(self.inner(x)) * self.scale + self.shift
         y = torch.relu(y) if self.flag else y
+        y = y * self.config.weights
         return -y if self.config.negate else y
 
 
@@ -73,7 +74,10 @@ CHANGES = {
     "a number": lambda m: setattr(m, "scale", 3.0),
     "a number, to an equal one of another type": lambda m: setattr(m, "scale", True),
     "the config": lambda m: setattr(m.config, "negate", True),
-    "another config": lambda m: setattr(m, "config", types.SimpleNamespace(negate=True)),
+    "another config": lambda m: setattr(
+        m, "config", types.SimpleNamespace(negate=True, weights=torch.ones(16))
+    ),
+    "an array in the config": lambda m: setattr(m.config, "weights", 2 * torch.ones(16)),
     "a buffer": lambda m: m.shift.add_(1),
     "another buffer": lambda m: setattr(m, "shift", torch.ones(16)),
     "another layer": lambda m: replaced(m, "last", nn.Linear(16, 16)),
