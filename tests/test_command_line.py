@@ -144,6 +144,7 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (["trace", f"{HERE}:broken"], 2, "error: .*broken\\(\\) raises RuntimeError: no weights here"),
         (["trace", f"{HERE}:leaves"], 2, "error: .*leaves\\(\\) raises SystemExit: 3"),
         (["trace", f"{HERE}:Two"], 2, "--input NAME=2,3 for each argument"),
+        (["trace", f"{HERE}:Two", "--input", "x=2,4", "--input", "x=3,4"], 2, "give each name once"),
         (["trace", f"{HERE}:Two", "--input", "x=2,many"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=-1,4"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=2,4:quint8"], 2, "write it as x=2,3 or ids=2,16:int64"),
