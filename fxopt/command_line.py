@@ -1,7 +1,7 @@
 """The command `fxopt`: `trace`, `explain`, `passes` and `doctor` are here, and need torch alone; the others are the harness's.
 
 Exit status: 0, all is well; 1, the answer is no (a model is not captured, a case fails, something got worse); 2, a mistake
-in the command, or in a file that it names.
+in the command, or in a file that it names; 130, interrupted; 141, what reads the output has left.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +52,12 @@ LACKING = 'the harness is not installed: `pip install "fxopt[validation]"`'
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # names and sources of models may be in letters that a terminal lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # models and passes are found as with `python -m`
     try:
@@ -62,10 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] not in OWN and not arguments[0].startswith("-"):
             raise UsageError(f"no command {arguments[0]!r}; there are {', '.join([*OWN, *OF_THE_HARNESS])}")
         options = parser.parse_args(arguments)
-        return int(options.run(options))
+        status = int(options.run(options))
+        if sys.stdout is not None:  # it was closed
+            sys.stdout.flush()
+        return status
     except TraceError as error:
         print(f"error: not captured: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # what reads the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (FxoptError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -85,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "Of the harness, each with --help of its own:\n"
         + "".join(f"  {name:<9} {text}\n" for name, text in OF_THE_HARNESS.items())
         + "\nExit status: 0 all is well; 1 the answer is no: not captured, a case fails, something got worse;\n"
-        "2 a mistake in the command or in a file that it names; 130 interrupted."
+        "2 a mistake in the command or in a file that it names; 130 interrupted;\n"
+        "141 what reads the output has left, such as `head`."
     )
     parser = _Parser(
         "fxopt",

@@ -44,6 +44,8 @@ def captured(name: str, inputs: Sequence[str] = (), *, specialize: bool = False)
     model = model.eval()
     if inputs:
         given = dict(map(_input, inputs))
+        if len(given) < len(inputs):
+            raise UsageError(f"--input {' --input '.join(inputs)}: give each name once")
     if given is None:
         if not hasattr(model, "main_input_name"):  # a class of transformers has it
             raise UsageError(f"{name}: say what it takes: --input NAME=2,3 for each argument of its forward")
@@ -77,7 +79,7 @@ def _called(name: str, factory: Callable[[], Any]) -> Any:
         pass  # what is written in C has no signature: the call tells
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{name}() raises {in_a_line(error)}") from error
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,10 @@ def undecided() -> tuple[nn.Module, torch.Tensor]:
 
 def broken() -> nn.Module:
     raise RuntimeError("no weights\nhere")
+
+
+def leaves() -> nn.Module:
+    raise SystemExit(3)
 
 
 class MergeLinears(fxopt.MergeLinears):
@@ -136,7 +142,9 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["trace", f"{HERE}:undecided"], 1, "error: not captured: "),
         (["trace", f"{HERE}:broken"], 2, "error: .*broken\\(\\) raises RuntimeError: no weights here"),
+        (["trace", f"{HERE}:leaves"], 2, "error: .*leaves\\(\\) raises SystemExit: 3"),
         (["trace", f"{HERE}:Two"], 2, "--input NAME=2,3 for each argument"),
+        (["trace", f"{HERE}:Two", "--input", "x=2,4", "--input", "x=3,4"], 2, "give each name once"),
         (["trace", f"{HERE}:Two", "--input", "x=2,many"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=-1,4"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=2,4:quint8"], 2, "write it as x=2,3 or ids=2,16:int64"),
@@ -180,6 +188,37 @@ def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, mes
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1 or status == 1
     assert re.search(message, err), err
+
+
+def test_letters_that_a_terminal_lacks_are_written_in_others(tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.größe = torch.nn.Linear(2, 2)\n    def forward(self, x):\n        return self.größe(x)\n",
+        encoding="utf-8",
+    )
+    done = run_command(tmp_path, "trace", "own_model:Net", "--input", "x=1,2", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"gr\xf6\xdfe" in done.stdout
+
+
+def test_output_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run_command(tmp_path, "passes", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def run_command(folder: Path, *arguments: str, stdout: int = subprocess.PIPE, **variables: str) -> Any:
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "0", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", "from fxopt.command_line import main; raise SystemExit(main())", *arguments],
+        cwd=folder,
+        env=os.environ | paths,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("text", ["import torch\nmissing", "x = (", "raise SystemExit(3)"])

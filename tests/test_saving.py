@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -200,6 +201,18 @@ class Laid(nn.Module):
     def forward(self, x):
         sums = self.whole.sum() + self.part.sum() + self.nothing.sum() + self.conv.weight.sum()
         return sums + x @ self.across + x.sum() * self.one.sum(), x * self.turned, self.wide
+
+
+def test_arrays_of_numpy_that_are_seen_twice(tmp_path):
+    array, model = np.arange(32, dtype=np.float32), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.from_numpy(array[:16]).view(4, 4))
+    model[1].weight = nn.Parameter(torch.from_numpy(array).view(8, 4)[2:6])
+    gm = fxopt.trace(model.eval(), (X,))
+    made = reloaded(gm, tmp_path)
+    assert same_bits(gm(X), made(X))
+    with torch.no_grad():
+        made.get_parameter("0.weight")[2:] = 7
+    assert made.get_parameter("1.weight")[:2].eq(7).all()
 
 
 def test_views_strides_and_complex_numbers(tmp_path):

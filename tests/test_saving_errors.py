@@ -147,6 +147,10 @@ FORBIDDEN = [
     "functools.partial",
     "fxopt.capture.runtime.size_guards.SizeExpression",
     "fxopt.capture.runtime.size_guards.SizeGuard",
+    "fxopt.passes.ready",
+    "fxopt.passes.imported",
+    "fxopt.packing.put_packed",
+    "fxopt.kernels.packed_layer",
     "fxopt.passes.merging._split",
     "fxopt.passes.merging.functools.partial",
     "transformers.AutoModel.from_pretrained",
@@ -245,6 +249,32 @@ EDITS = {
     ),
     "partial as argument": lambda d: node(d, "call_method").update(
         args=[{"node": "dense"}, {"partial": ["os.system", ["true"], {"dict": []}]}]
+    ),
+    "function as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"name": "torch.add"}]
+    ),
+    "class of layers as argument": lambda d: node(d, "call_method").update(
+        args=[{"node": "dense"}, {"name": "torch.nn.modules.linear.Linear"}]
+    ),
+    "build a layer": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object", args=["torch.nn.modules.linear.Linear", {"dict": []}], kwargs={}
+    ),
+    "find what makes attributes": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.find", args=["builtins.getattr"], kwargs={}
+    ),
+    "attribute that is called as a method": lambda d: node(d, "call_function").update(
+        target="fxopt.objects.build_object",
+        args=["transformers.cache_utils.DynamicCache", {"dict": [["to", {"node": "x"}]]}],
+        kwargs={},
+    ),
+    "call of an attribute of caches": lambda d: node(d, "call_method").update(target="values"),
+    "layer as a value": lambda d: node(d, "call_module").update(op="get_attr", args=[]),
+    "getattr as a layer": lambda d: layer(d)["attributes"].update(forward={"name": "builtins.getattr"}),
+    "class as a layer": lambda d: layer(d)["attributes"].update(
+        forward={"name": "torch.nn.modules.linear.Linear"}
+    ),
+    "function with arguments as a layer": lambda d: layer(d)["attributes"].update(
+        forward={"partial": ["fxopt.packing._unpacked", {"tuple": []}, {"dict": []}]}
     ),
     "kind": lambda d: node(d, "call_method").update(args=[{"pickle": "gASVAAAA"}]),
     "two kinds": lambda d: node(d, "call_method").update(args=[{"node": "x", "float": "nan"}]),
@@ -554,3 +584,39 @@ def test_a_folder_that_a_broken_off_save_had_moved_away_is_named(linked, tmp_pat
         folder.symlink_to(tmp_path / "saved")
     with pytest.raises(fxopt.LoadError, match=r"broken off when it had moved it to .*\.saved\.old-12345678"):
         fxopt.load(folder)
+
+
+def test_the_current_folder_stays(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    for name in (".", folder):
+        with pytest.raises(fxopt.SaveError, match=r"saved is the current folder, which would be replaced"):
+            fxopt.save(small(), name)
+    assert contents(Path()) == before
+    fxopt.save(small(), "inside")
+    assert fxopt.load("inside")(X).shape == (3, 4)
+
+
+def test_a_save_that_another_one_overtakes(folder, monkeypatch):
+    replace, others = os.replace, [small(), small()]
+
+    def overtaken(source, target):
+        if Path(target) == folder and others:  # another process, between the two renames of this one
+            fxopt.save(others.pop(), folder)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    last = small()
+    fxopt.save(last, folder)
+    assert not others
+    assert os.listdir(folder.parent) == ["saved"]
+    assert torch.equal(fxopt.load(folder).dense.weight, last.dense.weight)
+
+
+def test_a_device_that_is_not_there_is_named(folder):
+    change(folder, lambda d: d["tensors"]["dense.weight"].update(device="cuda:99"))
+    with pytest.raises(
+        fxopt.LoadError, match=r"puts dense.weight to 'cuda:99', which is not to be had here.* device=\"cpu\""
+    ):
+        fxopt.load(folder)
+    assert fxopt.load(folder, device="cpu")(X).shape == (3, 4)

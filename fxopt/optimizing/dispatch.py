@@ -233,6 +233,8 @@ class Graphs:
         if training:
             self._trains = True
             return "it is in training mode; call .eval()"
+        if self._watched is None:  # nobody has seen yet if there are others, such as those of an adapter
+            self._parameters = list(self._module.parameters())
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._parameters)
             or requires_grad((inputs.args, dict(inputs.kwargs)))
@@ -255,6 +257,7 @@ class Graphs:
             if swapped(self._module):
                 return ""
             self.forget()
+            return self._reason_for_eager(inputs, training)  # of the parameters that it has now
         self._trains = False
         return None
 

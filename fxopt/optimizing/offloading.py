@@ -48,12 +48,12 @@ class Offloaded:
             raise PassError(f'memory="low" is made for Linux, and this is {sys.platform}: leave it out')
         held = {storage_of(buffer) for buffer in buffers}
         moved = [p for p in parameters if _is_plain(p) and storage_of(p) not in held]
+        sizes = [(p.untyped_storage().data_ptr(), p.untyped_storage().nbytes()) for p in moved]
         places, size = dict[int, int](), 0
-        for parameter in moved:
-            storage = parameter.untyped_storage()
-            if storage.data_ptr() not in places:
-                places[storage.data_ptr()] = size
-                size += -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Two may begin at the same place, as arrays of numpy do: there is room for the one that sees more.
+        for address, count in dict(sorted(sizes, key=lambda pair: pair[1])).items():
+            places[address] = size
+            size += -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = _written(moved, places, size) if size else None
         if self._memory is not None:
             for parameter in moved:

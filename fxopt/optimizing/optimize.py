@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -56,7 +57,7 @@ def optimize(
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads.
         `print(fast.report)` says what was done, and `fxopt.undo(fast)` gives the model back. When weights, modules,
         hooks, flags, or options in numbers and strings have changed, it makes new graphs; unnoticed are other
-        attributes, writes through `.data` or numpy, and what fused optimizers do while the module is not called.
+        attributes, writes into `.data` or through numpy, and what fused optimizers do while the module is not called.
 
     Raises:
         PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
@@ -146,14 +147,19 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
         offloaded = Offloaded(model.parameters(), model.buffers())
     kind: Any = type(model)
     fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
-    fast.__dict__.pop("forward", None)  # what someone has put on the instance is the model's own forward
+    # What someone has put on the instance, or compiled, is the model's own forward.
+    for name in ("forward", _COMPILED):
+        fast.__dict__.pop(name, None)
     fast.__dict__[STANDS_FOR] = model
 
     def twin() -> nn.Module:
         attributes = {
-            n: v for n, v in vars(fast).items() if n not in (STANDS_FOR, GRAPHS) and "hooks" not in n
+            n: v
+            for n, v in vars(fast).items()
+            if n not in (STANDS_FOR, GRAPHS, _COMPILED) and "hooks" not in n
         }
         made = _shared(model, type(model))
+        made.__dict__.pop(_COMPILED, None)
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
         # Those of the module itself run around its forward, which is what the graph stands for.
         made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
@@ -161,6 +167,10 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
 
     fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes, offloaded)
     return fast
+
+
+_COMPILED = "_compiled_call_impl"
+"""Where a module keeps what its `compile` has made, which is called in its place."""
 
 
 def _shared(model: M, cls: Any) -> M:
@@ -191,17 +201,38 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
         eager = model.forward if "forward" in vars(model) else functools.partial(cls.forward, self)
         return graphs.run(eager, Inputs(args, kwargs), self.training)
 
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = cls._apply(self, *args, **kwargs)
-        if GRAPHS in vars(self):
+    def for_both(method: Any) -> Any:
+        """A method that gives a module other tensors, of which the model gets those that were its own as well."""
+
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if GRAPHS not in vars(self):
+                return method(self, *args, **kwargs)
+            model = self.__dict__[STANDS_FOR]
+            pairs = [(model._parameters, self._parameters), (model._buffers, self._buffers)]
+            # Children are shared, so that theirs are those of both.
+            shared = [[name for name in mine if its.get(name) is mine[name]] for its, mine in pairs]
+            found = method(self, *args, **kwargs)
+            for (its, mine), names in zip(pairs, shared, strict=True):
+                its.update({name: mine[name] for name in names})
             vars(self)[GRAPHS].forget()
-        return found
+            return found
+
+        return run
 
     def reduce(self: Any, protocol: Any) -> Any:
         graphs: Graphs | None = vars(self).get(GRAPHS)
         if graphs is None:
             return cls.__reduce_ex__(self, protocol)
-        return _standing_for, (self.__dict__[STANDS_FOR], graphs.options, graphs._dynamic)
+        model = self.__dict__[STANDS_FOR]
+        return _standing_for, (model, graphs.options, graphs._dynamic), _own_attributes(self, model)
+
+    def setstate(self: Any, state: Any) -> None:
+        if GRAPHS not in vars(self):
+            cls.__setstate__(self, state)
+            return
+        vars(self).update(state)
+        vars(self)[GRAPHS].forget()
 
     def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
         encoder = cls.get_encoder(self, *args, **kwargs)
@@ -213,11 +244,28 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
         graphs: Graphs | None = vars(self).get(GRAPHS)
         return Report() if graphs is None else graphs.report
 
-    members = {"forward": forward, "_apply": apply, "__reduce_ex__": reduce}
+    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": setstate}
+    members |= {name: for_both(getattr(cls, name)) for name in ("_apply", "_load_from_state_dict")}
     members |= {"report": property(report)} if reports else {}
     members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)
+
+
+def _own_attributes(fast: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are others than those of the model it stands for: a layer or flag given since, its hooks."""
+    theirs, left_out = vars(model), (STANDS_FOR, GRAPHS, _COMPILED)
+    return {
+        name: value
+        for name, value in vars(fast).items()
+        if name not in left_out and not (name in theirs and _same_objects(value, theirs[name]))
+    }
+
+
+def _same_objects(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one is other
+    return [*one] == [*other] and all(map(operator.is_, one.values(), other.values()))
 
 
 def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.testing.bits import bits_of
+
+_PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _VERSION = operator.attrgetter("_version")
+_ADDRESS = operator.methodcaller("data_ptr")
 
 
 class Watched:
     """The modules, weights, buffers, hooks, flags and options of a model, as they are when this is made.
 
     Not seen are changes of other attributes (lists, objects but for `config`), and of tensors in ways that leave their
-    version as it was: writes through `.data` or numpy, and steps of fused optimizers, unless `sample` is compared.
+    version and place as they were: writes into `.data` or through numpy, and steps of fused optimizers, unless `trained` is
+    asked.
 
     Args:
         model: the module to watch.
@@ -34,26 +39,29 @@ class Watched:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = self._sum_of_versions()
         self._place = self._place_now()
-        self._sample = self.sample()
+        # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
+        self._placed = [t for t in self._tensors if type(t) in _PLACED and t.layout is torch.strided]
+        self._memory = [t.detach() for t in self._placed]
+        self._addresses = [*map(_ADDRESS, self._placed)]
+        self._sums = self._sums_now()
 
     def changed(self) -> bool:
         """Tell whether something is not as it was."""
         if self._sum_of_versions() != self._versions:
             return True
-        if self._place_now() != self._place:
+        if self._place_now() != self._place or [*map(_ADDRESS, self._placed)] != self._addresses:
             return True
-        if any(now != before for now, before in self._configs):
+        if any(not _equal(now, before) for now, before in self._configs):
             return True
         return any(not _same(now, before) for now, before in self._seen)
 
-    def sample(self) -> list[complex]:
-        """The last number of each tensor, which a step of training changes."""
-        with torch.no_grad():
-            return [t.flatten()[-1].item() for t in self._tensors if t.numel() and t.device.type != "meta"]
-
     def trained(self) -> bool:
         """Tell whether weights have changed in a way that leaves their versions as they were; slower than `changed`."""
-        return self.sample() != self._sample
+        return self._sums_now() != self._sums
+
+    def _sums_now(self) -> list[float]:
+        """The sum of the bits of each tensor: a step of training may leave any single number as it is."""
+        return [bits_of(t).sum().item() for t in self._placed if t.device.type != "meta"]
 
     def _place_now(self) -> list[object]:
         """The dtype and device of the first tensor, which go with those of all others."""
@@ -85,11 +93,8 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
     """Tell whether the attributes of a module are as they were, as far as they can matter to its graph."""
-    try:
-        if now == before:  # fast, where everything is the same object
-            return True
-    except (RuntimeError, ValueError):  # a tensor or an array is another one: compared by its elements
-        pass
+    if _equal(now, before):  # fast, where everything is the same object
+        return True
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
         if old is new or name in ("_compiled_call_impl",):
@@ -103,3 +108,10 @@ def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
         elif isinstance(new, Tensor | nn.Module) or name in ("forward", "config"):
             return False
     return True
+
+
+def _equal(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # a tensor or an array is another one: compared by its elements
+        return False

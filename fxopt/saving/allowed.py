@@ -33,6 +33,7 @@ _DENIED_METHODS = {
     *("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "reinforce"),
     *("const_data_ptr", "data_ptr", "numpy", "record_stream", "set_", "share_memory_", "storage"),
     *("as_subclass", "module_load", "new", "storage_type", "untyped_storage"),
+    "values",  # an attribute of caches: this might call what somebody put there
 }
 # Functions that call others, open files or read memory.
 _DENIED_FUNCTIONS = {
@@ -58,7 +59,7 @@ _OWN = (
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,
 )
-_OWN_PLACES = ("fxopt.passes.", "fxopt.kernels.", "fxopt.packing.")
+_PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
 # Types of values; a graph may call them, too.
 _TYPES = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
@@ -83,7 +84,7 @@ class Names:
     """
 
     def __init__(self, trusted: Iterable[Any] = ()) -> None:
-        self._trusted: dict[str, Any] = {qualified_name(value): value for value in trusted}
+        self.trusted: dict[str, Any] = {qualified_name(value): value for value in trusted}
 
     def of(self, value: Any) -> str:
         """The name of a function, operator or class; NameRefused where it has none."""
@@ -100,15 +101,15 @@ class Names:
         """The object that has a name; NameRefused where there is none, or where it may not be named."""
         if not isinstance(name, str):
             raise NameRefused(f"{name!r}, which is no name")
-        if name in self._trusted:
-            return self._trusted[name]
+        if name in self.trusted:
+            return self.trusted[name]
         if name in _functions():
             return _functions()[name]
         if name.startswith("apply:"):
             return modes.ApplyFunction(self._class(name.removeprefix("apply:"), torch.autograd.Function))
         if name.startswith("torch.ops."):
             return _operator(name)
-        if not name.rpartition(".")[2].startswith("_") and _own_function(name):
+        if name.startswith(_PASSES) and not name.rpartition(".")[2].startswith("_") and _own_function(name):
             return _own_function(name)
         return self._class(name, object)
 
@@ -140,8 +141,8 @@ class Names:
         return cls
 
     def _class(self, name: str, base: type) -> Any:
-        if name in self._trusted:
-            return self._trusted[name]
+        if name in self.trusted:
+            return self.trusted[name]
         cls = _class_named(name)
         if cls is None or not issubclass(cls, base):
             raise NameRefused(name)
@@ -228,7 +229,7 @@ def _methods() -> frozenset[str]:
 def _own_function(name: str) -> Any:
     """A function that a pass or kernel of fxopt defines; None for any other name."""
     module, _, own = name.rpartition(".")
-    if not f"{module}.".startswith(_OWN_PLACES) or not all(map(is_identifier, name.split("."))):
+    if not module.startswith((_PASSES, "fxopt.packing")) or not all(map(is_identifier, name.split("."))):
         return None
     try:
         found = getattr(importlib.import_module(module), own, None)

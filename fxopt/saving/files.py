@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -33,6 +34,10 @@ def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tenso
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder} is a file: give a folder.")
     if folder.exists():
+        if folder.samefile(os.curdir):
+            raise SaveError(
+                f"{folder} is the current folder, which would be replaced: give the name of one in it."
+            )
         others = sorted({entry.name for entry in os.scandir(folder)} - {GRAPH, WEIGHTS})
         if others:
             raise SaveError(
@@ -174,19 +179,24 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _swap(new: Path, folder: Path, old: Path) -> None:
-    """Put a folder in the place of another; where that fails, the other stays."""
-    existed = folder.exists()
-    if existed:
+    """Put a folder in the place of another, or of none; where that fails, the other stays."""
+    with contextlib.suppress(FileNotFoundError):
         shutil.copymode(folder, new)
-        os.replace(folder, old)
-    try:
-        os.replace(new, folder)
-    except BaseException:
-        if existed:
-            os.replace(old, folder)
-        raise
-    if existed:
-        shutil.rmtree(old, ignore_errors=True)
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder, old)
+        try:
+            os.replace(new, folder)
+            break
+        except BaseException as error:
+            # Another save has put its folder here meanwhile, in the place of the old one.
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                shutil.rmtree(old, ignore_errors=True)
+                continue
+            if old.exists():
+                os.replace(old, folder)
+            raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

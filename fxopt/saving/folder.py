@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError, LoadError, SaveError
+from fxopt.operators import hooks_of
 from fxopt.rewriting.history import GRAPHS
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
@@ -18,7 +19,7 @@ from fxopt.saving.allowed import NameRefused, Names, is_identifier
 from fxopt.saving.graph_set import Call, GraphSet
 from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
-from fxopt.saving.tensors import TensorTable, restored
+from fxopt.saving.tensors import NoSuchDevice, TensorTable, restored
 from fxopt.saving.values import NotData
 
 
@@ -90,7 +91,7 @@ def load(
 
     Raises:
         LoadError: a file is missing, cut off, changed, or of a newer format; the graph names what is refused, or what is
-            not installed here.
+            not installed here; or a tensor goes to a device that is not there.
 
     Example:
         >>> import fxopt, tempfile, torch
@@ -99,10 +100,10 @@ def load(
         ...     fxopt.load(folder)(torch.tensor([-1.0, 1.0]))
         tensor([0., 1.])
     """
-    place = Path(folder)
+    place, target = Path(folder), None if device is None else torch.device(device)
     document, entries = files.read(place)
     try:
-        tensors = restored(entries, document["tensors"], None if device is None else torch.device(device))
+        tensors = restored(entries, document["tensors"], target)
         if "graphs" not in document:
             return _rebuilt(document, Names(trusted), tensors)
         graphs = [_rebuilt(data, Names(trusted), tensors) for data in document["graphs"]]
@@ -114,6 +115,10 @@ def load(
         raise LoadError(
             f"{place / files.GRAPH} names {error}, which fxopt does not load: neither an operator of torch nor a class that "
             "only holds values. If it is a class or function of yours, give it in `trusted`."
+        ) from None
+    except NoSuchDevice as error:
+        raise LoadError(
+            f'{place / files.GRAPH} puts {error}. Say where the tensors go, such as device="cpu".'
         ) from None
     except NotData as error:
         raise LoadError(
@@ -136,6 +141,11 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
     if not isinstance(module, torch.nn.Module) or GRAPHS not in vars(module):
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
+        )
+    hooks = [kind for kind in hooks_of(module) if "forward" in kind]
+    if hooks:
+        raise SaveError(
+            f"this module of fxopt.optimize has hooks ({', '.join(hooks)}), which are no part of its graphs: remove them."
         )
     made = vars(module)[GRAPHS].made()
     if not made:
@@ -187,7 +197,12 @@ def _check_target(module: GraphModule, node: torch.fx.Node) -> None:
     for name in path:
         owner = owner._modules.get(name)
     held = {} if owner is None else vars(owner) | owner._parameters | owner._buffers | owner._modules
-    if last not in held or (node.op == "call_module" and not isinstance(held[last], torch.nn.Module)):
+    is_module = isinstance(held.get(last), torch.nn.Module)
+    if (
+        last not in held
+        or is_module != (node.op == "call_module")
+        or (not is_module and callable(held[last]))
+    ):
         raise NotData(f"the node {node.name!r} of {node.target!r}, which is not there")
 
 

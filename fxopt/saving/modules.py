@@ -14,7 +14,7 @@ from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import SaveError
 from fxopt.rewriting.record import PassRecord, Step
 from fxopt.saving.allowed import NameRefused, Names, qualified_name
-from fxopt.saving.calls import check_path
+from fxopt.saving.calls import check_path, check_value
 from fxopt.saving.tensors import TensorTable
 from fxopt.saving.values import NotData, Values
 
@@ -185,6 +185,8 @@ class ModuleReader:
                 if not _BARE.isdisjoint(attributes.keys() - {"training"}):
                     raise NotData("hooks of a layer among its attributes")
                 read = {name: self.values.read(value) for name, value in attributes.items()}
+                for value in read.values():
+                    check_value(self._names, value)
                 module.__setstate__(vars(module) | registries | read)
 
     def graph_module(self, graph: torch.fx.Graph, class_name: str) -> GraphModule:
@@ -201,7 +203,8 @@ class ModuleReader:
             if name in _DERIVED and name != "training":
                 raise NotData(f"the attribute {name!r} of the graph module")
             if name != "training":
-                vars(made)[name] = self.values.read(value)
+                vars(made)[name] = read = self.values.read(value)
+                check_value(self._names, read)
         return made
 
     def _empty(self, name: str) -> torch.nn.Module:

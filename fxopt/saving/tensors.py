@@ -18,6 +18,10 @@ _STORED = (
 )
 
 
+class NoSuchDevice(Exception):
+    """A tensor goes to a device that this machine or this torch does not have."""
+
+
 class TensorTable:
     """The tensors of a module, by key.
 
@@ -47,9 +51,12 @@ class TensorTable:
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """The tensors that go into the file, and a description of each."""
-        sharing: dict[int, list[str]] = {}
+        sharing: dict[Any, list[str]] = {}
         for key, tensor in self.tensors.items():
-            sharing.setdefault(tensor.untyped_storage()._cdata, []).append(key)
+            storage = tensor.untyped_storage()
+            # Two storages may have the same memory, as those of an array of numpy.
+            place = (tensor.device, storage.data_ptr()) if storage.data_ptr() else storage._cdata
+            sharing.setdefault(place, []).append(key)
         entries: dict[str, Tensor] = {}
         described: dict[str, dict[str, Any]] = {}
         for keys in sharing.values():
@@ -82,7 +89,11 @@ def restored(
         entry = entries[facts["entry"]]
         if (facts["entry"], place) not in moved:
             # A copy, because how memory is aligned may show in the last bits of a product.
-            moved[facts["entry"], place] = entry.clone().to(place)
+            copied = entry.clone()
+            try:
+                moved[facts["entry"], place] = copied.to(place)
+            except (RuntimeError, AssertionError) as error:
+                raise NoSuchDevice(f"{key} to {place!r}, which is not to be had here: {error}") from None
         tensor = moved[facts["entry"], place]
         if facts["dtype"].startswith("torch.complex"):
             tensor = torch.view_as_complex(tensor)
@@ -127,8 +138,9 @@ def _memory(tensors: list[Tensor]) -> tuple[Tensor, int]:
         raise NotData("tensors of several dtypes that share memory")
     first = min(int(tensor.storage_offset()) for tensor in tensors)
     last = max(int(tensor.storage_offset()) + _extent(tensor) for tensor in tensors)
+    largest = max(tensors, key=lambda tensor: tensor.untyped_storage().nbytes())
     # A copy: the memory of others may follow.
-    return tensors[0].as_strided((last - first,), (1,), first).clone(), first
+    return largest.as_strided((last - first,), (1,), first).clone(), first
 
 
 def _extent(tensor: Tensor) -> int:

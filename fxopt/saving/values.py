@@ -132,9 +132,6 @@ class Values:
             return self._module(content)
         if kind == "name":
             return self.names.find(content)
-        if kind == "partial":
-            name, args, keywords = content
-            return functools.partial(self.names.restoring(name), *self.read(args), **self.read(keywords))
         if kind == "enum":
             cls = self.names.find(content[0])
             if not issubclass(cls, enum.Enum):
@@ -193,7 +190,12 @@ class Values:
         cls = _DATA.get(name) or self.names.find(name)
         if cls not in _DATA.values() and not (isinstance(cls, type) and issubclass(cls, Transformation)):
             raise NotData(f"{name}, which is not made of data")
-        fields = {key: self.read(value) for key, value in content.items()}
+        restores = cls is Swapped and isinstance(content["restore"], dict) and "partial" in content["restore"]
+        fields = {key: self.read(value) for key, value in content.items() if key != "restore" or not restores}
+        if restores:  # nowhere else does a graph hold functions with arguments
+            function, args, keywords = content["restore"]["partial"]
+            restoring = functools.partial(self.names.restoring(function), *self.read(args))
+            fields["restore"] = functools.partial(restoring, **self.read(keywords))
         if cls is Step and not isinstance(fields["transformation"], Transformation | None):
             raise NotData("a step of something else than a transformation")
         self._check(cls, fields)

@@ -313,8 +313,20 @@ PACKING = (
     Fault(
         "optimize: configs are not watched",
         _WATCHING,
-        "        if any(now != before for now, before in self._configs):",
+        "        if any(not _equal(now, before) for now, before in self._configs):",
         "        if False:",
+    ),
+    Fault(
+        "optimize: other memory of weights is not seen",
+        _WATCHING,
+        " or [*map(_ADDRESS, self._placed)] != self._addresses",
+        "",
+    ),
+    Fault(
+        "optimize: copies have what the model was made with",
+        "optimizing/optimize.py",
+        "graphs._dynamic), _own_attributes(self, model)",
+        "graphs._dynamic)",
     ),
     Fault("optimize: integers may differ", _EXACT, "not torch.equal(value, other)", "False"),
     Fault(
@@ -352,6 +364,19 @@ PACKING = (
         "if (found := None)",
     ),
     Fault("saved: int8 is given up", "saving/graph_set.py", "rounding=rounding)", "rounding=False)"),
+    Fault(
+        "saved: what a graph computes is called as a method",
+        "saving/calls.py",
+        "            if callable(getattr(torch.Tensor, name, None)) and",
+        "            if False and",
+    ),
+    Fault(
+        "saved: layers are values",
+        "saving/folder.py",
+        'or is_module != (node.op == "call_module")',
+        'or is_module < (node.op == "call_module")',
+    ),
+    Fault("saved: hooks are dropped", "saving/folder.py", 'if "forward" in kind]', 'if "backward" in kind]'),
     Fault("saved: kernels stay", "saving/folder.py", "        made.choose_kernels()\n", ""),
     Fault(
         "saved: graphs of old weights",

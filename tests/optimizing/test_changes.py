@@ -1,6 +1,7 @@
 """After a change of the model its graphs follow, or the model itself runs."""
 
 import copy
+import pickle
 import types
 
 import pytest
@@ -46,12 +47,13 @@ class Model(nn.Module):
         super().__init__()
         self.inner, self.last = Inner(), nn.Linear(16, 16)
         self.flag, self.scale = False, 2.0
-        self.config = types.SimpleNamespace(negate=False)
+        self.config = types.SimpleNamespace(negate=False, weights=torch.ones(16))
         self.register_buffer("shift", torch.zeros(16))
 
     def forward(self, x):
         y = self.last(self.inner(x)) * self.scale + self.shift
         y = torch.relu(y) if self.flag else y
+        y = y * self.config.weights
         return -y if self.config.negate else y
 
 
@@ -72,7 +74,10 @@ CHANGES = {
     "a number": lambda m: setattr(m, "scale", 3.0),
     "a number, to an equal one of another type": lambda m: setattr(m, "scale", True),
     "the config": lambda m: setattr(m.config, "negate", True),
-    "another config": lambda m: setattr(m, "config", types.SimpleNamespace(negate=True)),
+    "another config": lambda m: setattr(
+        m, "config", types.SimpleNamespace(negate=True, weights=torch.ones(16))
+    ),
+    "an array in the config": lambda m: setattr(m.config, "weights", 2 * torch.ones(16)),
     "a buffer": lambda m: m.shift.add_(1),
     "another buffer": lambda m: setattr(m, "shift", torch.ones(16)),
     "another layer": lambda m: replaced(m, "last", nn.Linear(16, 16)),
@@ -87,6 +92,11 @@ CHANGES = {
         {n: torch.rand_like(v) if v.is_floating_point() else v for n, v in m.state_dict().items()},
         assign=True,
     ),
+    "other memory": lambda m: setattr(m.last.weight, "data", torch.randn(16, 16)),
+    "weights from a vector": lambda m: nn.utils.vector_to_parameters(
+        torch.rand(sum(p.numel() for p in m.parameters())), m.parameters()
+    ),
+    "a child there and back": lambda m: m.last.to(torch.float16).float(),
     "float64": lambda m: m.double(),
 }
 
@@ -112,6 +122,60 @@ def test_changes_are_followed(change, of):
     wanted = Model.forward(fast, x)
     assert torch.allclose(fast(x), wanted, atol=1e-5)
     assert not torch.equal(wanted, Model.forward(set_up()[0], X).to(wanted.dtype)) or "equal" in change
+
+
+def shifted(module, args, output):
+    return output + 1
+
+
+@pytest.mark.parametrize(
+    "change", [name for name in CHANGES if "hook" not in name and name not in ("a forward", "float64")]
+)
+@torch.no_grad()
+def test_copies_have_what_was_changed(change):
+    _, fast = set_up()
+    CHANGES[change](fast)
+    fast.register_forward_hook(shifted)
+    wanted = Model.forward(fast, X) + 1
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert copied.last is not fast.last
+        assert torch.allclose(copied(X), wanted, atol=1e-5)
+        assert reasons(copied) == [None]
+        CHANGES["a buffer"](copied)
+        assert torch.allclose(copied(X), Model.forward(copied, X) + 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["float64", "assigned weights"])
+@torch.no_grad()
+def test_the_model_gets_the_tensors_of_the_outermost_module_too(change):
+    model, fast = set_up()
+    CHANGES[change](fast)
+    assert fxopt.undo(fast) is model
+    assert model.shift is fast.shift
+    x = X.double() if change == "float64" else X
+    torch.testing.assert_close(model(x), fast(x))
+
+
+@torch.no_grad()
+def test_what_the_model_has_compiled_is_no_detour():
+    model = randomise(Model().eval())
+    model.compile(backend="eager")
+    model.inner.compile(backend="eager")
+    fast = fxopt.optimize(model, (X,), tune=False)
+    assert reasons(fast) == [None]
+    fast.flag = True
+    torch.testing.assert_close(fast(X), Model.forward(fast, X))
+    assert model._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_adapters_that_are_put_in_later_have_gradients(called):
+    model = randomise(Model().eval()).requires_grad_(False)
+    fast = fxopt.optimize(model, (X,) if called else (), tune=False)
+    adapter = randomise(nn.Linear(16, 16))
+    fast.inner.layer = nn.Sequential(model.inner.layer, adapter)
+    fast(X).sum().backward()
+    assert adapter.weight.grad is not None
 
 
 @torch.no_grad()
@@ -140,6 +204,21 @@ def test_training_of_the_module_is_followed(optimizer, fused):
             wanted = Model.forward(fast, X)
             assert (fast(X) - wanted).norm() < 1e-5 * wanted.norm()
             assert (fast(X) - before).norm() > 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_step_that_leaves_the_last_number_of_a_weight_is_followed(optimizer):
+    fast = fxopt.optimize(
+        randomise(nn.Sequential(nn.ReLU(), nn.Linear(16, 16, bias=False))).eval(), (X,), tune=False
+    )
+    step, x = optimizer(fast.parameters(), lr=0.1, fused=True), X.clone()
+    x[:, -1] = -1  # its gradient is 0
+    with torch.no_grad():
+        fast(X)
+    fast(x).square().sum().backward()
+    step.step()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), fast[1](fast[0](X)))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import copy
 import errno
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,3 +160,17 @@ def test_errors_say_what_to_do(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(fxopt.PassError, match=r"No space left on device.*another folder.*FXOPT_CACHE"):
         fxopt.optimize(Net().eval(), memory="low")
+
+
+@torch.no_grad()
+def test_arrays_that_begin_at_the_same_place(tmp_path):
+    array = np.random.default_rng(0).standard_normal((128, 64), np.float32)
+    parts = [torch.from_numpy(array[:64]), torch.from_numpy(array), torch.randn(64, 128)]
+    model = nn.Sequential(*(nn.Linear(*reversed(part.shape), bias=False) for part in parts)).eval()
+    for layer, part in zip(model, parts, strict=True):
+        layer.weight = nn.Parameter(part)
+    before, x = state(model), torch.randn(2, 64)
+    fast = fxopt.optimize(model, (x,), tune=False, memory="low")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    fxopt.save(fast, tmp_path / "fast")
+    assert torch.equal(fxopt.load(tmp_path / "fast")(x), fast(x))

@@ -111,6 +111,20 @@ def test_what_has_no_graph_is_refused(image, tmp_path):
     assert not (tmp_path / "fast").exists()
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@torch.no_grad()
+def test_hooks_are_not_dropped(image, tmp_path, register):
+    x = torch.randn(2, 3, 8, 8)
+    fast = fxopt.optimize(image, tune=False)
+    hook = getattr(fast, register)(lambda module, *values: values[-1])
+    fast(x)
+    with pytest.raises(fxopt.SaveError, match=r"has hooks \(_forward.*remove them"):
+        fxopt.save(fast, tmp_path / "fast")
+    hook.remove()
+    fast(x)
+    assert torch.equal(reloaded(fast, tmp_path)(x), fast(x))
+
+
 @torch.no_grad()
 def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypatch):
     x = torch.randn(2, 3, 8, 8)
