@@ -168,7 +168,9 @@ class Subject:
             model, given = self.model(dtype), self.entry.given
             # One of a sweep is captured in each dtype as it was where it is judged.
             first = None if given or dtype == self.wide else self.captured(self.wide).way
-            with self.entering("capture"), torch.no_grad():  # as it is run: some forwards read the mode
+            # As it is run: some forwards read the mode, and random numbers may decide with `specialize=True`.
+            with self.entering("capture"), torch.no_grad(), torch.random.fork_rng():
+                torch.manual_seed(0)
                 if given:
                     found = capture(self.entry, model, self.inputs(dtype))
                 else:
