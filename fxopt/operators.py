@@ -148,6 +148,12 @@ def is_torch_function(target: object) -> bool:
     return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
 
 
+def is_known_function(target: object) -> bool:
+    """Tell the same of a target that takes any dtype and strides; operators that others registered may not."""
+    namespace = re.match(r"torch\._?ops\.(\w+)", getattr(target, "__module__", None) or "")
+    return is_torch_function(target) and (namespace is None or namespace[1] in _NAMESPACES)
+
+
 def is_write_name(name: str) -> bool:
     """Tell whether a function of this name writes into its first argument, by torch's naming rule.
 
@@ -172,6 +178,9 @@ _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 # Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
 _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
+
+# Where operators of torch are registered, and those of transformers, which are made of them.
+_NAMESPACES = ("aten", "prim", "prims", "transformers")
 
 _HOMES = (torch, F, Tensor, operator, torch._C._nn)
 """Where the names of the table are at home: a function of such a name from elsewhere is another one."""

@@ -37,7 +37,10 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node]) -> str | None:
     for node in parts:
         if node.op == "get_attr":
             tensor = submodules.attribute(index.graph_module, str(node.target))
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
+            held = (
+                submodules.find(index.graph_module, str(node.target)) is tensor
+            )  # and not a plain attribute
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks or not held:
                 return f"{node.target} is no plain parameter or buffer without hooks"
         elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
             return f"{node.name} is not known to give the same in every run"

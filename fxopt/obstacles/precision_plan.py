@@ -176,7 +176,7 @@ class Planner:
         if name in _NO_LOWER_KERNEL:
             return True
         return node.op == "call_function" and (
-            not operators.is_torch_function(node.target)
+            not operators.is_known_function(node.target)
             or (name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm"))
         )
 

@@ -103,10 +103,8 @@ def _operands(node: Node) -> tuple[Node, Node | float] | None:
 
 
 def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
-    if isinstance(constant, Node):
-        value: Tensor = computed_constant(graph_module, constant, {}).detach()
-        return value
-    return torch.tensor(constant, dtype=torch.float64)
+    value = computed_constant(graph_module, constant, {}) if isinstance(constant, Node) else constant
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -> Iterator[Fold | str]:
@@ -144,7 +142,8 @@ def _obstacle(
         return reason
     module, found = index.module(layer), _constant(index.graph_module, constant)
     weight = module.get_parameter("weight")
-    if isinstance(constant, Node) and (found.dtype, found.device) != (weight.dtype, weight.device):
+    number = not found.ndim and found.dtype == torch.float64  # which takes the dtype of the layer
+    if not number and (found.dtype, found.device) != (weight.dtype, weight.device):
         return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
     if not behind and graph.dtype_of(value) != weight.dtype:
         return f"{value.name} is not known to be {weight.dtype}, which the layer is"

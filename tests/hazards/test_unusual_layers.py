@@ -109,7 +109,9 @@ def test_a_lazy_layer_is_one_once_it_has_run():
     model(IMAGE)
     safe(SITES["conv-norm"], model, "fx")
     model = Use(lambda m, x: (m.a(x), m.b(x)), a=nn.LazyLinear(3), b=nn.LazyLinear(2))
-    assert "LazyLinear" in SITES["merge"].pass_.explain(torch.fx.symbolic_trace(model)).refusals[0][2]
+    traced = torch.fx.symbolic_trace(model)
+    assert "LazyLinear" in SITES["merge"].pass_.explain(traced).refusals[0][2]
+    assert SITES["merge"].pass_(traced) is traced
     model(ROWS)
     safe(SITES["merge"], model, "fx")
 

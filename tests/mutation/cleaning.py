@@ -47,7 +47,7 @@ CLEANING = (
     Fault("constants: buffers that are written are constant", _CONSTANTS, "return own and index.memory.written(node) is None", "return own"),
     Fault("constants: free sizes are constant", _CONSTANTS, "and all(isinstance(size, int) for size in value.shape)", ""),
     Fault("constants: sizes that nobody checks are constant", _CONSTANTS, "index.guard is not None and ", ""),
-    Fault("constants: what is described is constant", _CONSTANTS, "        return changing in ([], node.all_input_nodes[:1]) and _is_described(index, node)\n", "        return True\n"),
+    Fault("constants: what is described is constant", _CONSTANTS, "        return changing in ([], [graph.first_argument(node)]) and _is_described(index, node)\n", "        return True\n"),
     Fault("constants: random numbers are constant", _CONSTANTS, " or not index.memory.is_pure(node):", ":"),
     Fault("constants: a buffer is shared with what is computed", _CONSTANTS, "attribute(graph_module, str(node.target)).clone()", "attribute(graph_module, str(node.target))"),
     Fault("fold constants: what is written is folded", _FOLD, '            return f"{writer.name} may write into it"', "            pass"),

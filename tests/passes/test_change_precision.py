@@ -297,3 +297,51 @@ def test_what_has_no_kernel_for_the_lower_dtype_stays_in_float32(forward):
     assert after.layer.weight.dtype == torch.bfloat16
     assert after(x).isfinite().all()
     assert_round_trip(before, undo(after))
+
+
+@torch.library.custom_op("fxopt_tests::wants_float32", mutates_args=())
+def wants_float32(x: torch.Tensor) -> torch.Tensor:
+    """A kernel for one dtype."""
+    assert x.dtype == torch.float32
+    return x * 2
+
+
+@wants_float32.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_is_registered_by_others_gets_float32():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return wants_float32(self.layer(x))
+
+    model = Calls()
+    after = ChangePrecision()(fxopt.trace(model, (X,)))
+    torch.testing.assert_close(after(X), model(X), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y.masked_fill(y > 0, -100_000).softmax(-1),
+        lambda y: (y + 100_000).clamp(max=100_000) - 100_000,
+        lambda y: torch.where(y > 0, y, torch.full_like(y, -100_000)).softmax(-1),
+        lambda y: y.expand(70_000, *y.shape)[:2],
+    ],
+)
+def test_integers_beyond_the_range_of_float16_saturate(use):
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return use(self.layer(x))
+
+    after = ChangePrecision(torch.float16)(fxopt.trace(Uses(), (X,)))
+    assert after(X).isfinite().all()

@@ -170,6 +170,21 @@ def test_left_alone(use):
     assert not FoldScaleAndShift().explain(traced).rows
 
 
+def test_a_number_that_the_graph_makes_of_a_shape():
+    model = Use(lambda m, x: m.linear(x) / m.gamma.shape[0] ** 0.5)
+    rewritten(FoldScaleAndShift(), model, X, sites=1, trace=fx_trace)
+
+
+def test_a_tensor_that_is_no_buffer_does_not_become_one():
+    traced = torch.fx.symbolic_trace(Use(lambda m, x: m.linear(x) * m.gamma))
+    gamma = traced.gamma.detach()
+    del traced.gamma
+    traced.__dict__["gamma"] = gamma
+    keys = list(traced.state_dict())
+    assert "gamma is no plain parameter" in str(FoldScaleAndShift().explain(traced))
+    assert list(FoldScaleAndShift()(traced).state_dict()) == keys
+
+
 def test_a_shift_before_a_padded_convolution_is_refused():
     def change(model):
         model.conv = nn.Conv2d(4, 6, 3, padding=1)
