@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -53,6 +54,16 @@ def constants_of(index: GraphIndex) -> dict[Node, None]:
         if _is_constant(index, node, found):
             found[node] = None
     return found
+
+
+def is_changing(value: Any, depth: int = 6) -> bool:
+    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
+    if not isinstance(value, Node):
+        return type(value) not in (int, float) or not math.isfinite(value)
+    if value.op == "get_attr":
+        return False
+    inputs = value.all_input_nodes if value.op in ("call_function", "call_method") else []
+    return not inputs or not depth or any(is_changing(each, depth - 1) for each in inputs)
 
 
 def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, Any]) -> Any:

@@ -138,8 +138,11 @@ def is_container(target: object) -> bool:
 
 
 def is_torch_module(module: nn.Module) -> bool:
-    """Tell whether a module is one of torch's own layers, whose effects are known."""
-    return all(type(part).__module__.startswith(("torch.nn.", "fxopt.kernels")) for part in parts(module))
+    """Tell whether a module is one of torch's own layers, whose effects are known, without a forward of its own."""
+    homes = ("torch.nn.", "fxopt.kernels")
+    return all(
+        type(part).__module__.startswith(homes) and "forward" not in vars(part) for part in parts(module)
+    )
 
 
 def is_torch_function(target: object) -> bool:

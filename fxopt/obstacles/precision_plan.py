@@ -213,9 +213,10 @@ def obstacle(index: GraphIndex, node: Node, kept: Mapping[Node, str]) -> str | N
     module = index.module(node)
     if not _has_float32(module):
         return None
-    if not operators.is_torch_module(module):
-        return f"{type(module).__name__} is not a layer of torch.nn"
-    return index.obstacle_in_place(module)
+    reason = index.obstacle_in_place(module)
+    if reason is None and not operators.is_torch_module(module):
+        reason = f"{type(module).__name__} is not a layer of torch.nn"
+    return reason
 
 
 def _read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
