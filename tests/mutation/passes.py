@@ -101,7 +101,7 @@ PASSES = (
     Fault("scale: infinite weights pass", _SCALING, "    if not (most <= limits.max and added <= limits.max):", "    if False:", SITE),
     Fault("scale: weights vanish", _SCALING, "    if least < limits.tiny and ((sizes > 0) & (sizes < limits.tiny)).any():", "    if False:", SITE),
     Fault("scale: a frozen layer trains", _SCALING, "nn.Parameter(values.to(weight.dtype), weight.requires_grad)", "nn.Parameter(values.to(weight.dtype))"),
-    Fault("scale: a frozen bias trains", _SCALING, "nn.Parameter(constant.to(weight.dtype), gradients)", "nn.Parameter(constant.to(weight.dtype))"),
+    Fault("scale: a frozen bias trains", _SCALING, "nn.Parameter(constant.to(weight.dtype, copy=True), gradients)", "nn.Parameter(constant.to(weight.dtype, copy=True))"),
     Fault("fold: a second user is ignored", _FOLDABLE, "    others = [user.name for user in node.users if user not in layers and", "    others = [user.name for user in node.users if False and", SITE),
     Fault("fold: who reads strides reads a shape", _FOLDABLE, "facts & (Fact.LAYOUT | Fact.NEW)", "facts & Fact.NEW"),
     Fault("fold: a shared layer is folded into", _FOLDABLE, "    return index.obstacle(layer, kind)", "    return index.inexact(layer, kind)", SITE),

@@ -83,6 +83,15 @@ def test_without_metadata(use):
     check(BEHIND[use], trace=fx_trace)
 
 
+def test_a_bias_made_of_one_number_can_be_trained():
+    """In float64, in which folds are computed, it is no copy of anything else."""
+    model = Use(lambda m, x: m.other(x) + 3).double()
+    bias = FoldScaleAndShift()(trace(model, (X.double(),))).other.bias
+    assert bias.stride() == (1,)
+    with torch.no_grad():
+        bias.add_(1)
+
+
 def test_a_layer_without_a_bias_gets_none_for_a_scale():
     assert check(BEHIND["without a bias"]).other.bias is None
     assert check(BEHIND["a bias for a layer without"]).other.bias is not None
