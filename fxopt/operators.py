@@ -112,6 +112,12 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
     return TABLE.get(name_of(node), Fact(0))
 
 
+def reads_bits(node: Node) -> bool:
+    """Tell whether a node reads the same bits as numbers of another dtype: `x.view(torch.int32)`."""
+    options = (*node.args[1:], *node.kwargs.values())
+    return Fact.LAYOUT in facts_of(node) and any(isinstance(option, torch.dtype) for option in options)
+
+
 def name_of(node: Node) -> str:
     """The name of the operator that a node calls as a function or method, or reads; empty where it is not torch's own.
 

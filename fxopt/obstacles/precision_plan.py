@@ -173,7 +173,7 @@ class Planner:
         if any(graph.holds(value, lambda t: t.layout != torch.strided) for value in values):
             return True
         name = str(node.target) if node.op == "call_method" else graph.function_name(node)
-        if name in _NO_LOWER_KERNEL:
+        if name in _NO_LOWER_KERNEL or operators.reads_bits(node):
             return True
         return node.op == "call_function" and (
             not operators.is_known_function(node.target)

@@ -13,7 +13,7 @@ from fxopt import graph
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of
+from fxopt.operators import Fact, facts_of, reads_bits
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -129,8 +129,8 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     options = (*node.args[1:], *node.kwargs.values())
     if name in _CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
-    if any(isinstance(option, torch.dtype) for option in options):
-        return False  # a view of a dtype has no gradients
+    if reads_bits(node):
+        return False  # also where the dtype is the same, it has no gradients
     # Of the same shape these are the same, whatever the strides; free sizes are the same where they are written alike.
     same = value.dtype == taken.dtype and str(value.shape) == str(taken.shape) and index.guard is not None
     # `squeeze` also drops a free size where it is 1 in a later run.

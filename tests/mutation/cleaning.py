@@ -48,7 +48,7 @@ CLEANING = (
     Fault("constants: free sizes are constant", _CONSTANTS, "and all(isinstance(size, int) for size in value.shape)", ""),
     Fault("constants: sizes that nobody checks are constant", _CONSTANTS, "index.guard is not None and ", ""),
     Fault("identity: a container is its first tensor", "passes/remove_identity.py", " or node.all_input_nodes[:1] != [graph.first_argument(node)]", ""),
-    Fault("identity: a view of a dtype has gradients", "passes/remove_identity.py", "    if any(isinstance(option, torch.dtype) for option in options):\n        return False", "    if False:\n        return False"),
+    Fault("identity: a view of a dtype has gradients", "passes/remove_identity.py", "    if reads_bits(node):", "    if False:"),
     Fault("constants: what is described is constant", _CONSTANTS, "        return changing in ([], [graph.first_argument(node)]) and _is_described(index, node)\n", "        return True\n"),
     Fault("constants: random numbers are constant", _CONSTANTS, " or not index.memory.is_pure(node):", ":"),
     Fault("constants: a buffer is shared with what is computed", _CONSTANTS, "attribute(graph_module, str(node.target)).clone()", "attribute(graph_module, str(node.target))"),

@@ -279,6 +279,8 @@ def force(self, x):
         lambda self, x: self.layer(torch.cdist(self.layer(x), x)),
         lambda self, x: torch.sparse.mm(x.to_sparse(), self.layer(x)),
         lambda self, x: self.margin(self.layer(x), torch.tensor([0, 1, 2])),
+        lambda self, x: (self.layer(x).view(torch.int32) >> 16).float(),
+        lambda self, x: self.layer(x).view(torch.float32),
         force,
     ],
 )
@@ -296,6 +298,7 @@ def test_what_has_no_kernel_for_the_lower_dtype_stays_in_float32(forward):
     after = ChangePrecision()(copy.deepcopy(before))
     assert after.layer.weight.dtype == torch.bfloat16
     assert after(x).isfinite().all()
+    assert after(x).shape == before(x).shape
     assert_round_trip(before, undo(after))
 
 
