@@ -156,7 +156,10 @@ class Planner:
         if node in self.kept:
             return False
         if node.op == "get_attr":
-            return _is_float32(node) and self.index.is_parameter(str(node.target))
+            # A buffer changes with the layer that holds it, as running statistics do.
+            path, holder = str(node.target), self.index.first_call(str(node.target))
+            changes = self.index.is_parameter(path) or (holder is not None and self._is_changed(holder))
+            return _is_float32(node) and changes
         if node.op != "call_module":
             return False
         return _has_float32(self.index.module(node))
