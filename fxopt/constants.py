@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -55,14 +56,25 @@ def constants_of(index: GraphIndex) -> dict[Node, None]:
     return found
 
 
+def is_changing(value: Any, depth: int = 6) -> bool:
+    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
+    if not isinstance(value, Node):
+        return type(value) not in (int, float) or not math.isfinite(value)
+    if value.op == "get_attr":
+        return False
+    inputs = value.all_input_nodes if value.op in ("call_function", "call_method") else []
+    return not inputs or not depth or any(is_changing(each, depth - 1) for each in inputs)
+
+
 def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, Any]) -> Any:
     """Compute a constant; what is `known` is not computed again, and what is computed is known then."""
     if node in known:
         return known[node]
-    described = node.all_input_nodes[:1] if Fact.DESCRIBES in facts_of(node) else []
+    first = graph.first_argument(node) if Fact.DESCRIBES in facts_of(node) else None
 
     def value_of(value: Node) -> Any:
-        return _empty(value) if value in described else computed_constant(graph_module, value, known)
+        described = value is first and isinstance(graph.value_of(value), Tensor)
+        return _empty(value) if described else computed_constant(graph_module, value, known)
 
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     with torch.inference_mode(False), torch.no_grad():
@@ -113,13 +125,14 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> 
         return False
     changing = [value for value in node.all_input_nodes if value not in constants]
     if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
-        return changing in ([], node.all_input_nodes[:1]) and _is_described(index, node)
+        return changing in ([], [graph.first_argument(node)]) and _is_described(index, node)
     return not changing
 
 
 def _is_described(index: GraphIndex, node: Node) -> bool:
     """Tell whether the trace knows all that a node reads of its first input."""
-    value = graph.value_of(node.all_input_nodes[0])
+    first = graph.first_argument(node)
+    value = graph.value_of(first) if isinstance(first, Node) else None
     if not isinstance(value, Tensor):
         return False
     fixed = index.guard is not None and all(isinstance(size, int) for size in value.shape)

@@ -58,6 +58,11 @@ def argument(node: Node, name: str) -> Any:
     return node.args[position] if position < len(node.args) else None
 
 
+def first_argument(node: Node) -> Any:
+    """The value that a call takes first, by position or as `input`; `None` if there is none."""
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
 def function_name(node: Node) -> str:
     """The name of the function or method that a node calls, without its overload; empty for other nodes."""
     if node.op not in ("call_function", "call_method"):

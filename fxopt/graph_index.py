@@ -112,6 +112,13 @@ class GraphIndex:
             return f"{first.name} is also used by {', '.join(others)}"
         return self.memory.write_between(first, last, value)
 
+    def keeping_obstacle(self, node: Node, value: Node) -> str | None:
+        """Name a write into `value` behind the call `node`, which keeps it for its gradients; `None` if there is none."""
+        for writer in self.memory.writers(value):
+            if self.position[writer] > self.position[node]:
+                return f"{writer.name} may write into {value.name}, which the call keeps for gradients"
+        return None
+
     def obstacle_everywhere(self, module: nn.Module) -> str | None:
         """Why a module without tensors cannot be replaced by any other at all its names and calls; `None` if it can."""
         unclear = [call.name for call in self.call_sites(module) if input_of(call, module) is None]

@@ -112,6 +112,12 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
     return TABLE.get(name_of(node), Fact(0))
 
 
+def reads_bits(node: Node) -> bool:
+    """Tell whether a node reads the same bits as numbers of another dtype: `x.view(torch.int32)`."""
+    options = (*node.args[1:], *node.kwargs.values())
+    return Fact.LAYOUT in facts_of(node) and any(isinstance(option, torch.dtype) for option in options)
+
+
 def name_of(node: Node) -> str:
     """The name of the operator that a node calls as a function or method, or reads; empty where it is not torch's own.
 
@@ -138,14 +144,23 @@ def is_container(target: object) -> bool:
 
 
 def is_torch_module(module: nn.Module) -> bool:
-    """Tell whether a module is one of torch's own layers, whose effects are known."""
-    return all(type(part).__module__.startswith(("torch.nn.", "fxopt.kernels")) for part in parts(module))
+    """Tell whether a module is one of torch's own layers, whose effects are known, without a forward of its own."""
+    homes = ("torch.nn.", "fxopt.kernels")
+    return all(
+        type(part).__module__.startswith(homes) and "forward" not in vars(part) for part in parts(module)
+    )
 
 
 def is_torch_function(target: object) -> bool:
     """Tell whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
     module = getattr(target, "__module__", None) or ""
     return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
+
+
+def is_known_function(target: object) -> bool:
+    """Tell the same of a target that takes any dtype and strides; operators that others registered may not."""
+    namespace = re.match(r"torch\._?ops\.(\w+)", getattr(target, "__module__", None) or "")
+    return is_torch_function(target) and (namespace is None or namespace[1] in _NAMESPACES)
 
 
 def is_write_name(name: str) -> bool:
@@ -172,6 +187,9 @@ _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 # Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
 _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
+
+# Where operators of torch are registered, and those of transformers, which are made of them.
+_NAMESPACES = ("aten", "prim", "prims", "transformers")
 
 _HOMES = (torch, F, Tensor, operator, torch._C._nn)
 """Where the names of the table are at home: a function of such a name from elsewhere is another one."""

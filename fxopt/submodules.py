@@ -153,17 +153,18 @@ def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer has a weight, for a `Linear` of the shape that it says, maybe a bias for each channel, and nothing else."""
+    """Tell whether a layer has a weight of the shape that it says, maybe a bias for each channel, and nothing else."""
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
         return False
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    if weight is None:
-        return False
-    transposed = getattr(layer, "transposed", False)
-    given = weight.shape[1] * getattr(layer, "groups", 1) if transposed else len(weight)
-    if bias is not None and bias.shape != (given,):
-        return False
-    return not isinstance(layer, nn.Linear) or weight.shape == (layer.out_features, layer.in_features)
+    options: Any = layer  # which may be others than those of the weight: some tools prune that alone
+    if isinstance(layer, nn.Linear):
+        given, taken, rest = layer.out_features, layer.in_features, ()
+    else:
+        given, taken, rest = options.out_channels, options.in_channels, options.kernel_size
+    sizes = (taken, given) if getattr(layer, "transposed", False) else (given, taken)
+    shape = (sizes[0], sizes[1] // getattr(layer, "groups", 1), *rest)
+    return weight is not None and weight.shape == shape and (bias is None or bias.shape == (given,))
 
 
 def find(graph_module: GraphModule, path: str) -> Any:

@@ -90,7 +90,7 @@ class AttentionReader:
         if weights is not steps[-1] or value is weights or not by_columns or name_of(last) == "baddbmm":
             raise Obstacle("the weights are not on the left of the product with the values")
         self._check_uses(place)
-        self._check_kept(last, last)
+        stop(self._index.keeping_obstacle(last, last))
         for node in (*place, query, key, value):
             described(node)
         scores = self._scores.read(steps, graph.dtype_of(last))
@@ -105,7 +105,7 @@ class AttentionReader:
                 steps, query, scores.scale = [query, *steps], source, scores.scale * factor
         for reader, tensor in [*reads, (last, value)]:
             stop(self._index.memory.write_between(reader, last, tensor))
-            self._check_kept(last, tensor)
+            stop(self._index.keeping_obstacle(last, tensor))
         self._read.add(last)
         contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
         masks = tuple(scores.masks)
@@ -142,13 +142,6 @@ class AttentionReader:
                 raise Obstacle(f"{node.name} may write into what is no part of the attention")
         if self._index.memory.writes(place[0]) or self._index.memory.writes(place[-1]):
             raise Obstacle("a product writes into a tensor")
-
-    def _check_kept(self, last: Node, tensor: Node) -> None:
-        for writer in self._index.memory.writers(tensor):
-            if self._index.position[writer] > self._index.position[last]:
-                raise Obstacle(
-                    f"{writer.name} may write into {tensor.name}, which the call keeps for gradients"
-                )
 
 
 def _sources(step: Node) -> list[Node]:

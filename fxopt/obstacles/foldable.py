@@ -62,6 +62,8 @@ def folding_obstacle(
     """
     reason = scaling_obstacle(index.module(layer), scale, shift, behind=layer is path[0])
     reason = reason or index.memory.write_between(path[0], path[-1], value)
+    if reason is None and value is not None:
+        reason = index.keeping_obstacle(layer, value)
     first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
     if reason is None and None not in (first, last) and first != last:
         # A folded layer would round what is not yet centred: nothing might be left of it.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -12,16 +10,6 @@ from torch.fx import Node
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
-
-
-def is_changing(value: Any, depth: int = 6) -> bool:
-    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
-    if not isinstance(value, Node):
-        return type(value) not in (int, float) or not math.isfinite(value)
-    if value.op == "get_attr":
-        return False
-    inputs = value.all_input_nodes if value.op in ("call_function", "call_method") else []
-    return not inputs or not depth or any(is_changing(each, depth - 1) for each in inputs)
 
 
 def parts_of(constant: Node | float) -> list[Node]:
@@ -36,7 +24,7 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node]) -> str | None:
     """Why a constant of these parts may be another one at its place in the graph; None if it is the same everywhere."""
     for node in parts:
         if node.op == "get_attr":
-            tensor = submodules.attribute(index.graph_module, str(node.target))
+            tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute
             if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
                 return f"{node.target} is no plain parameter or buffer without hooks"
         elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):

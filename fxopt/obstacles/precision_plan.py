@@ -156,7 +156,10 @@ class Planner:
         if node in self.kept:
             return False
         if node.op == "get_attr":
-            return _is_float32(node) and self.index.is_parameter(str(node.target))
+            # A buffer changes with the layer that holds it, as running statistics do.
+            path, holder = str(node.target), self.index.first_call(str(node.target))
+            changes = self.index.is_parameter(path) or (holder is not None and self._is_changed(holder))
+            return _is_float32(node) and changes
         if node.op != "call_module":
             return False
         return _has_float32(self.index.module(node))
@@ -173,10 +176,10 @@ class Planner:
         if any(graph.holds(value, lambda t: t.layout != torch.strided) for value in values):
             return True
         name = str(node.target) if node.op == "call_method" else graph.function_name(node)
-        if name in _NO_LOWER_KERNEL:
+        if name in _NO_LOWER_KERNEL or operators.reads_bits(node):
             return True
         return node.op == "call_function" and (
-            not operators.is_torch_function(node.target)
+            not operators.is_known_function(node.target)
             or (name.startswith(("fft_", "linalg_")) and name not in ("linalg_norm", "linalg_vector_norm"))
         )
 
@@ -213,9 +216,10 @@ def obstacle(index: GraphIndex, node: Node, kept: Mapping[Node, str]) -> str | N
     module = index.module(node)
     if not _has_float32(module):
         return None
-    if not operators.is_torch_module(module):
-        return f"{type(module).__name__} is not a layer of torch.nn"
-    return index.obstacle_in_place(module)
+    reason = index.obstacle_in_place(module)
+    if reason is None and not operators.is_torch_module(module):
+        reason = f"{type(module).__name__} is not a layer of torch.nn"
+    return reason
 
 
 def _read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:

@@ -103,8 +103,8 @@ def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
         return False  # a cast, perhaps to integers
     if made is None and Fact.SEVERAL in facts and Fact.VIEW not in facts:
         return False  # perhaps with indices
-    if Fact.LAYOUT in facts and any(isinstance(item, torch.dtype) for item in rest):
-        return False  # the same bits, read as other numbers
+    if operators.reads_bits(user):
+        return False
     return Fact.SMOOTH in facts and tree_all(_is_inexact, (made, rest))
 
 

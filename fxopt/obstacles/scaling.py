@@ -66,7 +66,7 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
     fused._parameters["weight"] = nn.Parameter(values.to(weight.dtype), weight.requires_grad)
     if constant is not None:
         gradients = (weight if bias is None else bias).requires_grad
-        fused._parameters["bias"] = nn.Parameter(constant.to(weight.dtype), gradients)
+        fused._parameters["bias"] = nn.Parameter(constant.to(weight.dtype, copy=True), gradients)
     return fused
 
 

@@ -29,7 +29,7 @@ def layout_obstacle(index: GraphIndex, value: Node, width: int | None) -> str | 
                 return f"{user.name} ({name}) depends on the memory layout of the output"
             if user.op == "call_module" and not operators.is_torch_module(index.module(user)):
                 return f"{user.name} is a module whose use of the memory layout is unknown"
-            known = operators.is_torch_function(user.target) or operators.is_container(user.target)
+            known = operators.is_known_function(user.target) or operators.is_container(user.target)
             if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
     return None

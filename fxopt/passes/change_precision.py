@@ -18,6 +18,7 @@ from fxopt import graph
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.precision_plan import Cast, Plan, Planner, graph_obstacle, obstacle
+from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -132,6 +133,9 @@ def saturate(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(value.isinf(), value, value.clamp(-largest, largest)).to(dtype)
 
 
+_FILLING = ("where", "fill", "full_like")
+
+
 def _below(paths: list[str], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"{pattern}.*") for p in paths)
 
@@ -178,10 +182,12 @@ def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
 def _saturated(node: Node, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of a call with constants in the range of `dtype`; empty where they are."""
     largest = torch.finfo(dtype).max
+    # Elsewhere integers are sizes, dimensions and indices.
+    numbers = float | int if Fact.ELEMENTWISE in facts_of(node) or name_of(node) in _FILLING else float
 
     def saturated(value: Any) -> Any:
-        large = isinstance(value, float) and math.isfinite(value) and abs(value) > largest
-        return math.copysign(largest, value) if large else value
+        large = isinstance(value, numbers) and math.isfinite(value) and abs(value) > largest
+        return type(value)(math.copysign(largest, value)) if large else value
 
     args, kwargs = map_aggregate((node.args, node.kwargs), saturated)
     return {} if (args, kwargs) == (node.args, node.kwargs) else {"args": args, "kwargs": dict(kwargs)}

@@ -108,7 +108,7 @@ class FoldBatchNorms(Folding):
         norm = path[-1] if value is None else path[0]
         module, beside = index.module(norm), index.module(layer)
         reason = (
-            _rank_obstacle(norm, kind, beside)
+            _rank_obstacle(index, norm, kind, beside)
             or layer_obstacle(index, layer)
             or index.inexact(norm, kind)
             or batch_norm.statistics_obstacle(beside, module, behind=value is None)
@@ -127,13 +127,13 @@ def _fold(index: GraphIndex, facts: Facts, norm: Node, layers: Sequence[Node], b
     return Fold((*layers,), norm, behind, *facts(module), 0, sources, removable)
 
 
-def _rank_obstacle(norm: Node, kind: type[_BatchNorm], layer: nn.Module) -> str | None:
+def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[_BatchNorm], layer: nn.Module) -> str | None:
     """Why a normalization may work on other channels than a layer; None if it does not."""
     if kind is not nn.BatchNorm1d:
         return None  # it takes batches alone, and raises an error otherwise
     rank, needed = graph.rank_of(norm), 2 if isinstance(layer, nn.Linear) else 3
-    if rank is None:
-        return "the number of dimensions is unknown: the graph has no metadata (trace it with fxopt.trace)"
+    if rank is None or index.guard is None:
+        return "the number of dimensions is unknown, or nobody checks it: trace the model with fxopt.trace"
     if rank != needed:
         return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the channels of the layer"
     return None

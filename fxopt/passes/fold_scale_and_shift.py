@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.constants import computed_constant
+from fxopt.constants import computed_constant, is_changing
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.foldable import (
     folding_obstacle,
@@ -19,7 +19,7 @@ from fxopt.obstacles.foldable import (
     layers_behind,
     use_obstacle,
 )
-from fxopt.obstacles.parameter_constants import constant_obstacle, is_changing, parts_of
+from fxopt.obstacles.parameter_constants import constant_obstacle, parts_of
 from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
 from fxopt.operators import name_of
 from fxopt.passes.folding import Fold, Folding, each_layer_once
@@ -103,10 +103,8 @@ def _operands(node: Node) -> tuple[Node, Node | float] | None:
 
 
 def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
-    if isinstance(constant, Node):
-        value: Tensor = computed_constant(graph_module, constant, {}).detach()
-        return value
-    return torch.tensor(constant, dtype=torch.float64)
+    value = computed_constant(graph_module, constant, {}) if isinstance(constant, Node) else constant
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -> Iterator[Fold | str]:
@@ -144,26 +142,29 @@ def _obstacle(
         return reason
     module, found = index.module(layer), _constant(index.graph_module, constant)
     weight = module.get_parameter("weight")
-    if isinstance(constant, Node) and (found.dtype, found.device) != (weight.dtype, weight.device):
+    number = not found.ndim and found.dtype == torch.float64  # which takes the dtype of the layer
+    if not number and (found.dtype, found.device) != (weight.dtype, weight.device):
         return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
     if not behind and graph.dtype_of(value) != weight.dtype:
         return f"{value.name} is not known to be {weight.dtype}, which the layer is"
-    reason = _shape_obstacle(module, found, value, behind)
+    reason = _shape_obstacle(module, found, value, behind, checked=index.guard is not None)
     scale, shift = _scale_and_shift(node, found.flatten())
     return reason or folding_obstacle(index, layer, path, scale, shift, None if behind else value)
 
 
-def _shape_obstacle(layer: nn.Module, constant: Tensor, value: Node, behind: bool) -> str | None:
+def _shape_obstacle(
+    layer: nn.Module, constant: Tensor, value: Node, behind: bool, checked: bool
+) -> str | None:
     """Why a constant has not one value for each channel of a layer, or one for all; None if it has."""
     dimension, number = channel_dimension(layer), channels(layer, behind)
-    rank = graph.rank_of(value)
+    rank = graph.rank_of(value) if checked else None  # which may be another one in another run
     if constant.ndim > (-dimension if rank is None else rank):
         return f"the constant has {constant.ndim} dimensions, which the value is not known to have"
     if constant.numel() == 1:
         return None
     if constant.ndim < -dimension or constant.numel() != number or constant.shape[dimension] != number:
         return f"the constant {[*constant.shape]} has not one value for each of {number} channels"
-    if not behind and graph.value_of(value).shape[dimension] != number:
+    if not behind and not (checked and graph.value_of(value).shape[dimension] == number):
         return f"{value.name} has fewer channels than the product with the constant"
     return None
 

@@ -13,7 +13,7 @@ from fxopt import graph
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of
+from fxopt.operators import Fact, facts_of, reads_bits
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -45,8 +45,8 @@ class RemoveIdentity(ReversibleRewrite[Node]):
         for node in index.nodes:
             module = index.module(node) if node.op == "call_module" else None
             facts = facts_of(node, module)
-            if Fact.VIEW not in facts:
-                continue
+            if Fact.VIEW not in facts or node.all_input_nodes[:1] != [graph.first_argument(node)]:
+                continue  # `nn.Identity` takes anything: tuples, dicts, None
             if Fact.RANDOM in facts and not index.memory.is_pure(node):
                 yield Refusal(node, "it is active: the model is in training mode, or it works in place")
             elif _gives_back(index, node, module, facts) and index.memory.is_pure(node):
@@ -129,6 +129,8 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     options = (*node.args[1:], *node.kwargs.values())
     if name in _CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
+    if reads_bits(node):
+        return False  # also where the dtype is the same, it has no gradients
     # Of the same shape these are the same, whatever the strides; free sizes are the same where they are written alike.
     same = value.dtype == taken.dtype and str(value.shape) == str(taken.shape) and index.guard is not None
     # `squeeze` also drops a free size where it is 1 in a later run.

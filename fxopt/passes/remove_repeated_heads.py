@@ -115,12 +115,9 @@ def _obstacle(index: GraphIndex, site: RepeatedHeads, query: Any) -> str | None:
         if not alike(_sizes(steps[-1])[:2], _sizes(query)[:2]):
             return "queries, keys and values are broadcast to each other"
         source = steps[0].all_input_nodes[0]
-        reason = index.memory.write_between(steps[0], node, source)
+        reason = index.memory.write_between(steps[0], node, source) or index.keeping_obstacle(node, source)
         if reason:
             return reason
-        for writer in index.memory.writers(source):
-            if index.position[writer] > index.position[node]:
-                return f"{writer.name} may write into {source.name}, which the call keeps for gradients"
     return None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 
 import torch
 from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
 
 from fxopt.rewriting.edits import ADDRESS, target_text
 from fxopt.rewriting.record import PassRecord
@@ -48,7 +49,8 @@ def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, 
     for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
         if tensor is not None:
             kind = type(tensor).__name__
-            text = _text_of(kind, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+            shape = () if is_lazy(tensor) else tensor.shape
+            text = _text_of(kind, shape, tensor.dtype, tensor.device, tensor.requires_grad)
             entries.append((f"{path}.{name}", id(tensor), text))
     for name, child in held["_modules"].items():
         if child is not None and not isinstance(child, PassRecord):

@@ -23,7 +23,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import graph
-from fxopt.constants import computed_constant, constants_of
+from fxopt.constants import computed_constant, constants_of, is_changing
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.agreement import epsilon, error_of, unlike
@@ -181,7 +181,7 @@ class Verifier:
         return value
 
     def _input(self, node: Node, numbers: Numbers) -> Any:
-        if node in self._constants and not node._erased:
+        if (node in self._constants or not is_changing(node)) and not node._erased:
             return computed_constant(self._graph_module, node, {})
         value, seed = self._value(node), zlib.crc32(node.name.encode())
         return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)

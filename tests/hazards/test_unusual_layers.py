@@ -109,9 +109,25 @@ def test_a_lazy_layer_is_one_once_it_has_run():
     model(IMAGE)
     safe(SITES["conv-norm"], model, "fx")
     model = Use(lambda m, x: (m.a(x), m.b(x)), a=nn.LazyLinear(3), b=nn.LazyLinear(2))
-    assert "LazyLinear" in SITES["merge"].pass_.explain(torch.fx.symbolic_trace(model)).refusals[0][2]
+    traced = torch.fx.symbolic_trace(model)
+    assert "LazyLinear" in SITES["merge"].pass_.explain(traced).refusals[0][2]
+    assert SITES["merge"].pass_(traced) is traced
     model(ROWS)
     safe(SITES["merge"], model, "fx")
+
+
+def test_a_forward_on_an_instance_may_write():
+    def use(m, x):
+        x = x * 1
+        first, second = m.a(x), torch.sin(x)
+        m.relu(x)
+        return first, m.b(x), second, torch.sin(x)
+
+    model = Use(use, a=nn.Linear(4, 3), b=nn.Linear(4, 3), relu=nn.ReLU())
+    model.relu.forward = lambda x: x.mul_(2)
+    for name in ("merge", "duplicate"):
+        traced = torch.fx.symbolic_trace(model)
+        torch.testing.assert_close(SITES[name].pass_(traced)(ROWS), model(ROWS))
 
 
 def test_quantized_layers_are_left_alone():

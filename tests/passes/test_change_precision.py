@@ -158,6 +158,22 @@ def test_a_layer_that_is_only_read_is_not_written(trace):
     assert_untouched(untouched, model)
 
 
+def test_a_buffer_of_a_layer_that_changes_is_read_as_before():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(x) @ self.norm.running_var.diag(), self.norm.running_mean
+
+    before = fxopt.trace(randomise(Reads().eval()), (X,))
+    after = ChangePrecision()(copy.deepcopy(before))
+    for found, wanted in zip(after(X), before(X), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    assert_round_trip(before, undo(after))
+
+
 def test_a_read_of_a_kept_layer_stays_in_float32():
     model = Use(lambda m, x: m.linear(x) + m.other(x) @ m.linear.weight, other=nn.Linear(4, 4))
     after = changed(model, X, keep_float32=("linear",))
@@ -279,6 +295,8 @@ def force(self, x):
         lambda self, x: self.layer(torch.cdist(self.layer(x), x)),
         lambda self, x: torch.sparse.mm(x.to_sparse(), self.layer(x)),
         lambda self, x: self.margin(self.layer(x), torch.tensor([0, 1, 2])),
+        lambda self, x: (self.layer(x).view(torch.int32) >> 16).float(),
+        lambda self, x: self.layer(x).view(torch.float32),
         force,
     ],
 )
@@ -296,4 +314,55 @@ def test_what_has_no_kernel_for_the_lower_dtype_stays_in_float32(forward):
     after = ChangePrecision()(copy.deepcopy(before))
     assert after.layer.weight.dtype == torch.bfloat16
     assert after(x).isfinite().all()
+    assert after(x).shape == before(x).shape
     assert_round_trip(before, undo(after))
+
+
+@torch.library.custom_op("fxopt_tests::wants_float32", mutates_args=())
+def wants_float32(x: torch.Tensor) -> torch.Tensor:
+    """A kernel for one dtype."""
+    assert x.dtype == torch.float32
+    return x * 2
+
+
+@wants_float32.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_is_registered_by_others_gets_float32():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return wants_float32(self.layer(x))
+
+    model = Calls()
+    after = ChangePrecision()(fxopt.trace(model, (X,)))
+    torch.testing.assert_close(after(X), model(X), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y.masked_fill(y > 0, -100_000).softmax(-1),
+        lambda y: (y + 100_000).clamp(max=100_000) - 100_000,
+        lambda y: torch.where(y > 0, y, torch.full_like(y, -100_000)).softmax(-1),
+        lambda y: y[:1].expand(70_000, 4),
+    ],
+)
+def test_integers_beyond_the_range_of_float16_saturate(use):
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return use(self.layer(x))
+
+    model = Uses()
+    after = ChangePrecision(torch.float16)(fxopt.trace(model, (X,)))
+    assert after(X).shape == model(X).shape
+    assert after(X).isfinite().all()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import FoldScaleAndShift, UndoError, trace
 from fxopt.testing import randomise
@@ -26,6 +28,13 @@ class Use(nn.Module):
 
     def forward(self, x):
         return self.use(self, x)
+
+
+def described_trace(model, inputs):
+    """A graph with metadata and without a guard."""
+    traced = torch.fx.symbolic_trace(model)
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+    return traced
 
 
 def check(use, x=X, sites=1, trace=fxopt_trace):
@@ -72,6 +81,15 @@ def test_behind_a_linear_layer(use):
 @pytest.mark.parametrize("use", ["number", "parameter", "divided by a parameter", "shift", "minus"])
 def test_without_metadata(use):
     check(BEHIND[use], trace=fx_trace)
+
+
+def test_a_bias_made_of_one_number_can_be_trained():
+    """In float64, in which folds are computed, it is no copy of anything else."""
+    model = Use(lambda m, x: m.other(x) + 3).double()
+    bias = FoldScaleAndShift()(trace(model, (X.double(),))).other.bias
+    assert bias.stride() == (1,)
+    with torch.no_grad():
+        bias.add_(1)
 
 
 def test_a_layer_without_a_bias_gets_none_for_a_scale():
@@ -140,6 +158,7 @@ REFUSED = [
     (lambda m, x: m.linear(x) * m.other.weight.cumprod(0)[0].softmax(0), "not known to give the same"),
     (lambda m, x: m.linear(x) * m.gamma.double(), "the constant is torch.float64"),
     (lambda m, x: m.linear(x) * torch.rand_like(m.gamma), "rand_like may write into the constant"),
+    (lambda m, x: (y := x * 1, m.linear(y + 2), y.mul_(2)), "mul_ may write into mul, which the call keeps"),
 ]
 
 
@@ -170,6 +189,21 @@ def test_left_alone(use):
     assert not FoldScaleAndShift().explain(traced).rows
 
 
+def test_a_number_that_the_graph_makes_of_a_shape():
+    model = Use(lambda m, x: m.linear(x) / m.gamma.shape[0] ** 0.5)
+    rewritten(FoldScaleAndShift(), model, X, sites=1, trace=fx_trace)
+
+
+def test_a_tensor_that_is_no_buffer_does_not_become_one():
+    traced = torch.fx.symbolic_trace(Use(lambda m, x: m.linear(x) * m.gamma))
+    gamma = traced.gamma.detach()
+    del traced.gamma
+    traced.__dict__["gamma"] = gamma
+    keys = list(traced.state_dict())
+    assert "gamma is no plain parameter" in str(FoldScaleAndShift().explain(traced))
+    assert list(FoldScaleAndShift()(traced).state_dict()) == keys
+
+
 def test_a_shift_before_a_padded_convolution_is_refused():
     def change(model):
         model.conv = nn.Conv2d(4, 6, 3, padding=1)
@@ -183,6 +217,16 @@ def test_a_shift_before_a_padded_convolution_is_refused():
 def test_more_dimensions_than_the_value_are_refused():
     refuse(lambda m, x: m.linear(x) * m.offset, "the constant has 3 dimensions", X[0, 0])
     refuse(lambda m, x: m.linear(x) * m.offset, "the constant has 3 dimensions", trace=fx_trace)
+    refuse(lambda m, x: m.linear(x) * m.offset, "the constant has 3 dimensions", trace=described_trace)
+
+
+def test_a_constant_that_others_take_too_is_verified_with_its_own_value():
+    check(lambda m, x: (m.linear(x) * (scale := 1 + m.gamma), scale * 2))
+
+
+def test_channels_that_nobody_checks():
+    refuse(lambda m, x: m.linear(x * m.gamma), "fewer channels than the product", trace=described_trace)
+    rewritten(FoldScaleAndShift(), Use(lambda m, x: m.linear(x * 2)), X, sites=1, trace=described_trace)
     refuse(lambda m, x: m.linear(x) * m.one.view(1, 1, 1, 1), "the constant has 4 dimensions")
 
 

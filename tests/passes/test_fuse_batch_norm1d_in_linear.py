@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import FuseBatchNorm1dInLinear
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
@@ -51,6 +53,9 @@ def test_three_dimensions_are_refused_also_where_sizes_agree():
 def test_an_unknown_rank_is_refused():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     refused(FuseBatchNorm1dInLinear(), model, X, reason="number of dimensions is unknown", trace=fx_trace)
+    traced = torch.fx.symbolic_trace(model)
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(X)
+    assert "nobody checks it" in str(FuseBatchNorm1dInLinear().explain(traced))
 
 
 class Use(nn.Module):

@@ -118,6 +118,12 @@ def test_a_write_between_is_refused():
     refused(MergeConvs(), Branches(use=use), X, reason="a write or side effect stands between")
 
 
+def test_layers_whose_weight_alone_was_pruned_are_refused():
+    pruned = Branches(nn.Conv2d(4, 3, 3, bias=False), nn.Conv2d(4, 3, 3, bias=False))
+    pruned.left.weight = nn.Parameter(pruned.left.weight.detach()[:2].clone())
+    refused(MergeConvs(), pruned, X, reason="does not have the weight and bias of a plain Conv2d")
+
+
 def test_other_kinds_are_left_alone():
     model = Branches(nn.ConvTranspose2d(4, 3, 3), nn.ConvTranspose2d(4, 2, 3))
     assert not MergeConvs().explain(torch.fx.symbolic_trace(model)).rows

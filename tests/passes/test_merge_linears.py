@@ -195,6 +195,7 @@ def test_a_write_elsewhere_does_not():
         (lambda m, x: (m.q(x).is_contiguous(), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (torch.as_strided(m.q(x), (2,), (1,)), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (fill(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
+        (lambda m, x: (in_order(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
         (lambda m, x: (m.q(x).resize_(3, 8), m.k(x)), "may write into its output"),
         (lambda m, x: (m.q(x).squeeze_(), m.k(x)), "may write into its output"),
         (lambda m, x: written_late(m.q(x), m.k(x)), "writes into its output after that of another layer"),
@@ -213,6 +214,12 @@ def fill(x):
 
 
 torch.fx.wrap("fill")
+
+
+@torch.library.custom_op("fxopt_tests::in_order", mutates_args=())
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """Reads memory as kernels do that ask for no strides."""
+    return x.as_strided((x.numel(),), (1,)).clone()
 
 
 def test_a_module_that_may_need_contiguous_memory():

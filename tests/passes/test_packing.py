@@ -202,6 +202,14 @@ def test_strides_that_sizes_of_one_leave_open(use):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
+def test_an_image_without_a_batch_where_nobody_checks_inputs():
+    traced = torch.fx.symbolic_trace(randomise(nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU())).eval())
+    FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(IMAGE)
+    with torch.no_grad():
+        wanted = traced(IMAGE[0])
+        torch.testing.assert_close(PackConvs()(traced)(IMAGE[0]), wanted)
+
+
 def test_a_residual_that_is_written_before_the_activation_is_refused():
     def late(m, x):
         other = m.c(x) * 2

@@ -64,6 +64,11 @@ def test_what_changes_nothing_goes(function, sites):
         lambda m, x: x.data,
         lambda m, x: x.as_strided(x.shape, x.stride()),
         lambda m, x: (x.view(2, 3, 4).add_(1), x)[1],
+        lambda m, x: m.identity((x, x + 1))[1],
+        lambda m, x: m.identity([x, x + 1]),
+        lambda m, x: m.identity({"left": x, "right": x + 1})["right"],
+        lambda m, x: (m.identity(None), x),
+        lambda m, x: x.view(x.dtype).exp(),  # which has no gradients
     ],
 )
 def test_what_may_change_something_stays(function):
