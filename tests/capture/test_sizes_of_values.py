@@ -557,6 +557,13 @@ def test_a_root_of_a_free_size_is_free():
         traced(torch.randn(11, 4))
 
 
+def matched(n):
+    match n, n / 2:
+        case [int(whole), float() as half]:
+            return whole * half
+    return 0
+
+
 FUNCTIONS = {
     "log": lambda n: math.log(n) / math.log(512) + math.log(n + 1, 2),
     "by name": lambda n: log(n) + math.exp(-n) + math.sin(n),
@@ -570,6 +577,7 @@ FUNCTIONS = {
     "float or int": lambda n: (
         2 if isinstance(n / 2, float) and not isinstance(n / 2, int) and type(n / 2) is float else 3
     ),
+    "matched": matched,
 }
 
 
