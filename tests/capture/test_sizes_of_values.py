@@ -602,7 +602,13 @@ def test_a_function_of_a_free_size_is_free(name):
 
 
 @pytest.mark.parametrize(
-    "compared", [lambda n: math.log(n - 1) > 0.5, lambda n: math.exp(n) > 100 + math.tanh(n)]
+    "compared",
+    [
+        lambda n: math.log(n - 1) > 0.5,
+        lambda n: math.exp(n) > 100 + math.tanh(n),
+        lambda n: (n > 2) == 1,
+        lambda n: (n > 2) != False,  # noqa: E712
+    ],
 )
 def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
     model = module(lambda self, x: x * 2 if compared(x.shape[0]) else x)
@@ -611,3 +617,11 @@ def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
     for n in (1, 2):
         with pytest.raises(fxopt.GuardError):
             traced(torch.ones(n, 1))
+
+
+def test_powers_of_negative_numbers():
+    model = module(lambda self, x: (x * (-1) ** len(x), (-1) ** torch.arange(len(x)), (-2.0) ** x))
+    traced = fxopt.trace(model, (torch.ones(5, 1),), dynamic_shapes=({0: Dim.AUTO},))
+    for graph in (traced, copy.deepcopy(traced)):
+        for n in range(1, 6):
+            assert all(map(torch.equal, graph(torch.ones(n, 1)), model(torch.ones(n, 1))))

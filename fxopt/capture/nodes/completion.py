@@ -37,6 +37,9 @@ def complete_metadata(graph: Graph, root: str) -> None:
     for node in graph.nodes:
         if "val" not in node.meta:
             node.meta["val"] = _value(node)
+        if node.target is operator.pow and repr(node.args[0]).startswith("-"):
+            # torch.fx writes `-1 ** x`, which is -(1 ** x).
+            node.target = torch.pow if isinstance(node.meta["val"], torch.Tensor) else pow
 
 
 def _value(node: Node) -> Any:

@@ -34,6 +34,7 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
     _extremes(patch, decisions)
     _keys(patch, decisions)
     _types(patch, decisions)
+    _flags(patch)
     _floats(patch)
     _functions(patch)
 
@@ -125,6 +126,14 @@ def _types(patch: Patches, decisions: BranchDecisions) -> None:
             return str(kind(self.node.hint if is_diagnostic(frame) else self))
 
         patch(cls, "__repr__")(__repr__)
+
+
+def _flags(patch: Patches) -> None:
+    """`(n > 2) == 1`, which sympy cannot tell, or takes for false: the flag is decided, as by `bool`."""
+
+    @patch(torch.SymBool, "__eq__")
+    def __eq__(original: Any, self: Any, other: Any) -> Any:
+        return bool(self) == other if type(other) in (bool, int) else original(self, other)
 
 
 def _floats(patch: Patches) -> None:
