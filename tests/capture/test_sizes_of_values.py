@@ -496,6 +496,7 @@ ROUNDS = {
     "product": lambda x: x * (x.shape[0] / 2 * 0.1 * 3.0),
     "sum": lambda x: x * (0.1 * x.shape[0] + 0.2 * x.shape[0] - 0.7 * x.shape[0] * 0.3),
     "square": lambda x: x * (x.shape[0] * 0.1 * 3.0) * (x.shape[0] * 0.1 * 3.0) ** -0.5,
+    "minus": lambda x: x * (0.0 - x.shape[0] * 0.1),
     "output": lambda x: (x, x.shape[0] * 0.1 * 3.0 * (x.shape[0] * 0.1 * 3.0)),
     "tens": lambda x: x * round(x.shape[0] * 1.7, -1) * round(x.shape[0], 1),
     "round": lambda x: x[: round(x.shape[0] * 0.35)] * round(x.shape[0] * 0.35, 1),

@@ -101,6 +101,11 @@ def reshaped(self, x):
     return x * self.scale.dim()
 
 
+def reshaped_as_it_was(self, x):
+    self.scale.contiguous().unsqueeze_(0)
+    return x * self.scale.dim()
+
+
 def reshaped_in_a_list(self, x):
     self.scales[0].unsqueeze_(0)
     return x * self.scales[0].dim()
@@ -110,6 +115,7 @@ def reshaped_in_a_list(self, x):
     ("forward", "message"),
     [
         (reshaped, "the shape of 'scale' in place"),
+        (reshaped_as_it_was, "'unsqueeze_' changes the shape of a tensor that another call"),
         (reshaped_in_a_list, "the shape of 'a tensor that is no buffer' in place"),
         (left_in_training, "assigns to 'dropout.training'"),
         (counted, "assigns to 'calls'"),

@@ -202,5 +202,5 @@ def _rounded(number: SymNode) -> SymNode:
 def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:
     """Tell whether a float is one sum, difference or product of two others, or one of these."""
     parts = {one.expr, other.expr}
-    whole = made.expr.is_number or made.expr in parts
+    whole = made.expr.is_number or not parts.isdisjoint({made.expr, -made.expr})
     return whole or set(made.expr.args) in (parts, {one.expr, -other.expr})

@@ -138,6 +138,10 @@ def _squeeze(recorder: Recorder, call: Call) -> Any:
 
 def _keep_sizes(recorder: Recorder, call: Call) -> Any:
     """Read the sizes of a tensor before its shape changes in place."""
+    if id(call.args[0]) in recorder.aliases:
+        recorder.fail(
+            f"{call.name!r} changes the shape of a tensor that another call has given back as it was"
+        )
     recorder.writer.read_sizes(call.args[0])
     return NotImplemented
 
