@@ -10,7 +10,7 @@ class Operators(nn.Module):
     def forward(self, x):
         y = 2 - x + 1 + x * 3
         y = y / 2 + 2 / (y * y + 1) - y // 2 + y % 2 + 7 % (abs(y) + 1)
-        y = y**2 + 2 ** (-abs(y)) + -y
+        y = y**2 + 2 ** (-abs(y)) + -y + (-1) ** torch.arange(len(x.T))
         mask = ((y > 0) & (y < 1)) | ~(y == y) ^ (y >= 0.5) | (y <= -3) | (y != y)
         return y.matmul(y.T), mask, 3 @ torch.eye(3) if False else torch.eye(3) @ y
 

@@ -49,6 +49,10 @@ def branch_on_number(self, x):
     return x if n > 2 else -x
 
 
+def branch_on_flag(self, x):
+    return x if (x > 5).any().item() is True else -x
+
+
 def branch_on_count(self, x):
     found = torch.nonzero(x > 0)
     return x if found.shape[0] > 2 else -x
@@ -60,6 +64,7 @@ def branch_on_count(self, x):
         (branch, "`if positive:`", r"the result 'gt', made in module 'the root', at .*test_decisions.py:\d+"),
         (branch_on_input, r"`return x if x\.bool\(\)\.all\(\) else -x`", "the result 'all_1'"),
         (branch_on_number, "`return x if n > 2 else -x`", "the result 'item'"),
+        (branch_on_flag, r"`return x if \(x > 5\)\.any\(\)\.item\(\) is True else -x`", "the result 'any_1'"),
         (branch_on_count, r"`return x if found\.shape\[0\] > 2 else -x`", "the result 'nonzero'"),
     ],
 )

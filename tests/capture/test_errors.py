@@ -238,6 +238,15 @@ def test_an_input_that_is_no_name_is_an_error(name):
         fxopt.trace(Takes(), (), {name: X})
 
 
+def test_an_input_with_the_name_of_another_is_an_error():
+    class Takes(nn.Module):
+        def forward(self, *inputs, **named):
+            return inputs[0] * named["inputs"]
+
+    with pytest.raises(fxopt.TraceError, match="the input 'inputs' has a name .* that of another input"):
+        fxopt.trace(Takes(), (X,), {"inputs": X})
+
+
 def test_an_error_is_raised_and_not_logged_as_well(monkeypatch):
     class Wrong(nn.Module):
         def forward(self, x):

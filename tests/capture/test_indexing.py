@@ -83,6 +83,9 @@ WRITTEN_AT = {
     "a new dimension": lambda x, n: (n[0].item(), None, x.shape[1] - 2),
     "beside tensors": lambda x, n: (n, x.shape[1] - 1, n),
     "a mask": lambda x, n: (n[0].item(), x[0, :, 0] > 0),
+    "a slice to a number": lambda x, n: slice(n[0].item()),
+    "a slice from a number": lambda x, n: (..., slice(n[0].item(), None), slice(2)),
+    "a slice of two from a number": lambda x, n: (slice(None), slice(n[2].item(), n[2].item() + 2)),
 }
 
 
@@ -119,6 +122,28 @@ def test_what_is_indexed_is_a_view(name):
     gm = fxopt.trace(model, (X, NUMBERS[0]))
     for numbers in NUMBERS:
         assert gm(X, numbers).equal(model(X, numbers))
+
+
+def test_a_queue_is_written_where_a_pointer_says():
+    def forward(self, x, n):
+        pointer = self.pointer.item()
+        self.queue[:, pointer : pointer + len(x)] = x.t()
+        self.pointer[0] = (pointer + len(x)) % self.queue.shape[1]
+        return x @ self.queue
+
+    def queued():
+        model = module(forward)
+        model.register_buffer("queue", torch.zeros(6, 8, dtype=torch.float64))
+        model.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        return model
+
+    model, captured = queued(), queued()
+    gm = fxopt.trace(captured, (X[0, :4], NUMBERS[0]), dynamic_shapes=({0: Dim.AUTO}, None))
+    for rows in (4, 2, 2, 1):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        assert gm(x, NUMBERS[0]).equal(model(x, NUMBERS[0]))
+        assert captured.queue.equal(model.queue)
+        assert captured.pointer.equal(model.pointer)
 
 
 def test_sequences_of_numbers_are_written_at():

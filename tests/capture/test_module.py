@@ -14,6 +14,7 @@ from torch import nn
 import fxopt
 from tests.capture.models import Buffers, Constants, Containers, Operators, Point, Setitem
 from tests.capture.test_modes import Autocast, Cube, Custom, NoGrad
+from tests.capture.test_trace import assert_same
 
 X = torch.randn(3, 4)
 
@@ -137,6 +138,22 @@ def test_a_container_under_two_names_is_one():
         "first.0",
         "first.0",
     ]
+
+
+def test_constants_of_a_graph_in_a_graph_keep_their_names():
+    inner = fxopt.trace(Constants(), (X,))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._tensor_constant1 = nn.Linear(4, 4)
+            self.register_buffer("_tensor_constant0", torch.ones(4))
+
+        def forward(self, x):
+            return self._tensor_constant1(x) * torch.tensor([1.0, 2, 3, 4]) + self._tensor_constant0
+
+    for model in (Outer(), inner):
+        assert_same(fxopt.trace(model, (X,))(X), model(X))
 
 
 def test_it_moves_to_another_device():

@@ -496,6 +496,7 @@ ROUNDS = {
     "product": lambda x: x * (x.shape[0] / 2 * 0.1 * 3.0),
     "sum": lambda x: x * (0.1 * x.shape[0] + 0.2 * x.shape[0] - 0.7 * x.shape[0] * 0.3),
     "square": lambda x: x * (x.shape[0] * 0.1 * 3.0) * (x.shape[0] * 0.1 * 3.0) ** -0.5,
+    "minus": lambda x: x * (0.0 - x.shape[0] * 0.1),
     "output": lambda x: (x, x.shape[0] * 0.1 * 3.0 * (x.shape[0] * 0.1 * 3.0)),
     "tens": lambda x: x * round(x.shape[0] * 1.7, -1) * round(x.shape[0], 1),
     "round": lambda x: x[: round(x.shape[0] * 0.35)] * round(x.shape[0] * 0.35, 1),
@@ -557,6 +558,13 @@ def test_a_root_of_a_free_size_is_free():
         traced(torch.randn(11, 4))
 
 
+def matched(n):
+    match n, n / 2:
+        case [int(whole), float() as half]:
+            return whole * half
+    return 0
+
+
 FUNCTIONS = {
     "log": lambda n: math.log(n) / math.log(512) + math.log(n + 1, 2),
     "by name": lambda n: log(n) + math.exp(-n) + math.sin(n),
@@ -570,6 +578,7 @@ FUNCTIONS = {
     "float or int": lambda n: (
         2 if isinstance(n / 2, float) and not isinstance(n / 2, int) and type(n / 2) is float else 3
     ),
+    "matched": matched,
 }
 
 
@@ -594,7 +603,13 @@ def test_a_function_of_a_free_size_is_free(name):
 
 
 @pytest.mark.parametrize(
-    "compared", [lambda n: math.log(n - 1) > 0.5, lambda n: math.exp(n) > 100 + math.tanh(n)]
+    "compared",
+    [
+        lambda n: math.log(n - 1) > 0.5,
+        lambda n: math.exp(n) > 100 + math.tanh(n),
+        lambda n: (n > 2) == 1,
+        lambda n: (n > 2) != False,  # noqa: E712
+    ],
 )
 def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
     model = module(lambda self, x: x * 2 if compared(x.shape[0]) else x)
@@ -603,3 +618,11 @@ def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
     for n in (1, 2):
         with pytest.raises(fxopt.GuardError):
             traced(torch.ones(n, 1))
+
+
+def test_powers_of_negative_numbers():
+    model = module(lambda self, x: (x * (-1) ** len(x), (-1) ** torch.arange(len(x)), (-2.0) ** x))
+    traced = fxopt.trace(model, (torch.ones(5, 1),), dynamic_shapes=({0: Dim.AUTO},))
+    for graph in (traced, copy.deepcopy(traced)):
+        for n in range(1, 6):
+            assert all(map(torch.equal, graph(torch.ones(n, 1)), model(torch.ones(n, 1))))

@@ -80,3 +80,14 @@ def test_sizes_that_only_a_batch_of_one_makes_equal():
         assert torch.equal(traced(x, x), model(x, x))
     with pytest.raises(fxopt.GuardError):
         traced(X[:1], X[:1, :2])
+
+
+def test_an_input_that_is_turned_in_place_after_a_squeeze():
+    def forward(self, x):
+        x.squeeze().add_(1)
+        return ranked(x.t_())
+
+    model = module(forward)
+    gm = fxopt.trace(model, (X.clone(),), dynamic_shapes=ROWS)
+    for rows in (1, 2, 12):
+        assert gm(X[:rows].clone()).equal(model(X[:rows].clone()))

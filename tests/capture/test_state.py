@@ -95,9 +95,28 @@ def caught_assignment(self, x):
     return y
 
 
+def reshaped(self, x):
+    self.dense.bias.data.mul_(2)  # no shape
+    self.scale.unsqueeze_(0)
+    return x * self.scale.dim()
+
+
+def reshaped_as_it_was(self, x):
+    self.scale.contiguous().unsqueeze_(0)
+    return x * self.scale.dim()
+
+
+def reshaped_in_a_list(self, x):
+    self.scales[0].unsqueeze_(0)
+    return x * self.scales[0].dim()
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
+        (reshaped, "the shape of 'scale' in place"),
+        (reshaped_as_it_was, "'unsqueeze_' changes the shape of a tensor that another call"),
+        (reshaped_in_a_list, "the shape of 'a tensor that is no buffer' in place"),
         (left_in_training, "assigns to 'dropout.training'"),
         (counted, "assigns to 'calls'"),
         (cached, "assigns to 'cache'"),
@@ -114,9 +133,10 @@ def caught_assignment(self, x):
 )
 def test_what_would_be_lost_is_refused(forward, message):
     attributes = {"dense": nn.Linear(4, 4), "dropout": nn.Dropout(0.5), "layers": [nn.Linear(4, 4)]}
+    attributes |= {"scale": torch.ones(4), "scales": [torch.ones(4)]}
     model = module(forward, calls=0, cache=None, history=[], **attributes)
     with pytest.raises(fxopt.TraceError, match=message):
-        fxopt.trace(model, (X,))
+        fxopt.trace(model, (X,), verify=False)
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
 

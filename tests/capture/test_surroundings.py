@@ -12,6 +12,8 @@ import numpy
 import pytest
 import torch
 from torch.export import Dim
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import fxopt
 from fxopt.capture.fakes.snapshots import SnapshotMaker
@@ -250,6 +252,48 @@ def test_what_is_outside_of_the_model_is_left_as_it_was():
             fxopt.trace(module(forward), (X,))
     fxopt.trace(module(filled_once), (X,))
     assert before == (COUNTER[0], COUNTS.calls, len(CACHE))
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def enters_a_mode(self, x, mode):
+    mode.__enter__()
+    return x * 2
+
+
+def raises_in_a_mode(self, x, mode):
+    mode.__enter__()
+    raise ValueError("in a mode")
+
+
+@pytest.mark.parametrize("mode", [Doubles, Watches, functools.partial(torch.device, "meta")])
+@pytest.mark.parametrize("forward", [enters_a_mode, raises_in_a_mode])
+def test_modes_that_a_forward_enters_are_left_behind_it(forward, mode):
+    modes = _get_current_function_mode_stack, _get_current_dispatch_mode_stack
+    before = [stack() for stack in modes]
+    with pytest.raises(fxopt.TraceError, match="does not leave it|in a mode"):
+        fxopt.trace(module(lambda self, x: forward(self, x, mode())), (X,), verify=False)
+    assert [stack() for stack in modes] == before
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_a_default_device_is_refused_and_not_set():
+    def forward(self, x):
+        torch.set_default_device("cpu")
+        torch.set_default_device("meta")
+        return x * 2
+
+    with pytest.raises(fxopt.TraceError, match="default device"):
+        fxopt.trace(module(forward), (X,), verify=False)
+    assert torch.get_default_device() == torch.device("cpu")
 
 
 def test_generators_with_a_seed_draw_the_same_each_time():

@@ -27,7 +27,7 @@ CAPTURE = (
     Fault("random numbers: the number of the capture is used", "capture/patches/random_numbers.py", "        return UnusableNumber(lambda: refuse(reason(name)))", "        return drawn"),
     Fault("tensor data: what a legacy constructor makes is written by each run", "capture/recording/tensor_data.py", "    if type(real) is not torch.Tensor:", "    if True:"),
     Fault("transformers masks: the mask of a window is left out", "capture/patches/transformers_masks.py", "padding_mask is None and local_attention_size is None", "padding_mask is None"),
-    Fault("indexing: what is written at a number is written everywhere", "capture/recording/indexing.py", "(value, rest or ..., given)", "(value, ..., given)"),
+    Fault("indexing: what is written at a number is written everywhere", "capture/recording/indexing.py", "(value, parts or ..., given)", "(value, ..., given)"),
     Fault("indexing: an index that a size gives fixes it", "capture/recording/indexing.py", "    return isinstance(part, torch.SymInt)", "    return is_unbacked(part)"),
     Fault("indexing: a free size of 1 is kept", "capture/recording/indexing.py", "is_known(size) and bool(size == 1)", "False"),
     Fault("indexing: unbind of a product of sizes keeps the dimension", "capture/recording/indexing.py", " if is_backed(size) else None", " if False else None"),

@@ -208,6 +208,14 @@ class FakeModel:
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """Give the attributes that the forward has changed, with their values now."""
+        for fake in (*self._tensors.values(), *self.outside.values()):
+            _, real = self.real(fake)
+            if real is not None and fake.shape != real.shape:
+                name = self._own.get(id(fake), "a tensor that is no buffer").lstrip(".")
+                raise TraceError(
+                    f"the forward changes the shape of {name!r} in place, so that a later call finds another one. Change "
+                    "that of a view, or make the module that does this a leaf."
+                )
         after = self.state(aliases)
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)

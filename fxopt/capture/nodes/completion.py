@@ -37,6 +37,9 @@ def complete_metadata(graph: Graph, root: str) -> None:
     for node in graph.nodes:
         if "val" not in node.meta:
             node.meta["val"] = _value(node)
+        if node.target is operator.pow and repr(node.args[0]).startswith("-"):
+            # torch.fx writes `-1 ** x`, which is -(1 ** x).
+            node.target = torch.pow if isinstance(node.meta["val"], torch.Tensor) else pow
 
 
 def _value(node: Node) -> Any:
@@ -63,14 +66,15 @@ def _is_read(graph: Graph, name: str) -> bool:
 
 def check_names(graph: torch.fx.Graph) -> None:
     """Raise TraceError for a name that fx would write into code which Python cannot read: a keyword, or one with a quotation mark."""
+    inputs = [str(node.target).lstrip("*") for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
         path = str(node.target)
         if node.op == "placeholder":
             name = path.lstrip("*")
-            if not name.isidentifier() or keyword.iskeyword(name):
+            if not name.isidentifier() or keyword.iskeyword(name) or inputs.count(name) > 1:
                 raise TraceError(
-                    f"the input {name!r} has a name that is no name in Python, so that the forward of a graph module "
-                    "cannot take it; give it another one."
+                    f"the input {name!r} has a name that is no name in Python, or that of another input, so that the forward "
+                    "of a graph module cannot take it; give it another one."
                 )
             if name in _custom_builtins and _is_read(graph, name):
                 raise TraceError(

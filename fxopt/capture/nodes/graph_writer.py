@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -202,7 +203,8 @@ class GraphWriter:
         return self.shell.fake(value)
 
     def constant(self, tensor: torch.Tensor) -> str:
-        name = f"_tensor_constant{len(self.constants)}"
+        names = (f"_tensor_constant{number}" for number in itertools.count(len(self.constants)))
+        name = next(n for n in names if n not in self.constants and not hasattr(self.shell.model, n))
         self.constants[name] = tensor
         return name
 

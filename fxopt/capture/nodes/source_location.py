@@ -103,6 +103,13 @@ def compares_identity(code: CodeType) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def compares_with_flag(code: CodeType) -> bool:
+    """Tell whether code has an `a is True`, or `a is False`."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return any(after.opname == "IS_OP" and isinstance(before.argval, bool) for before, after in pairs)
+
+
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
     """The model's part of the stack, as Python prints it, with note taken of its functions; empty after the forward has ended."""
     lines: list[str] = []

@@ -34,6 +34,7 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
     _extremes(patch, decisions)
     _keys(patch, decisions)
     _types(patch, decisions)
+    _flags(patch)
     _floats(patch)
     _functions(patch)
 
@@ -127,6 +128,14 @@ def _types(patch: Patches, decisions: BranchDecisions) -> None:
         patch(cls, "__repr__")(__repr__)
 
 
+def _flags(patch: Patches) -> None:
+    """`(n > 2) == 1`, which sympy cannot tell, or takes for false: the flag is decided, as by `bool`."""
+
+    @patch(torch.SymBool, "__eq__")
+    def __eq__(original: Any, self: Any, other: Any) -> Any:
+        return bool(self) == other if type(other) in (bool, int) else original(self, other)
+
+
 def _floats(patch: Patches) -> None:
     """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: it must not look into the product."""
     for name in ("_add", "_sub", "_mul"):
@@ -193,5 +202,5 @@ def _rounded(number: SymNode) -> SymNode:
 def _rounds_once(made: SymNode, one: SymNode, other: SymNode) -> bool:
     """Tell whether a float is one sum, difference or product of two others, or one of these."""
     parts = {one.expr, other.expr}
-    whole = made.expr.is_number or made.expr in parts
+    whole = made.expr.is_number or not parts.isdisjoint({made.expr, -made.expr})
     return whole or set(made.expr.args) in (parts, {one.expr, -other.expr})

@@ -25,7 +25,7 @@ from fxopt.capture.patches.replaced import Patches
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
-_COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP"}
+_COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "MATCH_CLASS"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
 _DECORATED = (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -118,7 +118,7 @@ def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | No
             return call(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, kind)
+            return isinstance(value, kind) or _NUMBERS.get(type(value)) is kind  # C code asks this, too
 
         def __subclasscheck__(cls, value: Any) -> bool:
             return issubclass(value, kind)
@@ -158,7 +158,8 @@ def _hands_on(code: types.CodeType, name: str) -> bool:
                 before in ("PRECALL", "CALL") and instruction.arg == 2 and "to" not in code.co_names
             )  # `isinstance`
         )
-        if given and not compared and before not in _LOADS:
+        names_none = instruction.argval == ()  # of attributes, in a pattern `case int():`
+        if given and not compared and before not in _LOADS and not names_none:
             return True
         given = (given and not compared) or (loaded and not (instruction.arg or 0) & 1)
     return any(_hands_on(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))

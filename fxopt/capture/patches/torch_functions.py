@@ -260,6 +260,13 @@ def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
             refuse("the forward sets torch's default dtype, which a graph cannot hold. Give dtypes in calls")
         original(dtype)
 
+    @patch(torch, "set_default_device")
+    def set_default_device(original: Any, device: Any) -> None:
+        if torch.device("cpu" if device is None else device) != torch.get_default_device():
+            refuse(
+                "the forward sets torch's default device, which a graph cannot hold. Give devices in calls"
+            )
+
     for name in ("manual_seed", "seed"):
 
         def seed(original: Any, *args: Any, name: str = name) -> None:

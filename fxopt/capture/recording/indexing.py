@@ -42,12 +42,17 @@ def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
 
 
 def set_by_scalar(call: MakesCall, value: torch.Tensor, index: Any, given: Any) -> Any:
-    """`value[index] = given` as `selected[rest] = given`, where a number is free or unbacked."""
+    """`value[index] = given` as `selected[rest] = given`, where a number, or an end of a slice, is free or unbacked."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, torch.SymInt) for part in parts) or not _are_counted(parts):
+    numbers = any(isinstance(part, torch.SymInt) for part in parts)
+    slices = any(map(_is_unbacked_slice, parts)) and not any(isinstance(part, torch.Tensor) for part in parts)
+    if not (numbers or slices) or not _are_counted(parts):
         return NotImplemented
-    value, rest = _selected(call, value, parts)
-    return call(torch.Tensor.__setitem__, (value, rest or ..., given), {})
+    if numbers:
+        value, parts = _selected(call, value, parts)
+    if slices:
+        value, parts = call(torch.Tensor.__getitem__, (value, parts), {}), ()
+    return call(torch.Tensor.__setitem__, (value, parts or ..., given), {})
 
 
 def _are_counted(parts: tuple[Any, ...]) -> bool:

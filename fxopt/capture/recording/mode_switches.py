@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.amp.autocast_mode import _enter_autocast
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
+from fxopt.errors import TraceError
 
+# The modes that are entered, the last one last, and what leaves that.
+_STACKS: tuple[tuple[Callable[[], list[Any]], Callable[[], Any]], ...] = (
+    (_get_current_function_mode_stack, overrides._pop_mode),
+    (_get_current_dispatch_mode_stack, _python_dispatch._pop_mode),
+)
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 _GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
 _GRAD_BLOCKS = _GRAD_EXITS | {block.__enter__.__code__ for block in _GRAD_CLASSES}
@@ -63,6 +74,25 @@ class ModeSwitches:
         node = self._writer.call(modes.set_grad_enabled, mode)
         if block is not None and not self.entered(block):
             self._blocks[id(block)] = (block, node)
+
+
+@contextlib.contextmanager
+def modes_left() -> Iterator[None]:
+    """Leave the modes of torch that the block enters and does not leave, which lie above those of the capture, and raise TraceError."""
+    entered = [mode for stack, _ in _STACKS for mode in stack()]
+    left = []
+    try:
+        yield
+    finally:
+        for stack, pop in _STACKS:
+            for mode in reversed(stack()):
+                if not any(mode is known for known in entered):
+                    left.append(type(mode).__name__)
+                    pop()
+    if left:
+        raise TraceError(
+            f"the forward enters {left[0]}, a mode of torch, and does not leave it. Use it in a `with` block."
+        )
 
 
 def _caller() -> FrameType:

@@ -203,7 +203,7 @@ class Placeholders:
         for dim in list(choices):
             if (where, dim) in self.request.at_one:
                 if example.shape[dim] != 1:  # else its strides stay as they are
-                    example = example.narrow(dim, 0, 1).contiguous()
+                    example = example.narrow(dim, 0, 1).clone(memory_format=torch.contiguous_format)
                 del choices[dim]
             elif (where, dim) in self.request.sizes:
                 size = self.request.sizes[where, dim]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
 from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
 from fxopt.capture.nodes.call_targets import property_name
-from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.nodes.source_location import compares_with_flag, makes_calls, model_frame
 from fxopt.capture.recording import idioms, indexing
 from fxopt.capture.recording.higher_order import expand
 from fxopt.capture.recording.recorder import Recorder, Rewrite
@@ -137,6 +138,10 @@ def _squeeze(recorder: Recorder, call: Call) -> Any:
 
 def _keep_sizes(recorder: Recorder, call: Call) -> Any:
     """Read the sizes of a tensor before its shape changes in place."""
+    if id(call.args[0]) in recorder.aliases:
+        recorder.fail(
+            f"{call.name!r} changes the shape of a tensor that another call has given back as it was"
+        )
     recorder.writer.read_sizes(call.args[0])
     return NotImplemented
 
@@ -172,6 +177,10 @@ def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
 
 def _read_value(recorder: Recorder, call: Call) -> Any:
     """A call that makes a Python value of what is in a tensor."""
+    if call.name == "item" and call.args[0].dtype is torch.bool:
+        frame = model_frame(sys._getframe(1))
+        is_flag = frame is not None and compares_with_flag(frame.f_code)  # a symbolic number is no `True`
+        return recorder.call(torch.Tensor.__bool__, call.args, {}) if is_flag else NotImplemented
     name = "__complex__" if call.name == "item" else call.name
     if call.name == "item" and not call.args[0].is_complex():
         return NotImplemented

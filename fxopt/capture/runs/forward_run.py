@@ -30,6 +30,7 @@ from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code, is_own_code
 from fxopt.capture.patches.interception import patched_torch
+from fxopt.capture.recording.mode_switches import modes_left
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
@@ -198,6 +199,7 @@ class ForwardRun:
             enable_python_dispatcher(),
             patched_torch(recorder, model),
             recorder,
+            modes_left(),
         ):
             decimal.getcontext()  # sets a context variable when it is first asked, as sympy does
             context = contextvars.copy_context()
