@@ -33,7 +33,7 @@ class Two(nn.Module):
 
 class Undecided(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if x.sum() > 0 else x
+        return x * int(x.sum())
 
 
 def with_inputs() -> tuple[nn.Module, dict[str, torch.Tensor]]:

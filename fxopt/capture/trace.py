@@ -53,8 +53,8 @@ def trace(
             size), take the decision that the example inputs give, which must then be real data, and check in the
             graph that later inputs decide likewise (GuardError). At the first such question the example inputs are
             run through the graph so far, on the CPU or GPU where they are, and from there on with it: that costs at most
-            one forward, and the memory of its intermediate results and of a copy of the buffers. Without it such
-            forwards are refused, except where one side raises: then the other one is in the graph, with a check.
+            one forward, and the memory of its intermediate results and of a copy of the buffers. Without it, the graph
+            holds the side of a branch that does not raise, with a check, or both sides; else the forward is refused.
         verify: run the model and the graph twice each on copies of the example inputs, from one state of the random
             generators, and compare outputs, buffers, written inputs and, in training, gradients. The copy of the model
             shares its parameters; nothing that the user has is changed. False where the inputs only have the right

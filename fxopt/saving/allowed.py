@@ -91,7 +91,7 @@ class Names:
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
         if isinstance(value, Conditional):
-            raise NameRefused("torch.cond, whose branches are graphs of their own")
+            raise NameRefused("a branch on a value, whose sides are graphs of their own")
         name = _names().get(value) or qualified_name(value)
         if self.find(name) != value:
             raise NameRefused(f"{name}, which is no longer found by that name")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.capture.runtime.conditional import IfElse
 from tests.capture.test_silent_changes import module
 
 X = torch.randn(3, 4)
@@ -190,10 +191,18 @@ def of_a_free_size(self, x):
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [drawn, written_with_an_input, written_by_a_layer, written_afterwards, of_a_free_size, under_autocast],
+    "forward", [written_with_an_input, written_by_a_layer, of_a_free_size, under_autocast]
 )
 def test_a_decision_on_what_may_be_another_value_is_one(forward):
-    model = module(forward, dense=nn.Linear(4, 4), relu=nn.ReLU(inplace=True), table=torch.tensor([0.0, 1.0]))
+    model = module(forward, dense=nn.Linear(4, 4), relu=nn.ReLU(inplace=True))
+    traced = fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), verify=False)
+    assert any(isinstance(node.target, IfElse) for node in traced.graph.nodes)
+    for x in (X, -X, X.abs(), -X.abs(), X[:1], torch.randn(7, 4)):
+        assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("forward", [drawn, written_afterwards])
+def test_a_decision_on_what_a_call_draws_or_writes_is_refused(forward):
+    model = module(forward, dense=nn.Linear(4, 4), table=torch.tensor([0.0, 1.0]))
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), verify=False)

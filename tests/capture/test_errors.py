@@ -20,13 +20,13 @@ class BranchOnValue(nn.Module):
     def forward(self, x):
         if x.sum() > 0:
             return x
-        return -x
+        return [-x]
 
 
 class BranchOnItem(nn.Module):
     def forward(self, x):
         n = x.argmax().item()
-        return x if n > 2 else -x
+        return x if n > 2 else [-x]
 
 
 class ReplacesTensor(nn.Module):
@@ -91,7 +91,7 @@ class LocalHook(nn.Module):
     ("model", "message"),
     [
         (BranchOnValue(), r"decides on the value of a tensor.*test_errors\.py:\d+: `if x\.sum\(\) > 0:`"),
-        (BranchOnItem(), r"decides on the value of a tensor.*`return x if n > 2 else -x`"),
+        (BranchOnItem(), r"decides on the value of a tensor.*`return x if n > 2 else \[-x\]`"),
         (ReplacesTensor(), r"assigns to 'count'.*copy_"),
         (AssignsGrad(), r"assigns to the attribute 'data'.*`y\.data = x`"),
         (ReturnsObject(), r"lock"),

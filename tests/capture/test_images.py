@@ -51,7 +51,7 @@ class DependsOnValues(torch.nn.Module):
     config = types.SimpleNamespace(num_channels=2)
 
     def forward(self, pixel_values):
-        return pixel_values if pixel_values.sum() > 0 else -pixel_values
+        return pixel_values if pixel_values.sum() > 0 else [-pixel_values]
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])

@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.testing import randomise
+from tests.capture.test_both_sides import assert_as_model, nodes
 from tests.capture.test_silent_changes import module
 
 ROWS = {0: Dim.AUTO}
@@ -466,16 +467,32 @@ def rows(mask, column):
     return torch.where(mask[:, column[0]])[0]
 
 
+BOTH = {
+    *("bits", "mode_around", "copy_of_statistics", "inputs_that_share_memory", "written_copy", "reshaped"),
+    *("transposed", "gradient"),
+}
+
+
 @pytest.mark.parametrize("name", [name for name in vars(Different) if not name.startswith("_")])
-def test_what_makes_a_difference_is_refused(name):
+def test_what_makes_a_difference_is_refused_or_both_sides_are_in_the_graph(name):
     model = module(
         getattr(Different, name), dense=nn.Linear(4, 4), norm=nn.InstanceNorm1d(4, track_running_stats=True)
     )
     model.batch_norm, model.lstm = nn.BatchNorm1d(4), nn.LSTM(4, 4, 2, dropout=0.5)
     model.register_buffer("total", torch.zeros(()))
     model.double().train()
-    with pytest.raises(fxopt.TraceError):
-        fxopt.trace(model, (X.clone(), MASKS[2]))
+    if name in BOTH:
+        traced = fxopt.trace(model, (X.clone(), MASKS[2]))
+        assert len(nodes(traced)) == 1
+        model.batch_norm.momentum = 0.0  # a call of either changes the statistics for the other
+        calls = [(x, mask) for x in (X, -X, X * 0) for mask in (*MASKS, ~MASKS[1])]
+        with torch.set_grad_enabled(
+            name != "inputs_that_share_memory"
+        ):  # one is written, which gradients need
+            assert_as_model(traced, model, calls)
+    else:
+        with pytest.raises(fxopt.TraceError):
+            fxopt.trace(model, (X.clone(), MASKS[2]))
 
 
 def test_a_specialised_loop_runs_as_often_as_the_example_does():

@@ -1,5 +1,7 @@
 """A capture that remembers what calls give is the same as one that makes every call."""
 
+import copy
+
 import pytest
 import sympy
 import torch
@@ -423,5 +425,8 @@ class Counted(nn.Module):
 
 
 def test_a_layer_that_writes_statistics_is_called_each_time():
-    with pytest.raises(fxopt.TraceError, match="decides on the value"):
-        fxopt.trace(Counted().train(), (X,))
+    model = Counted().train()
+    traced = fxopt.trace(copy.deepcopy(model), (X,))
+    assert torch.equal(traced(X), model(X))
+    with pytest.raises(fxopt.GuardError, match="called before"):
+        traced(X)

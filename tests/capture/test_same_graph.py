@@ -12,6 +12,7 @@ from torch.export import Dim
 import fxopt
 from fxopt.capture.data_dependence.branch_decisions import _size_compared_with_one
 from fxopt.capture.runtime.checks import check_same_outcome
+from tests.capture.test_both_sides import assert_as_model, nodes
 from tests.capture.test_decisions import checks, right_or_refused
 from tests.capture.test_silent_changes import module
 
@@ -257,12 +258,20 @@ class Kept:
         return x.new_ones(n + m + 1)
 
 
+BOTH = {"constant", "zero", "argument", "call", "order"}
+
+
 @pytest.mark.parametrize("name", [name for name in vars(Kept) if not name.startswith("_")])
-def test_any_difference_leaves_the_decision_open(name):
+def test_any_difference_leaves_the_decision_open_or_both_sides_in_the_graph(name):
     model = module(getattr(Kept, name), dense=nn.Linear(4, 4))
     model.register_buffer("count", torch.zeros(()))
-    with pytest.raises(fxopt.TraceError, match="decides on the value"):
-        fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+    if name in BOTH:
+        traced = fxopt.trace(model, (X,), dynamic_shapes=ROWS)
+        assert len(nodes(traced)) == 1
+        assert_as_model(traced, model, [(X,), (-X,), (X + 9,), (X[:1],), (X[:1] + 9,), (X * 0,)])
+    else:
+        with pytest.raises(fxopt.TraceError, match="decides on the value"):
+            fxopt.trace(model, (X,), dynamic_shapes=ROWS)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -287,10 +287,9 @@ def test_the_number_in_an_input_without_dimensions_is_read_in_the_graph(forward,
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda self, x, n: x if n.item() > 1 else -x,
+        lambda self, x, n: x if n.item() > 1 else [-x],
         lambda self, x, n: x * int(n.item()),
         lambda self, x, n: x if str(n.item())[0] == "2" else -x,
-        lambda self, x, n: torch.vmap(lambda row: row if n.item() > 1 else -row)(x),
         lambda self, x, n: torch.vmap(lambda row: row[int(n.item())])(x),
         lambda self, x, n: torch.func.grad(lambda y: y[int(n.item())].sum())(x),
     ],
@@ -298,6 +297,20 @@ def test_the_number_in_an_input_without_dimensions_is_read_in_the_graph(forward,
 def test_decisions_on_the_number_in_an_input_are_refused(forward, number):
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(module(forward), (X, number))
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2), torch.tensor(2.0, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, n: x if n.item() > 1 else -x,
+        lambda self, x, n: torch.vmap(lambda row: row if n.item() > 1 else -row)(x),
+    ],
+)
+def test_the_number_in_an_input_may_decide_which_side_is_taken(forward, number):
+    traced = fxopt.trace(module(forward), (X, number))
+    for n in (number, number - 1, number * 0):
+        assert_same(traced(X, n), forward(None, X, n))
 
 
 def resized(self, x, grid):
@@ -626,3 +639,14 @@ def test_powers_of_negative_numbers():
     for graph in (traced, copy.deepcopy(traced)):
         for n in range(1, 6):
             assert all(map(torch.equal, graph(torch.ones(n, 1)), model(torch.ones(n, 1))))
+
+
+def test_a_size_that_the_forward_fixes_is_checked():
+    def forward(self, x):
+        found = x[x > 0]
+        return (found + torch.ones(3)) * len(found)
+
+    traced = fxopt.trace(module(forward), (torch.tensor([1.0, 2, 3, -1]),))
+    assert traced(torch.tensor([1.0, 2, -3, 1])).tolist() == [6, 9, 6]
+    with pytest.raises(GuardError, match=r"assumes Eq\(u0, 3\)"):
+        traced(torch.tensor([1.0, -2, -3, -1]))  # which is broadcast

@@ -81,7 +81,7 @@ def default_dtype(self, x):
 
 def caught(self, x):
     try:
-        return x if x.sum() > 0 else -x
+        return x if x.sum() > 0 else [-x]
     except Exception:
         return x
 

@@ -68,7 +68,7 @@ class DifferentAtOtherSizes(Good):
 
 class Decides(Good):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.abs().sum() > 0 else x
+        return super().forward(x) * int(x.abs().sum() > 0)
 
 
 class OneBatch(Good):

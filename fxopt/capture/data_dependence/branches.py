@@ -60,6 +60,8 @@ class Outcomes:
 
     at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)  # two, in turn
     settled: tuple[Outcome, ...] = ()
+    # Where the graph holds both sides of branches, what is known of the branch that follows each row of outcomes.
+    both: dict[tuple[bool, ...], Outcome | None] | None = None
     # Loops that start at one of these lines end before a place, at which the model would raise an error.
     ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 

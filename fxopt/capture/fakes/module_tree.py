@@ -27,7 +27,7 @@ def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
         TraceError: when an entry of `leaf_modules` fits no module.
     """
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    chosen = {id(module) for _, module in named if _is_torch_layer(module)}
+    chosen = {id(module) for _, module in named if is_torch_layer(module)}
     for leaf in [leaf_modules] if isinstance(leaf_modules, str) or callable(leaf_modules) else leaf_modules:
         known = isinstance(leaf, str | type) or callable(leaf)
         fitting = {id(module) for name, module in named if known and _fits(leaf, name, module)}
@@ -46,7 +46,8 @@ def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
     return isinstance(module, leaf) if isinstance(leaf, type) else bool(leaf(name, module))
 
 
-def _is_torch_layer(module: torch.nn.Module) -> bool:
+def is_torch_layer(module: torch.nn.Module) -> bool:
+    """Tell whether a module is one node without being asked for: a layer of torch.nn, or compiled by TorchScript."""
     if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
         return False  # it only holds others
     if isinstance(module, torch.jit.ScriptModule):

@@ -112,41 +112,47 @@ def _is_written(node: torch.fx.Node) -> bool:
     return any(user.args[:1] == (node,) and is_write_name(function_name(user)) for user in node.users)
 
 
-def same_calls(
-    pairs: Pairs,
-    same_size: Callable[[Any, Any], bool],
-    aliases: Aliases | None = None,
-) -> bool:
-    """Tell whether the calls of each pair call the same thing with the same arguments.
+class CallComparison:
+    """Compares the arguments of calls of two graphs.
 
     Sizes are compared by what they are, not by the nodes that compute them, and so are parts of tuples, and the model's
     tensors. `same_size` compares sympy expressions of both; `aliases` has, for nodes of either graph, the one whose value they give.
     """
-    counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
-    aliases = aliases or {}
 
-    def same(mine: Any, its: Any) -> bool:
-        if _is_size(mine) or _is_size(its):
-            numbers = all(_is_size(value) or isinstance(value, int) for value in (mine, its))
-            return numbers and same_size(_expression(mine), _expression(its))
-        if isinstance(mine, torch.fx.Node):
-            if not isinstance(its, torch.fx.Node):
-                return False
-            mine, its = _without_aliases(mine, aliases), _without_aliases(its, aliases)
-            if _is_reference(mine) and mine.target == its.target:
-                return same((mine.op, mine.args), (its.op, its.args))
-            read = (mine.target, its.target, mine.args[1:], its.args[1:])
-            return counterpart.get(mine) is its or read == (getattr, getattr, ("device",), ("device",))
-        parts = same_parts(mine, its, same)
-        return same_value(mine, its) if parts is None else parts
+    def __init__(self, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> None:
+        self.same_size, self._aliases = same_size, aliases or {}
+        self.counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
 
-    for mine, its in pairs:
+    def same_call(self, mine: torch.fx.Node, its: torch.fx.Node) -> bool:
+        """Tell whether two nodes call the same thing with the same arguments; from now on, one stands for the other."""
+        self.counterpart[mine] = its
         if mine.op != its.op or mine.target != its.target:
             return False
-        if not same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs)):
-            return False
-        counterpart[mine] = its
-    return True
+        return self.same((_arguments(mine), mine.kwargs), (_arguments(its), its.kwargs))
+
+    def same(self, mine: Any, its: Any) -> bool:
+        """Tell whether two arguments have the same value."""
+        if is_size(mine) or is_size(its):
+            numbers = all(is_size(value) or isinstance(value, int) for value in (mine, its))
+            return numbers and self.same_size(_expression(mine), _expression(its))
+        if isinstance(mine, torch.fx.Node):
+            return isinstance(its, torch.fx.Node) and self.same_value(mine, its)
+        parts = same_parts(mine, its, self.same)
+        return same_value(mine, its) if parts is None else parts
+
+    def same_value(self, mine: torch.fx.Node, its: torch.fx.Node) -> bool:
+        """Tell whether two nodes that are no sizes have the same value."""
+        mine, its = _without_aliases(mine, self._aliases), _without_aliases(its, self._aliases)
+        if _is_reference(mine) and mine.target == its.target:
+            return self.same((mine.op, mine.args), (its.op, its.args))
+        read = (mine.target, its.target, mine.args[1:], its.args[1:])
+        return self.counterpart.get(mine) is its or read == (getattr, getattr, ("device",), ("device",))
+
+
+def same_calls(pairs: Pairs, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> bool:
+    """Tell whether the calls of each pair call the same thing with the same arguments."""
+    comparison = CallComparison(same_size, aliases)
+    return all(comparison.same_call(mine, its) for mine, its in pairs)
 
 
 def _without_aliases(node: torch.fx.Node, aliases: Aliases) -> torch.fx.Node:
@@ -203,6 +209,12 @@ def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, t
     )
 
 
+def made_at(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The target of a node, and its line of the model."""
+    modules = list(node.meta.get("nn_module_stack", ()))
+    return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
+
+
 def calls_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The calls of a model; nodes that compute sizes, read the device, or name a tensor are arguments of calls."""
     return list(filter(is_call, graph.nodes))
@@ -222,7 +234,7 @@ def _is_reference(node: torch.fx.Node) -> bool:
     return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
     """Tell whether a value is a node that computes a size."""
     return (
         isinstance(value, torch.fx.Node)

@@ -1,4 +1,4 @@
-"""Explores data-dependent branches: takes the side that does not raise, merges sides with equal graphs, else refuses."""
+"""Explores data-dependent branches: takes the side that does not raise, merges sides with equal graphs, else joins both sides."""
 
 from __future__ import annotations
 
@@ -24,21 +24,45 @@ from fxopt.errors import TraceError
 _MOST_SETTLED = 50
 # Lines whose outcomes make no difference cost a run for each combination of outcomes.
 _MOST_LINES = 3
+# A graph with both sides of branches costs a run for each combination of outcomes: so many runs, and nodes in all of them.
+_MOST_JOINED, _MOST_NODES = 32, 12_000
 
 
 def explore_branches(
     capture: Callable[[Outcomes], RunResult],
     agree: Callable[[RunResult, RunResult], bool],
     leave_out: Callable[[RunResult, RunResult, str], RunResult],
+    join: Callable[[RunResult, RunResult], RunResult],
     like: Outcomes | None = None,
 ) -> RunResult:
-    """Run the forward until no data-dependent branch is open; TraceError where one makes a difference.
+    """Run the forward until no data-dependent branch is open; TraceError where one cannot be settled.
 
     `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script.
     `agree` says whether the graph of one run holds where another run had other outcomes; `leave_out` gives it with checks that
-    what the other one leaves out writes nothing. `like` is the script of another run, whose graph is to hold here as well: its
-    lines are no open branches, and a branch beyond those that it settled is raised.
+    what the other one leaves out writes nothing; `join` makes one graph with both sides of a branch. `like` is the script of
+    another run, whose graph is to hold here as well: its branches are settled in the same way.
     """
+    if like is not None and like.both is not None:
+        return _BothSides(capture, join, like.both).settled(Outcomes(both=like.both))
+    try:
+        return _without_branches(capture, agree, leave_out, like)
+    except TraceError as refused:
+        if like is not None or not isinstance(refused, DataDependentBranch):
+            raise
+        known: dict[tuple[bool, ...], Outcome | None] = {}
+        try:
+            return _BothSides(capture, join, known).settled(Outcomes(both=known))
+        except TraceError:
+            raise refused from None
+
+
+def _without_branches(
+    capture: Callable[[Outcomes], RunResult],
+    agree: Callable[[RunResult, RunResult], bool],
+    leave_out: Callable[[RunResult, RunResult, str], RunResult],
+    like: Outcomes | None,
+) -> RunResult:
+    """A run whose graph holds for all outcomes, or which checks the one that does not raise."""
     path = _open_path(capture, like)
     variants = _Variants(capture, path)
     try:
@@ -203,3 +227,54 @@ def _side(
         if last.asked and isinstance(branch, NumberBranch):
             return _Side("")  # the check says that the graph does not go there
     return _Side()
+
+
+class _BothSides:
+    """A run for each outcome of each branch, joined to one graph."""
+
+    def __init__(
+        self,
+        capture: Callable[[Outcomes], RunResult],
+        join: Callable[[RunResult, RunResult], RunResult],
+        known: dict[tuple[bool, ...], Outcome | None],
+    ) -> None:
+        self._capture, self._join = capture, join
+        # After some outcomes, the only one of the next branch that does not raise; None where neither does.
+        self._known = known
+        self._left = _MOST_JOINED
+
+    def settled(self, script: Outcomes) -> RunResult:
+        """A graph for all that follows the outcomes of a script."""
+        before = tuple(outcome.answer for outcome in script.settled)
+        if before not in self._known:
+            self._left -= 1
+            if self._left < 0:
+                raise UnprovedError("the forward has too many branches")
+            try:
+                made = self._capture(script)
+                self._left = min(self._left, _MOST_NODES // len(made.graph.nodes))
+                return made
+            except DataDependentBranch as branch:
+                if branch.kind is not bool or isinstance(branch, DataDependentLoop):
+                    raise
+            no = self._side(script, Outcome(False))
+            yes = self._side(script, Outcome(True, no if isinstance(no, str) else ""))
+            if isinstance(yes, RunResult):
+                self._known[before] = None if isinstance(no, RunResult) else Outcome(True, no)
+                return self._join(yes, no) if isinstance(no, RunResult) else yes
+            self._known[before] = Outcome(False, yes)
+        only = self._known[before]
+        if only is not None:
+            return self.settled(script.and_then(dataclasses.replace(only)))
+        yes, no = (self.settled(script.and_then(Outcome(answer))) for answer in (True, False))
+        return self._join(yes, no)
+
+    def _side(self, script: Outcomes, last: Outcome) -> RunResult | str:
+        """A graph of one side of a branch, or the error that the model raises there."""
+        try:
+            return self.settled(script.and_then(last))
+        except TraceError as failure:
+            error = failure.__cause__
+            if error is None or not last.asked or not is_model_error(error):
+                raise
+            return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+from fxopt.capture.fakes.shape_env import LEARNED
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.nodes.comparison import (
     Aliases,
@@ -31,7 +32,7 @@ def equivalent(capture: RunResult, other: RunResult) -> bool:
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
         return False
     translated = translation(capture, other, names)
-    same_size = _same_size(capture, translated)
+    same_size = size_comparison(capture, translated)
 
     return (
         capture.changes == other.changes
@@ -50,17 +51,10 @@ def subsumes(
     names = matched_unbacked_symbols(pairs)
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
-    translated = translation(capture, other, names)
-    same_size = _same_size(capture, translated)
-
+    same_size = size_comparison(capture, translation(capture, other, names))
     constants, others = capture.constants, other.constants
-    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
     return (
-        capture.changes == other.changes
-        and capture.state == other.state
-        and capture.reads.cover(other.reads)
-        and _same_dimensions(capture, other, translated)
-        and all(guard in guards for guard in guards_of(other.relied_on(), translated))
+        assumes_all_of(capture, other, names)
         and constants.keys() >= others.keys()
         and same_constants({name: constants[name] for name in others}, others)
         and same_calls(pairs, same_size, aliases)
@@ -68,10 +62,25 @@ def subsumes(
     )
 
 
+def assumes_all_of(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> bool:
+    """Tell whether a capture has read, assumed and left all that `other` has; `names` has the unbacked sizes that both know."""
+    translated = translation(capture, other, names)
+    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    own = {symbol: symbol for symbol in names.values()}
+    return (
+        capture.changes == other.changes
+        and capture.state == other.state
+        and capture.reads.cover(other.reads)
+        and _same_dimensions(capture, other, translated)
+        and all(guard in guards for guard in guards_of(other.relied_on(), translated))
+        and _checked_of_numbers(capture, own) >= _checked_of_numbers(other, names)
+    )
+
+
 def is_steady_state(capture: RunResult, again: RunResult) -> bool:
     """Tell whether a second call, `again`, makes the same calls under the same guards and leaves the same state."""
     translated = translation(capture, again, {})
-    same_size = _same_size(capture, translated)
+    same_size = size_comparison(capture, translated)
 
     return (
         _same_guards(capture, again, translated)
@@ -122,7 +131,7 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
     )
 
 
-def _same_size(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
+def size_comparison(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
     """A function that compares a size of `capture` with one of another capture, which is translated first."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
@@ -144,6 +153,13 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
         if symbol not in inputs | unused
     }
     return limits | {(a.expr.xreplace(names), None) for a in asserts}
+
+
+def _checked_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
+    """The conditions on unbacked sizes among `names` that the graph checks at its end."""
+    asserts = (a for listed in capture.shape_env.deferred_runtime_asserts.values() for a in listed)
+    known = names.keys() | {free.symbol for free in capture.free.dimensions}
+    return {a.expr.xreplace(names) for a in asserts if a.msg != LEARNED and a.expr.free_symbols <= known}
 
 
 def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:

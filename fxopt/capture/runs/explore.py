@@ -24,6 +24,7 @@ from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
+from fxopt.capture.runs.both_sides import called_in_branches, join
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
@@ -110,11 +111,15 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         request = dataclasses.replace(request, moving=request.moving | made.moved)
         return record(answers)
 
-    return (
-        record(Outcomes())
-        if request.specialize
-        else explore_branches(record, equivalent, if_convert, general.request.answers if general else None)
-    )
+    if request.specialize:
+        return record(Outcomes())
+    like = general.request.answers if general else None
+    while True:
+        made = explore_branches(record, equivalent, if_convert, join, like)
+        inside = {id(request.model.get_submodule(name)) for name in called_in_branches(made.graph)}
+        if not inside:
+            return made
+        request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
 
 
 def _keeps_tables(made: RunResult, tried: bool) -> bool:

@@ -228,7 +228,7 @@ class ForwardRun:
             for runtime_assert in asserts:
                 if runtime_assert.msg == LEARNED:
                     continue
-                condition = self.sizes.node_of(self.shape_env.replace(runtime_assert.expr))
+                condition = self.sizes.node_of(runtime_assert.expr)
                 if condition is not True:
                     message = f"the graph assumes {runtime_assert.expr}, as does {runtime_assert.msg or 'the forward'}"
                     self.graph.call_function(check_value, (condition, message))

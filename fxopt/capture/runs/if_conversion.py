@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fxopt.capture.data_dependence.branch_decisions import BranchAtLine
 from fxopt.capture.data_dependence.python_state import same_state
-from fxopt.capture.nodes.comparison import Pairs, calls_of
+from fxopt.capture.nodes.comparison import Pairs, calls_of, made_at
 from fxopt.capture.runs.body_effects import BodyEffects
 from fxopt.capture.runs.equivalence import equivalent, subsumes
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
@@ -58,7 +57,7 @@ def _aligned(
     bodies: list[list[torch.fx.Node]] = []
     left = list(reversed(others))
     for node in calls:
-        if left and _made_at(node) == _made_at(left[-1]):
+        if left and made_at(node) == made_at(left[-1]):
             pairs.append((node, left.pop()))
         elif bodies:
             bodies[-1].append(node)
@@ -67,12 +66,6 @@ def _aligned(
         if len(bodies) < len(questions) and node is questions[len(bodies)]:
             bodies.append([])
     return None if left else (pairs, bodies)
-
-
-def _made_at(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The target of a node, and its line of the model."""
-    modules = list(node.meta.get("nn_module_stack", ()))
-    return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
 
 
 def _draws(asked: Sequence[BranchAtLine], run: RunResult) -> list[int]:

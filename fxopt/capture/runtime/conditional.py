@@ -1,4 +1,4 @@
-"""The target of a node that calls `torch.cond` with two captured branches."""
+"""The targets of nodes that run one of two captured branches: `torch.cond`, and an `if` of Python on a value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,3 +36,17 @@ class Conditional:
     def _calls(self) -> Any:
         branches = self.true_branch, self.false_branch
         return [(branch.code, [node.target for node in branch.graph.nodes]) for branch in branches]
+
+
+class IfElse(Conditional):
+    """Runs one of two graphs, as `if` does: the other one has no effect, and its operands have no gradients.
+
+    A compiler, and fake tensors, see `torch.cond`, with what that takes and refuses.
+    """
+
+    def __call__(self, predicate: Any, *operands: Any) -> Any:
+        if torch.compiler.is_compiling() or isinstance(predicate, FakeTensor):
+            return super().__call__(predicate, *operands)
+        if isinstance(predicate, torch.Tensor) and predicate.is_meta:
+            return self.true_branch(*operands)  # nothing is computed
+        return (self.true_branch if predicate else self.false_branch)(*operands)
