@@ -230,6 +230,10 @@ RIGHT = {
     "an answer of Python": (lambda self, x: x * 2 if torch.equal(x, x.abs()) else self.one(x), 1),
     "values of later": (chosen_later, 1),
     "a size of a side": (size_of_a_side, 1),
+    "a power of a negative number": (
+        lambda self, x: (-1) ** torch.arange(4) * x if x.sum() > 0 else x * (-2.0) ** x,
+        1,
+    ),
     "a counter": (counts, 1),
     "a table": (keeps_a_table, 1),
     "a limit of one side": (asserted, 1),
@@ -446,6 +450,14 @@ def test_what_both_sides_cannot_hold_is_refused_with_the_line_of_the_branch(case
 def test_a_side_that_changes_a_dict_is_refused():
     with pytest.raises(fxopt.TraceError, match="decides on the value of a tensor"):
         fxopt.trace(does(changes_an_input), (X, {"x": X.clone()}))
+
+
+def test_constants_of_a_side_have_names_that_the_model_has_not():
+    model = does(tables)
+    model.register_buffer("_tensor_constant2", torch.ones(2))
+    traced = fxopt.trace(model, (X,))
+    torch.testing.assert_close(traced.state_dict(), model.state_dict())
+    assert_as_model(traced, model, [(x,) for x in (X, X.abs(), -X.abs())])
 
 
 def test_a_leaf_that_one_side_calls_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import keyword
 import operator
@@ -37,9 +38,6 @@ def complete_metadata(graph: Graph, root: str) -> None:
     for node in graph.nodes:
         if "val" not in node.meta:
             node.meta["val"] = _value(node)
-        if node.target is operator.pow and repr(node.args[0]).startswith("-"):
-            # torch.fx writes `-1 ** x`, which is -(1 ** x).
-            node.target = torch.pow if isinstance(node.meta["val"], torch.Tensor) else pow
 
 
 def _value(node: Node) -> Any:
@@ -88,3 +86,11 @@ def check_names(graph: torch.fx.Graph) -> None:
                         f"the forward uses {path!r}, and torch.fx writes code that is wrong Python for the name {name!r} in "
                         "it. Rename it, or make the module that holds it a leaf (leaf_modules=...)."
                     )
+
+
+def add_constant(constants: dict[str, torch.Tensor], tensor: torch.Tensor, model: torch.nn.Module) -> str:
+    """Add a constant under a name that neither another one nor anything of the model has; the name."""
+    names = (f"_tensor_constant{number}" for number in itertools.count(len(constants)))
+    name = next(n for n in names if n not in constants and not hasattr(model, n))
+    constants[name] = tensor
+    return name

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.call_targets import importable
+from fxopt.capture.nodes.completion import add_constant
 from fxopt.capture.nodes.container_values import check_keys, write_container
 from fxopt.capture.nodes.mutable_objects import MutableObjects
 from fxopt.capture.nodes.shared_memory import Origin, OutOfSightError, SharedMemory
@@ -203,10 +203,7 @@ class GraphWriter:
         return self.shell.fake(value)
 
     def constant(self, tensor: torch.Tensor) -> str:
-        names = (f"_tensor_constant{number}" for number in itertools.count(len(self.constants)))
-        name = next(n for n in names if n not in self.constants and not hasattr(self.shell.model, n))
-        self.constants[name] = tensor
-        return name
+        return add_constant(self.constants, tensor, self.shell.model)
 
     def _device_argument(self, device: torch.device) -> Any:
         if device != self.device or self._device_source is None:

@@ -29,6 +29,7 @@ from fxopt.capture.nodes.comparison import (
     same_constants,
     same_results,
 )
+from fxopt.capture.nodes.completion import add_constant
 from fxopt.capture.runs.equivalence import assumes_all_of, size_comparison, translation
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
@@ -289,6 +290,6 @@ class _Operands:
             with self._run.graph.inserting_before(self._places.get(node, self._first)):
                 self._nodes[node] = copy = self._run.graph.node_copy(node, self._node)
             if not here and node.op == "get_attr" and node.target in self._other.constants:
-                copy.target = f"_tensor_constant{len(self.constants)}"
-                self.constants[copy.target] = self._other.constants[str(node.target)]
+                tensor = self._other.constants[str(node.target)]
+                copy.target = add_constant(self.constants, tensor, self._run.request.model)
         return self._nodes[node]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,9 @@ class TracedModule(torch.fx.GraphModule):
         self.training = root.training
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[registry] = root.__dict__[registry]
+        for node in graph.find_nodes(op="call_function", target=operator.pow):
+            if repr(node.args[0]).startswith("-"):  # torch.fx writes `-1 ** x`, which is -(1 ** x)
+                node.target = torch.pow if isinstance(node.meta.get("val"), torch.Tensor) else pow
         self.graph = graph
         self.config = None
         self.dtypes_read_at = {}
