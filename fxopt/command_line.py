@@ -52,10 +52,8 @@ LACKING = 'the harness is not installed: `pip install "fxopt[validation]"`'
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # names and sources of models may be in letters that a terminal lacks
+    # Names and sources of models may be in letters that a terminal lacks.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if str(Path.cwd()) not in sys.path:

@@ -197,13 +197,6 @@ def counts(self, x):
     return self.one(x) if x.sum() > 0 else x * 2
 
 
-def keeps_a_table(self, x):
-    if self.table is None or len(self.table) < len(x):
-        self.table = torch.arange(len(x), dtype=x.dtype)
-    y = x + self.table[: len(x), None]
-    return self.one(y) if x.sum() > 0 else y * 2
-
-
 def asserted(self, x):
     if x.sum() > 0:
         assert x.shape[0] < 50
@@ -235,7 +228,6 @@ RIGHT = {
         1,
     ),
     "a counter": (counts, 1),
-    "a table": (keeps_a_table, 1),
     "a limit of one side": (asserted, 1),
     "a limit of the other side": (asserted_otherwise, 1),
     "layers": (lambda self, x: self.one(x) if x.sum() > 0 else self.two(x).relu(), 1),
@@ -412,6 +404,15 @@ def remembers(self, x):
     return x
 
 
+def keeps_a_table(self, x):
+    """A call on the one side reads the table that one on the other has made."""
+    if x.sum() > 0:
+        self.table = torch.arange(4.0) if self.table is None else self.table
+        return x + self.table
+    self.table = torch.arange(4.0) * 2 if self.table is None else self.table
+    return x + self.table * 1
+
+
 def many(self, x):
     for layer in (*self.layers, *self.layers):
         x = layer(x) if x.sum() > 0 else layer(x).neg() + 1
@@ -429,6 +430,7 @@ REFUSED = {
     "a write": writes_outside,
     "a normalisation in training": trains,
     "state": remembers,
+    "a table": keeps_a_table,
     "outputs of other kinds": lambda self, x: x if x.sum() > 0 else (x, x),
     "outputs of other dtypes": lambda self, x: x.float() if x.sum() > 0 else x,
     "a number that comes out": lambda self, x: (x, bool(x.sum() > 0)),

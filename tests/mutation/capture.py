@@ -136,6 +136,7 @@ CAPTURE = (
     Fault("both sides: an object may be changed in one", "capture/runs/both_sides.py", "any(node.target in _REFUSED for node in nodes)", "False"),
     Fault("both sides: a leaf of the user is dissolved", "capture/runs/both_sides.py", "not is_torch_layer(module) or ", ""),
     Fault("both sides: layers inside of a side inside are left", "capture/runs/both_sides.py", "    return layers.union(*map(called_in_branches, sides))", "    return layers"),
+    Fault("both sides: tables of one side are those of the other", "capture/runs/both_sides.py", " or run.keeps_tables", ""),
     Fault("both sides: several values decide as one", "capture/runs/both_sides.py", "isinstance(asked, torch.Tensor) and not statically_known_true(asked.numel() == 1)", "False"),
     Fault("both sides: a size is read behind a write that changes it", "capture/runs/both_sides.py", "self._places.get(node, self._first)", "self._first"),
     Fault("forward run: what a size is fixed to is not checked", "capture/runs/forward_run.py", "self.sizes.node_of(runtime_assert.expr)", "self.sizes.node_of(self.shape_env.replace(runtime_assert.expr))"),

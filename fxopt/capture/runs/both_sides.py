@@ -47,7 +47,9 @@ def join(yes: RunResult, no: RunResult) -> RunResult:
 
     Layers that only one of them calls are still layers inside the node, where a graph cannot find them: `called_in_branches`.
     """
-    if any(run.left_out or run.moved for run in (yes, no)) or yes.changed_outside != no.changed_outside:
+    # A later call on the one side may read a table that the other has kept.
+    kept = any(run.left_out or run.moved or run.keeps_tables for run in (yes, no))
+    if kept or yes.changed_outside != no.changed_outside:
         raise UnprovedError("the two outcomes leave other state")
     for run, other in ((yes, no), (no, yes)):
         shared = _Shared(run, other)
