@@ -12,6 +12,12 @@ import torch
 from validation.progress import Progress
 
 
+# For a device that is not there, torch writes the stack down each time that it is seeded, which takes longer than most tests.
+for device in (torch.cuda, torch.mtia, torch.xpu):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: left to `make test-all`; tests/README.md says which tests are")
     config.addinivalue_line("markers", "sweep(n): models of one kind; all but every n-th case are long")
