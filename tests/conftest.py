@@ -11,7 +11,6 @@ import torch
 
 from validation.progress import Progress
 
-
 # For a device that is not there, torch writes the stack down each time that it is seeded, which takes longer than most tests.
 for device in (torch.cuda, torch.mtia, torch.xpu):
     if not device.is_available():

@@ -39,6 +39,7 @@ def reset():
     torch._dynamo.reset()
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 def test_rewritten_graphs_are_compiled_whole(rewritten):
     traced, inputs, wanted = rewritten
@@ -46,6 +47,7 @@ def test_rewritten_graphs_are_compiled_whole(rewritten):
     torch.testing.assert_close(fast(**inputs)[0], wanted, **TOLERANCE)
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 def test_rewritten_graphs_are_exported(rewritten):
     traced, inputs, wanted = rewritten
@@ -53,6 +55,7 @@ def test_rewritten_graphs_are_exported(rewritten):
     torch.testing.assert_close(exported.module()(**inputs)[0], wanted, **TOLERANCE)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_rewritten_graphs_go_to_onnx(rewritten):
     onnxruntime = pytest.importorskip("onnxruntime", reason="an engine to run it")

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from validation.bench import memory
 from validation.bench.__main__ import app
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_each_mode_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
