@@ -22,6 +22,7 @@ from torch import nn
 
 from fxopt.kernels import kernels_for, packed_layer
 from fxopt.submodules import without_tensors
+from fxopt.torch_internals import PARAMETERS, parameters_of
 
 PLAIN = "plain"
 """The name of torch's own kernel among the others."""
@@ -180,9 +181,9 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
 
 def _random_layer(layer: nn.Module) -> nn.Module:
     copy = without_tensors(layer)
-    copy._parameters = {
+    vars(copy)[PARAMETERS] = {
         name: None if p is None else nn.Parameter(torch.rand_like(p.detach()) - 0.5, False)
-        for name, p in layer._parameters.items()
+        for name, p in parameters_of(layer).items()
     }
     return copy
 

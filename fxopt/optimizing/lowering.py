@@ -25,6 +25,7 @@ from fxopt.optimizing.huge_pages import move_to_huge_pages
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
+from fxopt.torch_internals import parameters_of
 
 Function = Callable[..., Any]
 
@@ -60,7 +61,7 @@ class Lowered:
         for path in self.given_up:
             unpack, layer = self.packed[path].unpack, whole.get_submodule(path)
             assert unpack is not None
-            layer._parameters["weight"] = nn.Parameter(unpack(), False)
+            parameters_of(layer)["weight"] = nn.Parameter(unpack(), False)
         return whole
 
 
@@ -120,7 +121,7 @@ def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[in
     users = [name for name, p in traced.named_parameters(remove_duplicate=False) if p is layer.weight]
     if packed.unpack is None or id(layer.weight) in own or users != [f"{path}.weight"]:
         return False
-    layer._parameters["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
+    parameters_of(layer)["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
     del layer.__dict__["_packed"]  # it holds the weight that it was made of
     return True
 
