@@ -185,7 +185,7 @@ global_hooks = tuple(
 # --- operators
 
 OpOverload = private("torch._ops.OpOverload", LIBRARY)
-OpOverloadPacket = private("torch._ops.OpOverloadPacket", LIBRARY)
+OpOverloadPacket = private("torch._ops.OpOverloadPacket", "the effects of operators are unknown", type(None))
 schema_of = attribute(torch.ops.aten.relu.default, "_schema", "the effects of operators are unknown")
 dispatch_has_kernel = private(
     "torch._C._dispatch_has_kernel", "graphs with operators of torch.ops cannot be saved or loaded"

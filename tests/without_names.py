@@ -127,6 +127,11 @@ class Masked(nn.Module):
         return self.layer(x[None], mask=torch.triu(torch.full((x.shape[0],) * 2, -torch.inf), 1))
 
 
+class Converting(Net):
+    def forward(self, x):
+        return self.left.to(torch.float32)(x)
+
+
 def parametrized():
     class Twice(nn.Module):
         def forward(self, weight):
@@ -205,6 +210,7 @@ def compiled():
 CAPABILITIES = {
     **{name: lambda f=function: captured(Net(f)) for name, function in FUNCTIONS.items()},
     **{f"free {name}": lambda f=function: free(f) for name, function in OF_FREE_SIZES.items()},
+    "Module.to": lambda: captured(Converting()),
     "training": lambda: captured(Net().train()),
     "parametrized": lambda: captured(parametrized()),
     "LSTM": lambda: captured(Recurrent(), dynamic_shapes=({0: torch.export.Dim("n", min=2)},)),

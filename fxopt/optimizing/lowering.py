@@ -20,8 +20,6 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
-from fxopt.optimizing.attention_masks import AttentionMasks
-from fxopt.optimizing.huge_pages import move_to_huge_pages
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
@@ -83,7 +81,6 @@ def lowered(
         evict()
 
     function = _function(traced, packed, settle)
-    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())
     return Lowered(traced, function, packed, tuple(given_up))
 
 
@@ -98,7 +95,6 @@ def functions_of(
         settle: is called with the name of each module after the function of its last call is known.
     """
     index, made, known = GraphIndex(traced), Graph(), dict[Node, Node]()
-    masks = AttentionMasks(index, made, known)
     last = {node.target: node for node in traced.graph.find_nodes(op="call_module")}
     for node in traced.graph.nodes:
         if node.op == "call_module":
@@ -111,7 +107,7 @@ def functions_of(
             bound.__name__, bound.__module__ = "layer", __name__
             known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
         else:
-            known[node] = masks.write(node) or made.node_copy(node, known.__getitem__)
+            known[node] = made.node_copy(node, known.__getitem__)
     return made
 
 
