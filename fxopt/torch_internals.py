@@ -13,9 +13,11 @@ import operator
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fxopt.errors import FxoptError
 
@@ -74,12 +76,13 @@ def private(name: str, without: str, otherwise: Any = _RAISE, error: type[Except
 def attribute(sample: Any, name: str, without: str, otherwise: Any = _RAISE) -> Any:
     """A function that reads a private attribute, which instances such as `sample` have."""
     read: Any = operator.attrgetter(name)
-    kind = type(sample)
     try:
         read(sample)
     except AttributeError:
         read = _RAISE
-    return _entered(f"{kind.__module__}.{kind.__qualname__}.{name}", without, read, otherwise, FxoptError)
+    kind = type(sample)
+    owner = sample.__name__ if kind is ModuleType else f"{kind.__module__}.{kind.__qualname__}"
+    return _entered(f"{owner}.{name}", without, read, otherwise, FxoptError)
 
 
 def how_tested() -> str:
@@ -212,8 +215,7 @@ _STATES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("torch.utils._python_dispatch._get_current_dispatch_mode", lambda ask: ask() is not None),
 )
 _QUESTIONS = [functools.partial(is_on, private(name, PLAIN, lambda: True)) for name, is_on in _STATES]
-_FORWARD_AD = private("torch.autograd.forward_ad", PLAIN)
-_LEVEL = attribute(_FORWARD_AD, "_current_level", PLAIN, lambda module: 0)
+_LEVEL = attribute(forward_ad, "_current_level", PLAIN, lambda module: 0)
 has_any_global_hook = private("torch.nn.modules.module._has_any_global_hook", PLAIN, lambda: True)
 
 
@@ -224,7 +226,7 @@ def cannot_tell() -> str:
 
 def is_transforming() -> bool:
     """Tell whether torch traces, transforms or redirects the calls of this thread."""
-    return _LEVEL(_FORWARD_AD) >= 0 or any(question() for question in _QUESTIONS)
+    return _LEVEL(forward_ad) >= 0 or any(question() for question in _QUESTIONS)
 
 
 # --- kernels

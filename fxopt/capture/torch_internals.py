@@ -98,11 +98,16 @@ exit_autocast = _required("torch.amp.autocast_mode._exit_autocast")
 is_any_autocast_enabled = _required("torch._C._is_any_autocast_enabled")
 peek_interpreter_stack = _required("torch._C._functorch.peek_interpreter_stack")
 is_functorch_wrapped_tensor = _required("torch._C._functorch.is_functorch_wrapped_tensor")
-_IN_COMPILED = "graphs with this mode cannot be compiled by torch.compile"
-enter_inference_mode = _refused("torch.autograd.grad_mode._enter_inference_mode", _IN_COMPILED)
-exit_inference_mode = _refused("torch.autograd.grad_mode._exit_inference_mode", _IN_COMPILED)
-sdpa_backends = _refused("torch.nn.attention._cur_sdpa_kernel_backends", _IN_COMPILED)
-switch_sdpa_backends = _refused("torch.nn.attention._sdpa_kernel", _IN_COMPILED)
+_FOR_COMPILED = enter_inference_mode, exit_inference_mode, sdpa_backends, switch_sdpa_backends = [
+    private(name, "torch.compile breaks graphs at inference_mode and sdpa_kernel", None)
+    for name in (
+        "torch.autograd.grad_mode._enter_inference_mode",
+        "torch.autograd.grad_mode._exit_inference_mode",
+        "torch.nn.attention._cur_sdpa_kernel_backends",
+        "torch.nn.attention._sdpa_kernel",
+    )
+]
+SWITCHES_COMPILED = None not in _FOR_COMPILED
 SDPA_KERNEL = _place("torch.nn.attention._sdpa_kernel")
 IS_COMPILING = _place("torch.compiler._is_compiling_flag", "models take the branches of eager mode")
 IS_EXPORTING = _place("torch.compiler._is_exporting_flag", "models take the branches of eager mode")
