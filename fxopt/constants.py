@@ -15,6 +15,7 @@ from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.submodules import attribute, split_path
+from fxopt.torch_internals import non_persistent_of
 
 
 class Constant(nn.Module):
@@ -118,7 +119,7 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> 
     if node.op == "get_attr":
         paths = [str(node.target), *(other for _, other in index.sharing(node))]
         holders = [(index.modules[owner], name) for owner, name in map(split_path, paths)]
-        own = all(name in owner._non_persistent_buffers_set for owner, name in holders)
+        own = all(name in non_persistent_of(owner) for owner, name in holders)
         return own and index.memory.written(node) is None
     facts = facts_of(node)
     if node.op == "call_module" or Fact.MIXES in facts or not index.memory.is_pure(node):

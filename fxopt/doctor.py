@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fxopt.passes
+from fxopt import torch_internals
 from fxopt.capture import trace
 from fxopt.errors import PassError
 from fxopt.passes.merge_linears import MergeLinears
@@ -24,6 +25,11 @@ def examine(harness: Callable[[], str]) -> tuple[dict[str, Any], list[str]]:
         "python": sys.version.split()[0],
         **{name: _version(name) for name in OF_INTEREST},
     }
+    facts["torch"] = f"{torch.__version__}, {torch_internals.how_tested()}"
+    absent = list(torch_internals.missing())
+    facts["private names of torch"] = (
+        "; ".join(map(str, absent)) or f"this torch has all {len(torch_internals.ROWS)} that fxopt uses"
+    )
     cuda = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     facts |= {"CUDA devices": ", ".join(cuda) or "none", "threads": torch.get_num_threads()}
     problems: list[str] = []

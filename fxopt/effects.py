@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.nn.modules.batchnorm import _NormBase
 
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of, hooks_of
 from fxopt.submodules import parts
+from fxopt.torch_internals import NormBase, OpOverload, OpOverloadPacket, modules_of, schema_of
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -36,8 +37,8 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
 
 def is_write(target: object) -> bool:
     """Tell whether a call target writes into an argument: by its name, or as the schema of an operator says."""
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
+    if isinstance(target, OpOverload):
+        return bool(schema_of(target).is_mutable)
     return operators.is_write_name(getattr(target, "__name__", ""))
 
 
@@ -67,9 +68,9 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
     for part in parts(module):
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield part.weight
-        elif isinstance(part, _NormBase) and part.training:
+        elif isinstance(part, NormBase) and part.training:
             yield from part.buffers()
-        elif not operators.is_torch_module(part) or hooks_of(part) or "parametrizations" in part._modules:
+        elif not operators.is_torch_module(part) or hooks_of(part) or "parametrizations" in modules_of(part):
             yield from (*part.parameters(), *part.buffers())
 
 
@@ -85,11 +86,11 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     target, name = node.target, graph.function_name(node)
     if Fact.STATISTICS in facts_of(node):
         return _written_statistics(node)
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return _written_by_schema(node, target)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
-        return tuple(node.all_input_nodes) if any(op._schema.is_mutable for op in overloads) else ()
+        return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
     if operators.is_container(target):
         return ()
     if not operators.is_torch_function(target):
@@ -116,9 +117,9 @@ def _written_statistics(node: Node) -> tuple[Node, ...]:
     return tuple(value for value in statistics if isinstance(value, Node))
 
 
-def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> tuple[Node, ...]:
+def _written_by_schema(node: Node, target: Any) -> tuple[Node, ...]:
     written: list[Node] = []
-    for index, argument in enumerate(target._schema.arguments):
+    for index, argument in enumerate(schema_of(target).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
             torch.fx.node.map_arg(value, written.append)

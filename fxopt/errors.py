@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class FxoptError(Exception):
-    """Base of every error that fxopt raises on purpose."""
+    """Base of every error that fxopt raises on purpose. The text ends with the notes, if there are any."""
+
+    # One for each private name that fxopt needs and this torch lacks: that may be the cause of any refusal.
+    notes: ClassVar[list[str]] = []
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return " ".join([text, *(f"[{note}]" for note in self.notes if note not in text)])
 
 
 class TraceError(FxoptError):

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_any, tree_map
+
+from fxopt.torch_internals import FakeTensor, statically_known_true, tree_any, tree_map
 
 T = TypeVar("T", bound=Hashable)
 
@@ -190,7 +189,7 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
         empty = torch.empty(tuple(shape), dtype=dtype, device=on)
     # `described.new_empty` gives the same by way of the dispatcher, in ten times the time.
     if isinstance(described, FakeTensor):
-        return FakeTensor(described.fake_mode, empty, described.device)
+        empty = FakeTensor(described.fake_mode, empty, described.device)
     return empty
 
 

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn.modules import module as torch_module
 
 from fxopt.graph import input_of
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
 from fxopt.submodules import attribute, is_inside, is_plain, prefixes, split_path
+from fxopt.torch_internals import (
+    accumulation_hooks_of,
+    backward_hooks_of,
+    buffers_of,
+    compiled_call_of,
+    global_hooks,
+    modules_of,
+    parameters_of,
+)
 
 
 class GraphIndex:
@@ -126,7 +134,7 @@ class GraphIndex:
             return f"{', '.join(unclear)} does not call it with one tensor alone"
         if getattr(module, "inplace", False):
             return "it writes into its input"
-        if module._modules or _tensors(module):
+        if modules_of(module) or _tensors(module):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
         return self._unusual(module) or next((reason for reason in places if reason), None)
@@ -214,16 +222,16 @@ class GraphIndex:
 
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = hooks_of(module)
-        if any(vars(torch_module)[name] for name in _GLOBAL_HOOKS):
+        if any(global_hooks):
             return "torch has hooks for all modules (register_module_forward_hook and the like)"
         if hooks:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
+        if "forward" in vars(module) or compiled_call_of(module) is not None:
             return "the forward of the module was replaced on the instance"
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
                 return f"its {name} is a {type(tensor).__name__}, not a plain parameter"
-            if tensor is not None and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            if tensor is not None and (backward_hooks_of(tensor) or accumulation_hooks_of(tensor)):
                 return f"its {name} has hooks"
         return None
 
@@ -275,13 +283,7 @@ class GraphIndex:
         return holders
 
 
-_GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks"),
-    *("_global_backward_hooks", "_global_backward_pre_hooks"),
-)
-
-
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers that a module itself holds."""
-    both = {**module._parameters, **module._buffers}
+    both = {**parameters_of(module), **buffers_of(module)}
     return {name: tensor for name, tensor in both.items() if tensor is not None}

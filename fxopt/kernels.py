@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxopt.packed_operators import Kernel, Packed, available, finished, padding_of
 from fxopt.submodules import without_tensors
+from fxopt.torch_internals import (
+    PARAMETERS,
+    is_transforming,
+    parameters_of,
+    version_of,
+)
 
 
 class PackedLayer(nn.Module):
@@ -86,7 +90,11 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     """
     packed = without_tensors(layer)
     packed.__class__ = PACKED[type(layer)]
-    packed.__dict__ |= {"_parameters": dict(layer._parameters), "kernel": kernel, "packed_for": tuple(shape)}
+    packed.__dict__ |= {
+        PARAMETERS: dict(parameters_of(layer)),
+        "kernel": kernel,
+        "packed_for": tuple(shape),
+    }
     return packed
 
 
@@ -94,7 +102,7 @@ def plain_layer(packed: Any) -> nn.Module:
     """The layer that a packed one is made of, with the parameters that it has now."""
     plain: nn.Module = without_tensors(packed)
     plain.__class__ = _PLAIN[type(packed)]
-    plain._parameters = packed._parameters
+    vars(plain)[PARAMETERS] = parameters_of(packed)
     return plain
 
 
@@ -106,7 +114,7 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
         rounding: name those, too, that round the weight.
         alone: leave out those that need the weight beside the packed one.
     """
-    weight = layer._parameters.get("weight")
+    weight = parameters_of(layer).get("weight")
     if weight is None or weight.device.type != "cpu" or not weight.numel() or not _has_padding(layer):
         return []
     kernels = available(type(layer))
@@ -142,7 +150,7 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         A function of the input, of what to add, the activation, and whether the sum may be written into what is added;
         None where the layer would compute without its packed weight.
     """
-    kernel, weight, bias = _kernel_of(packed), packed._parameters["weight"], packed._parameters["bias"]
+    kernel, weight, bias = _kernel_of(packed), parameters_of(packed)["weight"], parameters_of(packed)["bias"]
     if kernel is None or dtype not in kernel.dtypes or type(weight) is not nn.Parameter:
         return None
     held = [weight] if bias is None else [weight, bias]
@@ -177,7 +185,7 @@ def _forward(
         kernel = _kernel_of(layer)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
             run = _packed(layer, kernel).run
-            return run(layer._parameters["bias"], input, other, activation, False)
+            return run(parameters_of(layer)["bias"], input, other, activation, False)
     # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
     return finished(plain(input), other, activation)
@@ -185,7 +193,7 @@ def _forward(
 
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    weight, bias = parameters_of(layer).get("weight"), parameters_of(layer).get("bias")
     if type(weight) is not nn.Parameter:
         return False
     inputs = [each for each in (input, other, bias) if each is not None]
@@ -204,10 +212,7 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
         and _reads(weight, bias)
         and (input.shape[-1:] == weight.shape[1:] if isinstance(layer, nn.Linear) else input.dim() == 4)
         and not torch.is_autocast_enabled("cpu")
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and _get_current_dispatch_mode() is None
+        and not is_transforming()
     )
 
 
@@ -219,7 +224,7 @@ def _reads(weight: Tensor, bias: Tensor | None) -> bool:
 def _packed(layer: Any, kernel: Kernel) -> Packed:
     """The packed weight, made anew where the weight is another one, or was written into."""
     weight: Tensor = layer.weight
-    version = 0 if weight.is_inference() else weight._version
+    version = 0 if weight.is_inference() else version_of(weight)
     held = layer.__dict__.get("_packed")
     seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     if held is None or held[1] != seen:

@@ -21,6 +21,8 @@ from fxopt import effects, graph
 from fxopt.objects import set_attributes, set_items
 from fxopt.operators import Fact, facts_of, name_of
 from fxopt.submodules import attribute, tensors_of
+from fxopt.torch_internals import storage_identity
+from fxopt.torch_internals import version_of as writes_of
 
 
 class Memory:
@@ -285,11 +287,11 @@ _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 def storage_of(tensor: Tensor) -> int:
     """A number that is the same for all tensors that share memory, as long as they live."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(storage_identity(tensor.untyped_storage()))
     except (NotImplementedError, RuntimeError):  # a subclass without storage
         return id(tensor)
 
 
 def version_of(tensor: Tensor) -> float:
     """How often a tensor has been written to; equal to nothing under inference mode, where torch does not count."""
-    return math.nan if tensor.is_inference() else tensor._version
+    return math.nan if tensor.is_inference() else writes_of(tensor)

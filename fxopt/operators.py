@@ -22,6 +22,7 @@ from torch.fx import Node
 from fxopt import graph
 from fxopt.objects import build_object, set_attributes, set_items
 from fxopt.submodules import parts
+from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings
 
 
 class Fact(enum.Flag):
@@ -191,14 +192,14 @@ _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
 # Where operators of torch are registered, and those of transformers, which are made of them.
 _NAMESPACES = ("aten", "prim", "prims", "transformers")
 
-_HOMES = (torch, F, Tensor, operator, torch._C._nn)
+_HOMES = (torch, F, Tensor, operator, bindings["_nn"])
 """Where the names of the table are at home: a function of such a name from elsewhere is another one."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _name_of_function(target: Any) -> str:
     name, module = str(getattr(target, "__name__", "")), str(getattr(target, "__module__", ""))
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload | OpOverloadPacket):
         known = str(target).startswith("aten.")
     else:
         known = module.startswith("fxopt.passes.") or any(

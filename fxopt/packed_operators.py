@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt import torch_internals as internals
 from fxopt.activations import ACTIVATIONS
 from fxopt.submodules import without_tensors
 
@@ -107,9 +108,9 @@ def padding_of(layer: nn.Conv2d) -> list[int] | None:
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     # For a single row oneDNN chooses another layout than for all others, which it reads more slowly, a single row, too.
     rows = max(16, int(torch.Size(shape[:-1]).numel()))
-    run = torch.ops.mkldnn._linear_pointwise.default
-    run_and_add = torch.ops.mkldnn._linear_pointwise.binary
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), rows)
+    run = internals.linear_pointwise
+    run_and_add = internals.linear_add
+    packed = internals.reorder_linear_weight(layer.weight.detach().contiguous(), rows)
     features = layer.out_features
 
     def compute(
@@ -128,8 +129,8 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
 
 def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     rows = int(torch.Size(shape[:-1]).numel())
-    run, weight = torch.ops.mkl._mkl_linear.default, layer.weight.detach()
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
+    run, weight = internals.mkl_linear, layer.weight.detach()
+    packed = internals.mkl_reorder_linear_weight(weight.contiguous(), rows)
 
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
@@ -151,7 +152,7 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         rows = input.reshape(-1, features[1]).to(torch.bfloat16).contiguous()  # in float32 it is slow
-        value = torch._weight_int8pack_mm(rows, packed, scale).to(input.dtype)
+        value = internals.int8_linear(rows, packed, scale).to(input.dtype)
         if bias is not None:
             value = value + bias
         return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
@@ -160,12 +161,12 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
 
 
 def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
-    run = torch.ops.mkldnn._convolution_pointwise.default
-    run_and_add = torch.ops.mkldnn._convolution_pointwise.binary
-    add_into = torch.ops.mkldnn._convolution_pointwise_.binary
+    run = internals.convolution_pointwise
+    run_and_add = internals.convolution_add
+    add_into = internals.convolution_add_into
     options = (padding_of(layer), layer.stride, layer.dilation, layer.groups)
     weight = layer.weight.detach().contiguous()
-    packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *options, list(shape))
+    packed = internals.reorder_convolution_weight(weight, *options, list(shape))
     output_shape = _shape_of_output(layer)
 
     def compute(
@@ -187,7 +188,7 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
 
 def _memory(packed: Tensor) -> tuple[int, int]:
     """How many bytes a tensor of oneDNN takes, and where."""
-    return torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
+    return internals.packed_nbytes(packed), internals.packed_address(packed)
 
 
 def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
@@ -238,14 +239,14 @@ def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torc
     value = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
     with torch.no_grad():
         plain = without_tensors(layer)
-        plain._parameters = {
+        vars(plain)[internals.PARAMETERS] = {
             n: nn.Parameter(torch.linspace(-1, 1, p.numel(), dtype=dtype).reshape(p.shape), False)
-            for n, p in layer._parameters.items()
+            for n, p in internals.parameters_of(layer).items()
             if p is not None
         }
         try:
             run = kernel.pack(plain, shape).run
-            found = run(plain._parameters["bias"], value, None, "relu", False)
+            found = run(internals.parameters_of(plain)["bias"], value, None, "relu", False)
         except (RuntimeError, AttributeError, NotImplementedError):
             return False  # the operator does not exist, or not for this processor
         wanted = plain(value).relu()

@@ -16,6 +16,7 @@ from fxopt.kernels import PackedLinear, kernels_for, packed_layer
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.torch_internals import PARAMETERS, parameters_of
 from fxopt.tuning import PLAIN, fastest
 
 
@@ -130,7 +131,7 @@ def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Seq
 def _unpacked(shell: nn.Module, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
     """The plain layer in the place of a packed one, with the weights that it has now."""
     layer, (packed, *_) = submodules.without_tensors(shell), now.values()
-    layer._parameters = dict(packed._parameters)
+    vars(layer)[PARAMETERS] = dict(parameters_of(packed))
     return dict.fromkeys(now, layer)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.torch_internals import PARAMETERS, buffers_of, modules_of, parameters_of, used_names
+
 
 def split_path(path: str) -> tuple[str, str]:
     """`"encoder.layer.0"` as `("encoder.layer", "0")`."""
@@ -44,7 +46,7 @@ def module_at(root: nn.Module, path: str) -> nn.Module:
     """The module at a qualified name, as `get_submodule` finds it, in a small part of its time."""
     found = root
     for name in path.split(".") if path else ():
-        part = found._modules.get(name)
+        part = modules_of(found).get(name)
         if part is None:
             return root.get_submodule(path)  # which says what is missing
         found = part
@@ -76,7 +78,7 @@ def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
 
 def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
     """Bring children back to a recorded order; those that are new since then come last."""
-    modules = module_at(graph_module, parent)._modules
+    modules = modules_of(module_at(graph_module, parent))
     recorded = dict.fromkeys(names)
     for name in [*(n for n in recorded if n in modules), *(n for n in modules if n not in recorded)]:
         modules[name] = modules.pop(name)
@@ -94,7 +96,7 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
 
 def parts(module: nn.Module) -> list[nn.Module]:
     """A module and all modules below it; fast where there are none."""
-    return list(module.modules()) if module._modules else [module]
+    return list(module.modules()) if modules_of(module) else [module]
 
 
 def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -104,10 +106,10 @@ def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield path, value
         else:
             for part, module in (
-                value.named_modules(remove_duplicate=False) if value._modules else [("", value)]
+                value.named_modules(remove_duplicate=False) if modules_of(value) else [("", value)]
             ):
                 prefix = f"{path}.{part}." if part else f"{path}."
-                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                     if tensor is not None:
                         yield prefix + name, tensor
 
@@ -120,7 +122,7 @@ def without_tensors(module: M) -> M:
     shell = type(module).__new__(type(module))
     for name, value in vars(module).items():  # registries of hooks and such must not be shared
         shell.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
-    shell.__dict__["_parameters"] = dict.fromkeys(module._parameters)
+    shell.__dict__[PARAMETERS] = dict.fromkeys(parameters_of(module))
     return shell
 
 
@@ -131,14 +133,14 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
 
 def weight_of(layer: nn.Module) -> Tensor:
     """The weight of a layer that holds one, in a small part of the time of `get_parameter`."""
-    weight = layer._parameters["weight"]
+    weight: Tensor | None = parameters_of(layer)["weight"]
     assert weight is not None
     return weight
 
 
 def layout_of(layer: nn.Module) -> dict[str, tuple[int, ...]]:
     """The strides that copies of the parameters of a layer have, by name."""
-    held = layer._parameters.items()
+    held = parameters_of(layer).items()
     return {name: _strides(p) for name, p in held if p is not None}
 
 
@@ -154,9 +156,9 @@ def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
 
 def is_plain(layer: nn.Module) -> bool:
     """Tell whether a layer has a weight of the shape that it says, maybe a bias for each channel, and nothing else."""
-    if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
+    if set(parameters_of(layer)) != {"weight", "bias"} or buffers_of(layer) or modules_of(layer):
         return False
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    weight, bias = parameters_of(layer)["weight"], parameters_of(layer)["bias"]
     options: Any = layer  # which may be others than those of the weight: some tools prune that alone
     if isinstance(layer, nn.Linear):
         given, taken, rest = layer.out_features, layer.in_features, ()
@@ -171,7 +173,7 @@ def find(graph_module: GraphModule, path: str) -> Any:
     """The module, parameter or buffer at `path`; None where there is none."""
     parent, name = split_path(path)
     owner = module_at(graph_module, parent)
-    for registry in (owner._modules, owner._parameters, owner._buffers):
+    for registry in (modules_of(owner), parameters_of(owner), buffers_of(owner)):
         if name in registry:
             return registry[name]
     return None
@@ -180,10 +182,10 @@ def find(graph_module: GraphModule, path: str) -> Any:
 def place(owner: nn.Module, path: str, value: Any) -> None:
     """Put a module, parameter or buffer below `owner` under the last part of `path`; None takes away what is there."""
     _, name = split_path(path)
-    registries = (owner._modules, owner._parameters, owner._buffers)
-    wanted: Any = owner._modules if isinstance(value, nn.Module) else owner._parameters
+    registries = (modules_of(owner), parameters_of(owner), buffers_of(owner))
+    wanted: Any = modules_of(owner) if isinstance(value, nn.Module) else parameters_of(owner)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        wanted = owner._buffers
+        wanted = buffers_of(owner)
     for registry in registries:
         if registry is not wanted or value is None:
             registry.pop(name, None)
@@ -196,5 +198,5 @@ def sharing_copy(graph_module: GraphModule) -> GraphModule:
     tensors = (*graph_module.parameters(), *graph_module.buffers())
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     copied = copy.deepcopy(graph_module, memo)
-    copied.graph._graph_namespace._used_names |= graph_module.graph._graph_namespace._used_names
+    used_names(copied.graph).update(used_names(graph_module.graph))
     return copied

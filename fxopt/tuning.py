@@ -22,12 +22,11 @@ from torch import nn
 
 from fxopt.kernels import kernels_for, packed_layer
 from fxopt.submodules import without_tensors
+from fxopt.torch_internals import PARAMETERS, parameters_of
 
 PLAIN = "plain"
 """The name of torch's own kernel among the others."""
 
-MERGED = "merged"
-"""The name of a merged layer among the layers that it is made of."""
 
 MARGIN = 0.97
 """A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
@@ -80,28 +79,6 @@ def copying(shape: Sequence[int]) -> float:
     return _looked_up(f"copy {'x'.join(map(str, shape))}; {_machine()}", [PLAIN], measure)[PLAIN]
 
 
-def merged_time(layers: Sequence[nn.Module], merged: nn.Module, shape: Sequence[int]) -> float:
-    """The time that one layer takes, by that of several in its place, each with its fastest kernel.
-
-    Args:
-        layers: what takes the same input.
-        merged: what gives all that they give.
-        shape: of the input.
-    """
-
-    def measure() -> dict[str, float]:
-        value = torch.ones(tuple(shape), dtype=merged.get_parameter("weight").dtype)
-        *several, one = (_fastest_layer(layer, shape) for layer in (*layers, merged))
-        with torch.no_grad():
-            return _times(
-                {PLAIN: [lambda: [layer(value) for layer in several]], MERGED: [lambda: one(value)]}
-            )
-
-    key = f"merged {'; '.join(_key(layer, shape) for layer in layers)}"
-    found = _looked_up(key, [PLAIN, MERGED], measure)
-    return found[MERGED] / found[PLAIN]
-
-
 def _looked_up(
     key: str, names: Collection[str], measure: Callable[[], dict[str, float]]
 ) -> Mapping[str, float]:
@@ -130,14 +107,6 @@ def _choice(row: Mapping[str, float]) -> str:
     """The fastest in a row, where it is faster than what is there without it."""
     name = min(row, key=row.__getitem__)
     return name if row[name] <= MARGIN * row[PLAIN] else PLAIN
-
-
-def _fastest_layer(layer: nn.Module, shape: Sequence[int]) -> nn.Module:
-    """A layer like another one, with the fastest kernel for it."""
-    name, _ = fastest(layer, shape)
-    with torch.random.fork_rng(devices=[]):
-        copy = _random_layer(layer)
-    return copy if name == PLAIN else packed_layer(copy, name, shape)
 
 
 def _key(layer: nn.Module, shape: Sequence[int]) -> str:
@@ -180,9 +149,9 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
 
 def _random_layer(layer: nn.Module) -> nn.Module:
     copy = without_tensors(layer)
-    copy._parameters = {
+    vars(copy)[PARAMETERS] = {
         name: None if p is None else nn.Parameter(torch.rand_like(p.detach()) - 0.5, False)
-        for name, p in layer._parameters.items()
+        for name, p in parameters_of(layer).items()
     }
     return copy
 

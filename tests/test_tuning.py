@@ -106,14 +106,3 @@ def test_processes_that_write_at_once_keep_each_others_times(monkeypatch, cache)
 
 def test_copies_at_borders_are_measured():
     assert 0 < tuning.copying((2, 8, 16, 16)) < 1
-
-
-def test_a_merged_layer_is_timed_beside_those_that_it_is_made_of(monkeypatch, cache):
-    parts, merged = [nn.Linear(16, 8), nn.Linear(16, 4, bias=False)], nn.Linear(16, 12)
-    assert 0 < tuning.merged_time(parts, merged, SHAPE) < 100
-    monkeypatch.setattr(tuning, "_times", lambda runs: dict.fromkeys(runs, 1e-9))
-    forget(monkeypatch)
-    ratio = tuning.merged_time(parts, merged, SHAPE)
-    assert ratio == 1
-    row = next(row for key, row in json.loads(cache.read_text()).items() if key.startswith("merged "))
-    assert ratio == row["merged"] / row["plain"]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 from fxopt.capture.runtime.input_guard import InputGuard
@@ -17,6 +16,7 @@ from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.capture.trace import check_model, trace
 from fxopt.errors import GuardError, TraceError
 from fxopt.objects import entries, is_open, tensors_in
+from fxopt.torch_internals import FakeTensorMode
 
 # Example sizes. Only shapes matter to a capture; these are unlikely to equal a size of the model.
 _BATCH = 3

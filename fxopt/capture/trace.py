@@ -13,8 +13,10 @@ from fxopt.capture.patches.interception import lock
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.capture.torch_internals import check, peek_interpreter_stack
 from fxopt.errors import TraceError
 from fxopt.objects import why_no_inputs
+from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 # Classes of torch that wrap a module, and where they keep it.
 _WRAPPERS = {
@@ -79,7 +81,8 @@ def trace(
         >>> traced(torch.zeros(5, 4)).shape
         torch.Size([5, 8])
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    check()
+    if peek_interpreter_stack() is not None:
         raise TraceError(
             "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
             "outside of it, and apply the transform to the captured module."
@@ -87,7 +90,7 @@ def trace(
     check_model(model)
     layers = leaves(model, leaf_modules)
     own = TracedModule(torch.nn.Module(), torch.fx.Graph())
-    held = [*model._modules, *model._parameters, *model._buffers]
+    held = [*modules_of(model), *parameters_of(model), *buffers_of(model)]
     taken = [name for name in held if hasattr(own, name)]
     if taken:
         raise TraceError(

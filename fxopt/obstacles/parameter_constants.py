@@ -10,6 +10,7 @@ from torch.fx import Node
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
+from fxopt.torch_internals import backward_hooks_of
 
 
 def parts_of(constant: Node | float) -> list[Node]:
@@ -25,7 +26,7 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node]) -> str | None:
     for node in parts:
         if node.op == "get_attr":
             tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
+            if type(tensor) not in (Tensor, nn.Parameter) or backward_hooks_of(tensor):
                 return f"{node.target} is no plain parameter or buffer without hooks"
         elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
             return f"{node.name} is not known to give the same in every run"

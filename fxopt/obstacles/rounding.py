@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_all
 
 from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact
+from fxopt.torch_internals import parameters_of, tree_all
 
 
 class Rounding:
@@ -83,7 +83,7 @@ class Rounding:
         facts = self._facts(node)
         if "val" in node.meta or Fact.KEEPS_DTYPE not in facts:
             return False
-        own = self._index.module(node)._parameters.values() if node.op == "call_module" else ()
+        own = parameters_of(self._index.module(node)).values() if node.op == "call_module" else ()
         parameters = [parameter for parameter in own if parameter is not None]
         if parameters:
             return all(parameter.is_floating_point() for parameter in parameters)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.submodules import weight_of, without_tensors
+from fxopt.torch_internals import parameters_of
 
 LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -52,7 +53,7 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
         shift: summands likewise; None for none.
         behind: whether the channels are those that the layer gives, and not those that it takes.
     """
-    weight, bias = weight_of(layer), layer._parameters["bias"]
+    weight, bias = weight_of(layer), parameters_of(layer)["bias"]
     scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
     values = weight.detach().to(scale.dtype)
     constant = None if bias is None else bias.detach().to(scale.dtype)
@@ -63,16 +64,16 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
         constant = added if constant is None else constant + added
     fused = without_tensors(layer)
     values = values * _factor(layer, scale, behind)
-    fused._parameters["weight"] = nn.Parameter(values.to(weight.dtype), weight.requires_grad)
+    parameters_of(fused)["weight"] = nn.Parameter(values.to(weight.dtype), weight.requires_grad)
     if constant is not None:
         gradients = (weight if bias is None else bias).requires_grad
-        fused._parameters["bias"] = nn.Parameter(constant.to(weight.dtype, copy=True), gradients)
+        parameters_of(fused)["bias"] = nn.Parameter(constant.to(weight.dtype, copy=True), gradients)
     return fused
 
 
 def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> str | None:
     """Why no layer can scale and shift as `folded` would have it; None if one can."""
-    weight, bias = weight_of(layer), layer._parameters["bias"]
+    weight, bias = weight_of(layer), parameters_of(layer)["bias"]
     if not weight.is_floating_point():
         return f"the weight of the layer is {weight.dtype}"
     if shift is not None and not behind and _takes_zeros(layer):

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import register_backend
 from torch.fx import Graph, GraphModule, Node
 
 from fxopt.operators import name_of
 from fxopt.optimizing.optimize import graphs_of, optimize
 from fxopt.optimizing.structures import requires_grad
 from fxopt.submodules import attribute
+from fxopt.torch_internals import buffers_of, parameters_of, register_backend
 
 MOST_WEIGHTS = 64
 """With how many sets of weights one graph is optimized, as where dynamo shares the code of blocks; others run it as it is."""
@@ -162,7 +162,7 @@ def _layer(node: Node, held: Mapping[Node, Tensor]) -> tuple[Node, nn.Module] | 
     if layer is None:
         return None
     for n, tensor in tensors.items():
-        registry: Any = layer._parameters if isinstance(tensor, nn.Parameter) else layer._buffers
+        registry: Any = parameters_of(layer) if isinstance(tensor, nn.Parameter) else buffers_of(layer)
         registry[n] = tensor
     return value, layer
 

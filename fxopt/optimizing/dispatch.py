@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxopt.errors import GuardError
 from fxopt.optimizing.inputs import Inputs
@@ -35,6 +33,7 @@ from fxopt.optimizing.structures import (
     text_of,
 )
 from fxopt.optimizing.watching import Watched, swapped
+from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
 MOST_GRAPHS = 8
 """How many graphs a model may have; what fits none of them, the model itself computes."""
@@ -222,14 +221,11 @@ class Graphs:
         """Why the model itself is to run, whatever graphs there are; empty where that is as it should be."""
         if (
             torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._get_tracing_state() is not None
-            or _get_current_dispatch_mode() is not None
-            or forward_ad._current_level >= 0
-            or torch.nn.modules.module._has_any_global_hook()
+            or is_transforming()
+            or has_any_global_hook()
             or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
-            return ""
+            return cannot_tell()
         if training:
             self._trains = True
             return "it is in training mode; call .eval()"

@@ -20,11 +20,10 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
-from fxopt.optimizing.attention_masks import AttentionMasks
-from fxopt.optimizing.huge_pages import move_to_huge_pages
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
+from fxopt.torch_internals import parameters_of
 
 Function = Callable[..., Any]
 
@@ -60,7 +59,7 @@ class Lowered:
         for path in self.given_up:
             unpack, layer = self.packed[path].unpack, whole.get_submodule(path)
             assert unpack is not None
-            layer._parameters["weight"] = nn.Parameter(unpack(), False)
+            parameters_of(layer)["weight"] = nn.Parameter(unpack(), False)
         return whole
 
 
@@ -82,7 +81,6 @@ def lowered(
         evict()
 
     function = _function(traced, packed, settle)
-    move_to_huge_pages((each.address, each.nbytes) for each in packed.values())
     return Lowered(traced, function, packed, tuple(given_up))
 
 
@@ -97,7 +95,6 @@ def functions_of(
         settle: is called with the name of each module after the function of its last call is known.
     """
     index, made, known = GraphIndex(traced), Graph(), dict[Node, Node]()
-    masks = AttentionMasks(index, made, known)
     last = {node.target: node for node in traced.graph.find_nodes(op="call_module")}
     for node in traced.graph.nodes:
         if node.op == "call_module":
@@ -110,7 +107,7 @@ def functions_of(
             bound.__name__, bound.__module__ = "layer", __name__
             known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
         else:
-            known[node] = masks.write(node) or made.node_copy(node, known.__getitem__)
+            known[node] = made.node_copy(node, known.__getitem__)
     return made
 
 
@@ -120,7 +117,7 @@ def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[in
     users = [name for name, p in traced.named_parameters(remove_duplicate=False) if p is layer.weight]
     if packed.unpack is None or id(layer.weight) in own or users != [f"{path}.weight"]:
         return False
-    layer._parameters["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
+    parameters_of(layer)["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
     del layer.__dict__["_packed"]  # it holds the weight that it was made of
     return True
 

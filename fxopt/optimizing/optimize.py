@@ -20,6 +20,7 @@ from fxopt.optimizing.offloading import Offloaded
 from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Options
 from fxopt.optimizing.report import Report
 from fxopt.rewriting.history import GRAPHS, STANDS_FOR
+from fxopt.torch_internals import COMPILED, buffers_of, parameters_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -148,7 +149,7 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
     kind: Any = type(model)
     fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
     # What someone has put on the instance, or compiled, is the model's own forward.
-    for name in ("forward", _COMPILED):
+    for name in ("forward", COMPILED):
         fast.__dict__.pop(name, None)
     fast.__dict__[STANDS_FOR] = model
 
@@ -156,10 +157,10 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
         attributes = {
             n: v
             for n, v in vars(fast).items()
-            if n not in (STANDS_FOR, GRAPHS, _COMPILED) and "hooks" not in n
+            if n not in (STANDS_FOR, GRAPHS, COMPILED) and "hooks" not in n
         }
         made = _shared(model, type(model))
-        made.__dict__.pop(_COMPILED, None)
+        made.__dict__.pop(COMPILED, None)
         made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
         # Those of the module itself run around its forward, which is what the graph stands for.
         made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
@@ -167,10 +168,6 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
 
     fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes, offloaded)
     return fast
-
-
-_COMPILED = "_compiled_call_impl"
-"""Where a module keeps what its `compile` has made, which is called in its place."""
 
 
 def _shared(model: M, cls: Any) -> M:
@@ -209,7 +206,7 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
             if GRAPHS not in vars(self):
                 return method(self, *args, **kwargs)
             model = self.__dict__[STANDS_FOR]
-            pairs = [(model._parameters, self._parameters), (model._buffers, self._buffers)]
+            pairs = [(parameters_of(model), self._parameters), (buffers_of(model), self._buffers)]
             # Children are shared, so that theirs are those of both.
             shared = [[name for name in mine if its.get(name) is mine[name]] for its, mine in pairs]
             found = method(self, *args, **kwargs)
@@ -245,7 +242,11 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
         return Report() if graphs is None else graphs.report
 
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": setstate}
-    members |= {name: for_both(getattr(cls, name)) for name in ("_apply", "_load_from_state_dict")}
+    members |= {
+        name: for_both(getattr(cls, name))
+        for name in ("_apply", "_load_from_state_dict")
+        if hasattr(cls, name)
+    }
     members |= {"report": property(report)} if reports else {}
     members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -254,7 +255,7 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
 def _own_attributes(fast: nn.Module, model: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are others than those of the model it stands for: a layer or flag given since, its hooks."""
-    theirs, left_out = vars(model), (STANDS_FOR, GRAPHS, _COMPILED)
+    theirs, left_out = vars(model), (STANDS_FOR, GRAPHS, COMPILED)
     return {
         name: value
         for name, value in vars(fast).items()

@@ -25,7 +25,7 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.speed import speedup, times
-from fxopt.optimizing.worthwhile import FoldBatchNormsOneByOne, FoldScaleBehindLayers, MergeFasterLinears
+from fxopt.optimizing.worthwhile import FoldBatchNormsOneByOne, FoldScaleBehindLayers
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
@@ -184,7 +184,6 @@ def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewri
         RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),
-        *([MergeFasterLinears()] if options.tune and options.precision != "int8" else []),
         *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),
         PackLinears(options.tune, alone=options.memory == "low"),

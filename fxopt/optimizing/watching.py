@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.testing.bits import bits_of
+from fxopt.torch_internals import COMPILED, parameters_of, version_of
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_VERSION = operator.attrgetter("_version")
 _ADDRESS = operator.methodcaller("data_ptr")
 
 
@@ -68,13 +68,13 @@ class Watched:
         return [(tensor.dtype, tensor.device) for tensor in self._tensors[:1]]
 
     def _sum_of_versions(self) -> int:
-        return sum(map(_VERSION, self._tensors))
+        return sum(map(version_of, self._tensors))
 
 
 def swapped(model: nn.Module) -> bool:
     """Tell whether parameters are other tensors for the time being, as in `torch.func.functional_call`."""
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None and not isinstance(parameter, nn.Parameter):
                 return True
     return False
@@ -97,7 +97,7 @@ def _same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
         return True
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
-        if old is new or name in ("_compiled_call_impl",):
+        if old is new or name in (COMPILED,):
             continue
         if name.startswith("_") and isinstance(new, dict) and isinstance(old, dict):
             if [*map(id, old.values())] != [*map(id, new.values())] or [*old] != [*new]:

@@ -14,6 +14,7 @@ from fxopt.obstacles.foldable import folding_obstacle, layer_obstacle, layers_be
 from fxopt.obstacles.scaling import wide_dtype
 from fxopt.passes.folding import Fold, Folding
 from fxopt.rewriting.explanation import Refusal
+from fxopt.torch_internals import parameters_of
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -59,7 +60,7 @@ def _fold(node: Node, norm: nn.Module, layers: list[Node]) -> Fold:
 
 
 def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
-    weight, bias = norm.get_parameter("weight"), norm._parameters.get("bias")
+    weight, bias = norm.get_parameter("weight"), parameters_of(norm).get("bias")
     wide = wide_dtype(weight)
     return weight.detach().to(wide), None if bias is None else bias.detach().to(wide)
 

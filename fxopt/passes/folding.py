@@ -18,6 +18,7 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
+from fxopt.torch_internals import parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Folding(ReversibleRewrite[Fold]):
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
         restore = None
         if self.reversible:
-            held = {path: layer._parameters["bias"] for path, layer in fused.items()}
+            held = {path: parameters_of(layer)["bias"] for path, layer in fused.items()}
             biases = {path: None if bias is None else bias.detach().clone() for path, bias in held.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
             restore = functools.partial(_unfolded, copied(before), biases, scale, shift, site.behind, stay)

@@ -17,6 +17,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.torch_internals import parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
         for node in index.calls_like(nn.Linear):
             layer = index.module(node)
             assert isinstance(layer, nn.Linear)
-            if layer._parameters.get("bias") is None and submodules.is_plain(layer):
+            if parameters_of(layer).get("bias") is None and submodules.is_plain(layer):
                 continue
             reason = index.obstacle(node, nn.Linear) or _obstacle(layer)
             if reason is None and graph.input_of(node, layer) is None:
@@ -76,7 +77,7 @@ def _unfused(
     layer, fused = submodules.without_tensors(shell), now[path].weight
     for name, part in (("weight", fused.detach()[:, :-1]), ("bias", fused.detach()[:, -1])):
         copied = submodules.laid_out(part, layout[name])
-        layer._parameters[name] = nn.Parameter(copied, fused.requires_grad)
+        parameters_of(layer)[name] = nn.Parameter(copied, fused.requires_grad)
     return {path: layer}
 
 

@@ -21,6 +21,7 @@ from fxopt.obstacles.slicing import layout_obstacle, write_obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.torch_internals import parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
 
 def _kind(layer: nn.Module) -> object:
     """The facts in which layers must agree, so that one parameter can hold the weights of all, and come apart again."""
-    weight, bias = submodules.weight_of(layer), layer._parameters["bias"]
+    weight, bias = submodules.weight_of(layer), parameters_of(layer)["bias"]
     trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
     like = weight if bias is None and not trains else bias
     facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
@@ -118,13 +119,13 @@ def _merged(layers: Sequence[nn.Module]) -> nn.Module:
     """One layer whose rows are those of `layers`, one after the other."""
     merged, sizes = submodules.without_tensors(layers[0]), [_width(layer) for layer in layers]
     setattr(merged, _width_name(merged), sum(sizes))
-    for name in merged._parameters:
-        held = [layer._parameters[name] for layer in layers]
+    for name in parameters_of(merged):
+        held = [parameters_of(layer)[name] for layer in layers]
         gradients = {part.requires_grad for part in held if part is not None}
         if gradients:
             zeros = submodules.weight_of(layers[0]).detach().new_zeros
             parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
-            merged._parameters[name] = nn.Parameter(torch.cat(parts), *gradients)
+            parameters_of(merged)[name] = nn.Parameter(torch.cat(parts), *gradients)
     return merged
 
 
@@ -148,7 +149,7 @@ def _split(
         for path, part in zip(layers, parameter.detach().split(sizes), strict=True):
             if name in layouts[path]:
                 copied = submodules.laid_out(part, layouts[path][name])
-                layers[path]._parameters[name] = nn.Parameter(copied, parameter.requires_grad)
+                parameters_of(layers[path])[name] = nn.Parameter(copied, parameter.requires_grad)
             elif not part.is_meta and part.any():
                 raise UndoError(
                     f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or "

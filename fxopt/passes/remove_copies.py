@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -18,6 +17,7 @@ from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.torch_internals import FakeTensor
 
 _ATTENTION = "scaled_dot_product_attention"
 _TURNING = ("transpose", "swapaxes", "swapdims", "permute", _ATTENTION)

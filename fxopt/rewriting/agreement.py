@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+
+from fxopt.torch_internals import tree_flatten, tree_leaves
 
 
 def unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:

@@ -13,6 +13,7 @@ from fxopt.errors import PassError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swap, Swapped, as_data
 from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.record import MARKS, PassRecord, Step, marked_nodes, orders_of, set_steps, steps_of
+from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of, version_of
 
 Applied = tuple[GraphModule, Callable[[], None]]
 """The result of a transformation, and a function that takes it back as long as nothing else has happened."""
@@ -43,13 +44,12 @@ class Attempt:
             (cast(dict[str, Any], held), dict(held))
             for module in modules
             for name, held in vars(module).items()
-            if isinstance(held, dict)
-            and (name in ("_modules", "_parameters", "_buffers") or name.endswith("_hooks"))
+            if isinstance(held, dict) and (name in REGISTRIES or name.endswith("_hooks"))
         ]
         self._gradients = [(tensor, tensor.requires_grad) for tensor in graph_module.parameters()]
         self._options = [(vars(module), _public(module)) for module in modules]
         self._versions = [
-            (name, tensor, tensor._version)
+            (name, tensor, version_of(tensor))
             for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers())
             if not tensor.is_inference()  # such tensors count no writes
         ]
@@ -87,7 +87,7 @@ class Attempt:
 
     def written(self) -> list[str]:
         """The parameters and buffers that were written into since, as far as torch counts (not `.data`)."""
-        return [name for name, tensor, version in self._versions if tensor._version != version]
+        return [name for name, tensor, version in self._versions if version_of(tensor) != version]
 
     def check(self, result: object) -> None:
         """Raise a PassError if this is no graph module, or not what the pass promises."""
@@ -208,7 +208,7 @@ def nodes_of(pass_: Any, made: Any) -> list[Node]:
 def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
     """Yield the modules, parameters and buffers with their qualified names."""
     for path, module in graph_module.named_modules():
-        for held in (module._modules, module._parameters, module._buffers):
+        for held in (modules_of(module), parameters_of(module), buffers_of(module)):
             for name, value in held.items():
                 if value is not None and not isinstance(value, PassRecord):
                     yield (f"{path}.{name}" if path else name), value

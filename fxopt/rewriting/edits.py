@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fxopt.errors import PassError, UndoError
 from fxopt.rewriting.weights import Keep, Left, Restore
 from fxopt.submodules import prefixes
+from fxopt.torch_internals import OpOverload, is_erased
 
 FIELDS = ("op", "target", "args", "kwargs")
 
@@ -286,8 +286,8 @@ def check_nodes(graph: Graph, *values: Any) -> None:
     """Raise a PassError where a node is not one of this graph: only what is in it can be changed and taken back."""
 
     def checked(node: Node) -> Node:
-        if node.graph is not graph or node._erased:
-            why = "was erased" if node._erased else "is of another graph"
+        if node.graph is not graph or is_erased(node):
+            why = "was erased" if is_erased(node) else "is of another graph"
             raise PassError(f"a pass gives its rewriter the node {node.name}, which {why}")
         return node
 

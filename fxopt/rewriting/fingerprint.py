@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from fxopt.rewriting.edits import ADDRESS, target_text
 from fxopt.rewriting.record import PassRecord
 from fxopt.rewriting.weights import options_of
+from fxopt.torch_internals import BUFFERS, MODULES, PARAMETERS
 
 
 def fingerprint(graph_module: GraphModule) -> str:
@@ -46,13 +47,13 @@ def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, 
     held = vars(module)
     kind = type(module).__name__ if path else ""
     entries.append((path, id(module), f"{kind} {module.training} {options_of(module)}"))
-    for name, tensor in (*held["_parameters"].items(), *held["_buffers"].items()):
+    for name, tensor in (*held[PARAMETERS].items(), *held[BUFFERS].items()):
         if tensor is not None:
             kind = type(tensor).__name__
             shape = () if is_lazy(tensor) else tensor.shape
             text = _text_of(kind, shape, tensor.dtype, tensor.device, tensor.requires_grad)
             entries.append((f"{path}.{name}", id(tensor), text))
-    for name, child in held["_modules"].items():
+    for name, child in held[MODULES].items():
         if child is not None and not isinstance(child, PassRecord):
             _describe(f"{path}.{name}", child, entries)
 

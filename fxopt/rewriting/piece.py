@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
+from fxopt.torch_internals import is_erased
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -72,7 +73,7 @@ class Piece:
         changed = [path for path in self.put if self.put[path] is not self.taken[path]]
         redirects = [edit for edit in edits if isinstance(edit, Redirect)]
         core = {edit.name for edit in edits if isinstance(edit, NodeEdit) and (edit.fields or edit.meta)}
-        core |= {node.name for path in changed for node in readers.get(path, ()) if not node._erased}
+        core |= {node.name for path in changed for node in readers.get(path, ()) if not is_erased(node)}
         # What took the place of a value may be computed elsewhere, of the same inputs.
         core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
         self._core = core

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
+from fxopt.torch_internals import modules_of, namespace_of, used_names
 
 RECORD = "fxopt_record"
 """The name of the child module that carries the record."""
@@ -165,7 +166,7 @@ class PassRecord(torch.nn.Module):
 
 def find_record(graph_module: GraphModule) -> PassRecord | None:
     """The record of `graph_module`, if it has one; marks that a pickle dropped are back on the nodes then."""
-    record = graph_module._modules.get(RECORD)
+    record = modules_of(graph_module).get(RECORD)
     if not isinstance(record, PassRecord):
         return None
     record.owner = graph_module
@@ -252,11 +253,11 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
     for fact, node in zip(facts, nodes, strict=True):
         if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:
             return
-    namespace = graph_module.graph._graph_namespace
+    graph = graph_module.graph
     renamed = [(node, fact.name) for fact, node in zip(facts, nodes, strict=True) if node.name != fact.name]
-    namespace._used_names.difference_update(node.name for node, _ in renamed)
+    used_names(graph).difference_update(node.name for node, _ in renamed)
     for node, name in renamed:
-        namespace.create_name(name, None)  # reserves it
+        namespace_of(graph).create_name(name, None)  # reserves it
         node.name = name
     for fact, node in zip(facts, nodes, strict=True):
         if fact.marks:

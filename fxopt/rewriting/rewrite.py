@@ -20,6 +20,7 @@ from fxopt.rewriting.record import Step, mark, orders_of, set_steps, steps_of, u
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
 from fxopt.rewriting.verification import Verifier, Verify
+from fxopt.torch_internals import is_erased
 
 S = TypeVar("S", bound=Site | Node)
 
@@ -118,7 +119,7 @@ class Rewrite(Transformation, Generic[S]):
             explanation, nodes = self._rewrite_sites(rewriter, verify)
             check_apply(self, graph_module, steps, rewriter.signature)
             check_promise(self, graph_module, steps)
-            marked += [node for node in dict.fromkeys(nodes) if not node._erased]
+            marked += [node for node in dict.fromkeys(nodes) if not is_erased(node)]
             for node in marked:
                 mark(node, rewriter.signature)
             if not rewriter.log:

@@ -22,6 +22,7 @@ from fxopt.rewriting.edits import (
     check_nodes,
 )
 from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
+from fxopt.torch_internals import modules_of, root_of, used_names
 
 
 class Rewriter:
@@ -165,7 +166,7 @@ class Rewriter:
         """The orders that are `known` from before, and those of the children that were added or removed since."""
         found = dict(known)
         for path, names in self.orders.items():
-            if list(submodules.module_at(self.graph_module, path)._modules) != names:
+            if list(modules_of(submodules.module_at(self.graph_module, path))) != names:
                 found[path] = submodules.merged_order(found.get(path, []), names)
         return found
 
@@ -215,17 +216,17 @@ class Rewriter:
             raise changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)
         else:
             self.erase(nodes.pop(edit.name))
-            self.graph._graph_namespace._used_names.discard(edit.name)
+            used_names(self.graph).discard(edit.name)
 
     def _recreate(self, edit: NodeEdit, nodes: NodesByName) -> Node:
         assert edit.before is not None
         state = edit.before.resolved(nodes)
         if edit.name not in nodes:
-            self.graph._graph_namespace._used_names.discard(edit.name)
+            used_names(self.graph).discard(edit.name)
         # Where the node in front of it is gone, it stands behind what it takes.
         behind = [nodes[name] for name in edit.before.references()]
         behind += [nodes[edit.previous]] if edit.previous in nodes else []
-        with self.graph.inserting_after(max(behind, default=self.graph._root)):
+        with self.graph.inserting_after(max(behind, default=root_of(self.graph))):
             node = self.graph.create_node(name=edit.name, **state)
         node.meta = dict(edit.meta)
         self.log.append(NodeEdit(node.name, None, NodeState.of(node), node.prev.name))
@@ -260,7 +261,7 @@ class Rewriter:
             parent, _ = submodules.split_path(path)
             owner = submodules.module_at(self.graph_module, parent)
             if parent not in self.orders:
-                self.orders[parent] = list(owner._modules)
+                self.orders[parent] = list(modules_of(owner))
             submodules.place(owner, path, value)
         self.log.append(Swap(before, after, restore, self.graph_module.training))
 

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import graph
 from fxopt.constants import computed_constant, constants_of, is_changing
@@ -31,6 +29,7 @@ from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of, wide_dtype
 from fxopt.submodules import attribute, prefixes, sharing_copy
+from fxopt.torch_internals import FakeTensorMode, is_erased, tree_leaves, tree_map
 
 Verify = bool | tuple[Any, ...]
 """True to verify, or example inputs of the graph module, for shapes and dtypes that its nodes do not have."""
@@ -181,7 +180,7 @@ class Verifier:
         return value
 
     def _input(self, node: Node, numbers: Numbers) -> Any:
-        if (node in self._constants or not is_changing(node)) and not node._erased:
+        if (node in self._constants or not is_changing(node)) and not is_erased(node):
             return computed_constant(self._graph_module, node, {})
         value, seed = self._value(node), zlib.crc32(node.name.encode())
         return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fxopt.errors import UndoError
 from fxopt.operators import hooks_of
 from fxopt.submodules import with_values, without_tensors
+from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -133,10 +134,10 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     of_torch = type(value).__module__.startswith("torch.nn.modules.")
-    if id(value) in memo or not isinstance(value, nn.Module) or value._modules or not of_torch:
+    if id(value) in memo or not isinstance(value, nn.Module) or modules_of(value) or not of_torch:
         return copy.deepcopy(value, memo)
     shell = memo[id(value)] = without_tensors(value)  # deepcopy is slow
-    for registry in ("_parameters", "_buffers"):
+    for registry in REGISTRIES[:2]:
         tensors = getattr(value, registry)
         shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}
     return shell
@@ -145,9 +146,12 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield "", value
-    elif isinstance(value, nn.Module) and not value._modules:  # what follows gives the same, slowly
+    elif isinstance(value, nn.Module) and not modules_of(value):  # what follows gives the same, slowly
         yield from (
-            (n, t) for held in (value._parameters, value._buffers) for n, t in held.items() if t is not None
+            (n, t)
+            for held in (parameters_of(value), buffers_of(value))
+            for n, t in held.items()
+            if t is not None
         )
     elif isinstance(value, nn.Module):
         yield from value.named_parameters(remove_duplicate=False)

@@ -27,6 +27,7 @@ from fxopt import objects
 from fxopt.capture.runtime import checks, modes
 from fxopt.capture.runtime.conditional import Conditional
 from fxopt.rewriting.transformation import Transformation
+from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings, dispatch_has_kernel, schema_of
 
 # Tensor methods that run a function, hand out memory or change how an object is stored.
 _DENIED_METHODS = {
@@ -151,7 +152,7 @@ class Names:
 
 def qualified_name(value: Any) -> str:
     """The name by which a function, operator or class is imported, as it says itself."""
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(value, OpOverload | OpOverloadPacket):
         return f"torch.ops.{str(value).replace('::', '.')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     return f"{getattr(value, '__module__', None)}.{name}" if name else repr(value)
@@ -189,13 +190,12 @@ def _torch_names() -> Iterator[tuple[Any, Iterable[str]]]:
         known = overridable.get(module, set()) | overridable[torch]
         functions = (name for name in dir(module) if _hashable(getattr(module, name)) in known)
         yield module, list(functions)
-    yield torch, [name for name in dir(torch._C._VariableFunctions) if not name.startswith("_")]
+    yield torch, [name for name in dir(bindings["_VariableFunctions"]) if not name.startswith("_")]
     yield torch, _PRIVATE_FUNCTIONS
     yield functional, [name for name in _public(functional, Callable) if name.endswith("_")]
     yield functional, ("hardsigmoid", "hardswish", "sigmoid", "tanh", "grouped_mm", "scaled_mm", "upsample")
     for name in ("_nn", "_linalg", "_fft", "_special"):
-        bindings = getattr(torch._C, name)
-        yield bindings, _public(bindings, types.BuiltinFunctionType)
+        yield bindings[name], _public(bindings[name], types.BuiltinFunctionType)
 
 
 def _public(module: Any, kind: Any) -> list[str]:
@@ -248,12 +248,12 @@ def _operator(name: str) -> Any:
         with contextlib.suppress(ImportError):
             importlib.import_module(_NAMESPACES[namespace])
         found = _overload(namespace, *path)
-    packet = isinstance(found, torch._ops.OpOverloadPacket)
+    packet = isinstance(found, OpOverloadPacket)
     overloads = [getattr(found, each) for each in found.overloads()] if packet else [found]
     for each in overloads:
-        if not isinstance(each, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(each._name):
+        if not isinstance(each, OpOverload) or not dispatch_has_kernel(each.name()):
             raise NameRefused(name)
-        if any(argument.name == "filename" for argument in each._schema.arguments):
+        if any(argument.name == "filename" for argument in schema_of(each).arguments):
             raise NameRefused(name)
     return found
 

@@ -21,6 +21,7 @@ from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
 from fxopt.saving.tensors import NoSuchDevice, TensorTable, restored
 from fxopt.saving.values import NotData
+from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 
 def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
@@ -195,8 +196,8 @@ def _check_target(module: GraphModule, node: torch.fx.Node) -> None:
     *path, last = str(node.target).split(".")
     owner: Any = module
     for name in path:
-        owner = owner._modules.get(name)
-    held = {} if owner is None else vars(owner) | owner._parameters | owner._buffers | owner._modules
+        owner = modules_of(owner).get(name)
+    held = {} if owner is None else vars(owner) | parameters_of(owner) | buffers_of(owner) | modules_of(owner)
     is_module = isinstance(held.get(last), torch.nn.Module)
     if (
         last not in held

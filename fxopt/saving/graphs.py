@@ -17,13 +17,14 @@ from fxopt.rewriting.record import MARKS
 from fxopt.saving.allowed import NameRefused, Names, qualified_name
 from fxopt.saving.calls import check_name, check_node
 from fxopt.saving.values import ORIGIN, NotData, Values
+from fxopt.torch_internals import codegen_of
 
 
 def write_graph(graph: Graph, names: Names) -> dict[str, list[Any]]:
     """A graph as JSON: its nodes, and the places in the model that they come from, each once; SaveError where it cannot be."""
-    if type(graph._codegen) is not torch.fx.graph.CodeGen:
+    if type(codegen_of(graph)) is not torch.fx.graph.CodeGen:
         raise SaveError(
-            f"the graph takes its inputs by a {type(graph._codegen).__name__}, as torch.export makes one: fxopt saves graphs "
+            f"the graph takes its inputs by a {type(codegen_of(graph)).__name__}, as torch.export makes one: fxopt saves graphs "
             "whose forward takes its placeholders as they are."
         )
     values = Values(names, _refuse, _refuse)

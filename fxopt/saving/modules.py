@@ -17,16 +17,28 @@ from fxopt.saving.allowed import NameRefused, Names, qualified_name
 from fxopt.saving.calls import check_path, check_value
 from fxopt.saving.tensors import TensorTable
 from fxopt.saving.values import NotData, Values
+from fxopt.torch_internals import (
+    BUFFERS,
+    COMPILED,
+    DERIVED_FROM_GRAPH,
+    MODULES,
+    NON_PERSISTENT,
+    PARAMETERS,
+    REGISTRIES,
+    buffers_of,
+    modules_of,
+    non_persistent_of,
+    parameters_of,
+)
 
 # Classes that their constructor makes again of these attributes; the others are made of all their attributes.
 _CONSTRUCTED: dict[type, tuple[str, ...]] = {InputGuard: ("inputs", "alternatives", "decisions")}
 _RECORD = ("steps", "orders")
 # What a module has when it is made, and nothing more: hooks, above all.
 _BARE = frozenset(vars(torch.nn.Module()))
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # What torch.fx derives from a graph, or keeps for itself.
 _DERIVED = frozenset(vars(GraphModule(torch.nn.Module(), torch.fx.Graph()))) | {
-    *("_graph", "_code", "_lineno_map", "_prologue_start", "_containers", "_compiled_call_impl")
+    *(*DERIVED_FROM_GRAPH, "_containers"),
 }
 
 
@@ -63,12 +75,12 @@ class ModuleWriter:
         self.written[number] = {
             "class": self._class(module, where),
             "attributes": self._attributes(module, where),
-            "parameters": self._entries(module._parameters, where),
-            "buffers": self._entries(module._buffers, where),
-            "not_persistent": sorted(module._non_persistent_buffers_set),
+            "parameters": self._entries(parameters_of(module), where),
+            "buffers": self._entries(buffers_of(module), where),
+            "not_persistent": sorted(non_persistent_of(module)),
             "children": {
                 name: None if child is None else self._number(child)
-                for name, child in module._modules.items()
+                for name, child in modules_of(module).items()
                 if self._records or not isinstance(child, PassRecord)
             },
         }
@@ -104,7 +116,7 @@ class ModuleWriter:
                 "training": module.training,
             }
         chosen = _CONSTRUCTED.get(type(module), list(state))
-        skipped = _DERIVED if isinstance(module, GraphModule) else _BARE | {"_compiled_call_impl"}
+        skipped = _DERIVED if isinstance(module, GraphModule) else _BARE | {COMPILED}
         written = {"training": module.training}
         for name in chosen:
             if name in skipped:
@@ -196,7 +208,7 @@ class ModuleReader:
             made: GraphModule = TracedModule(self.modules[0], graph, class_name)
         else:
             made = GraphModule(torch.nn.Module(), torch.fx.Graph(), class_name)
-            vars(made).update({name: vars(self.modules[0])[name] for name in _REGISTRIES})
+            vars(made).update({name: vars(self.modules[0])[name] for name in REGISTRIES})
             made.training = self.modules[0].training
             made.graph = graph
         for name, value in data["attributes"].items():
@@ -221,10 +233,8 @@ class ModuleReader:
         for name in (*data["parameters"], *data["buffers"], *data["children"]):
             check_path(name)
         return {
-            "_parameters": {
-                n: None if k is None else self._tensors[k] for n, k in data["parameters"].items()
-            },
-            "_buffers": {n: None if k is None else self._tensors[k] for n, k in data["buffers"].items()},
-            "_modules": {n: None if k is None else self.modules[k] for n, k in data["children"].items()},
-            "_non_persistent_buffers_set": set(data["not_persistent"]),
+            PARAMETERS: {n: None if k is None else self._tensors[k] for n, k in data["parameters"].items()},
+            BUFFERS: {n: None if k is None else self._tensors[k] for n, k in data["buffers"].items()},
+            MODULES: {n: None if k is None else self.modules[k] for n, k in data["children"].items()},
+            NON_PERSISTENT: set(data["not_persistent"]),
         }

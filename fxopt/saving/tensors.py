@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxopt.saving.values import NotData
+from fxopt.torch_internals import storage_identity
 
 _STORED = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -55,7 +56,7 @@ class TensorTable:
         for key, tensor in self.tensors.items():
             storage = tensor.untyped_storage()
             # Two storages may have the same memory, as those of an array of numpy.
-            place = (tensor.device, storage.data_ptr()) if storage.data_ptr() else storage._cdata
+            place = (tensor.device, storage.data_ptr()) if storage.data_ptr() else storage_identity(storage)
             sharing.setdefault(place, []).append(key)
         entries: dict[str, Tensor] = {}
         described: dict[str, dict[str, Any]] = {}

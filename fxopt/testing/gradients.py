@@ -13,6 +13,7 @@ from fxopt.errors import GuardError
 from fxopt.testing.bits import plain, same_bits
 from fxopt.testing.differences import leaves, mapped
 from fxopt.testing.observations import Call, restored
+from fxopt.torch_internals import buffers_of
 
 FARTHER = 100
 """Gradients may be this many times farther off than outputs: they go through each step twice."""
@@ -84,8 +85,8 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
     args, kwargs = mapped((list(call.args), call.kwargs), followed)
     parts = list(module.modules())
     with restored(module), torch.enable_grad(), torch.random.fork_rng():
-        for part, copies in zip(parts, copy.deepcopy([part._buffers for part in parts]), strict=True):
-            part._buffers.update(copies)  # what is written under autograd holds its graph from then on
+        for part, copies in zip(parts, copy.deepcopy([buffers_of(part) for part in parts]), strict=True):
+            buffers_of(part).update(copies)  # what is written under autograd holds its graph from then on
         torch.manual_seed(0)
         found = dict(leaves(module(*args, **kwargs)))
         outputs = {place: value for place, value in found.items() if isinstance(value, Tensor)}

@@ -20,6 +20,7 @@ from fxopt.rewriting.record import Step, steps_of
 from fxopt.testing.differences import compare, mapped, unchanged
 from fxopt.testing.divergence import Divergence, described
 from fxopt.testing.observations import Call, observe, run_call
+from fxopt.torch_internals import version_of
 
 Limit = Callable[[str], float]
 """How far the value of a node may be off, by its name in the original graph."""
@@ -217,7 +218,7 @@ class _Run(nn.Module):
     def _note(self, node: Node, value: Any) -> None:
         self.done.add(node.name)
         for label, (tensor, writes) in self.watched.items():
-            if tensor._version != writes:
+            if version_of(tensor) != writes:
                 self._watch(label, tensor)
                 self.writes.append((node, label))
         for number, tensor in enumerate(tensors_in(value) if node.op == "placeholder" else ()):
@@ -226,7 +227,7 @@ class _Run(nn.Module):
 
     def _watch(self, label: str, tensor: Tensor) -> None:
         if not tensor.is_inference():  # such tensors count no writes
-            self.watched[label] = tensor, tensor._version
+            self.watched[label] = tensor, version_of(tensor)
 
 
 def _new_steps(known: Sequence[Step], changed: GraphModule) -> list[Step]:

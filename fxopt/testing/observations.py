@@ -15,6 +15,7 @@ from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.aliases import aliases, in_memory
 from fxopt.testing.bits import checksum
 from fxopt.testing.differences import Difference, compare, mapped, other_strides, unchanged
+from fxopt.torch_internals import buffers_of, version_of
 
 GIVEN, BROKEN = "the given inputs", "NaN and infinities"
 
@@ -151,14 +152,14 @@ def _again(given: Call, seen: Observation, call: Call) -> Call | None:
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Puts the buffers of a module back at the end of the block, which gets each with a copy of it."""
-    tables = [(part, dict(part._buffers)) for part in module.modules()]
+    tables = [(part, dict(buffers_of(part))) for part in module.modules()]
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
     try:
         yield before
     finally:
         for part, buffers in tables:
-            part._buffers.clear()
-            part._buffers.update(buffers)
+            buffers_of(part).clear()
+            buffers_of(part).update(buffers)
         for buffer, values in before.values():
             if not unchanged(values, buffer):
                 with torch.no_grad():
@@ -186,7 +187,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:

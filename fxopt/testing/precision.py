@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import leaves
+from fxopt.torch_internals import convert
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,7 +27,7 @@ def in_float64(module: M) -> M:
         )
     copied = copy.deepcopy(module)
     # A buffer of two layers is converted once, and stays one.
-    copied._apply(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))  # type: ignore[no-untyped-call]
+    convert(copied, functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))
     return copied
 
 

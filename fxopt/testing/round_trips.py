@@ -18,6 +18,7 @@ from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import first_difference
+from fxopt.torch_internals import COMPILED, REGISTRIES
 
 
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
@@ -111,7 +112,7 @@ def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
 
 def _names(gm: GraphModule) -> list[tuple[str, str]]:
     """The names that modules have for parameters, buffers and modules, those of nothing, too."""
-    tables = ("_parameters", "_buffers", "_modules")
+    tables = REGISTRIES[:3]
     return sorted(
         (name, key)
         for name, module in gm.named_modules(remove_duplicate=False)
@@ -138,7 +139,7 @@ def _hook(hook: Any) -> Any:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Of packed layers and of `torch.compile`, which a copy does not have.
-_CACHES = {"_packed", "_compiled_call_impl"}
+_CACHES = {"_packed", COMPILED}
 _OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 
 

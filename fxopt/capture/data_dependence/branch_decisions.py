@@ -32,6 +32,7 @@ from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin, model_frame
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import version_of
 
 # The methods that make a Python value of a tensor, and functions that return one, with its type.
 READS: dict[str, type] = {
@@ -117,7 +118,7 @@ class BranchDecisions:
         tensors = list(tensors_in((args, kwargs)))
         if any(t.is_inference() for t in tensors):
             return self._decide(node, kind)  # they count no writes
-        key = node, tuple(t._version for t in tensors), kind
+        key = node, tuple(version_of(t) for t in tensors), kind
         if key not in self._known:
             self._known[key] = self._decide(node, kind)
         return self._known[key]

@@ -16,9 +16,11 @@ from fxopt import effects, operators
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
+from fxopt.capture.torch_internals import set_grad_enabled
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import storage_identity
 
 T = TypeVar("T")
 
@@ -75,7 +77,7 @@ class ExampleRun:
         written = {id(t) for layer in layers for t in effects.written_parameters(layer)}
         plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
-        self._shared = {t.untyped_storage()._cdata for t in shared}
+        self._shared = {storage_identity(t.untyped_storage()) for t in shared}
         drawn = random.getstate()  # some models draw a name when they are copied
         memo = {id(t): t for t in (*shared, *sys.modules.values())}
         self._interpreter.module = copy.deepcopy(self._model, memo)
@@ -126,7 +128,7 @@ class ExampleRun:
             return
         for target in effects.written_by(node, None) or ():
             for tensor in tensors_in(self._values[target]):
-                if tensor.untyped_storage()._cdata in self._shared:
+                if storage_identity(tensor.untyped_storage()) in self._shared:
                     raise TraceError(
                         f"the forward writes into a parameter ({node.format_node()}), so it cannot be run on the example "
                         "inputs without changing the model: specialize=True is not possible here."
@@ -220,7 +222,7 @@ def _is_device(node: torch.fx.Node) -> bool:
 
 def _current_modes() -> list[Callable[[], Any]]:
     """Contexts that bring another thread into the modes of this one."""
-    enter: list[Callable[[], Any]] = [functools.partial(torch._C._set_grad_enabled, torch.is_grad_enabled())]
+    enter: list[Callable[[], Any]] = [functools.partial(set_grad_enabled, torch.is_grad_enabled())]
     if torch.is_inference_mode_enabled():
         enter.append(torch.inference_mode().__enter__)
     for device in ("cpu", "cuda"):

@@ -15,13 +15,13 @@ import sympy
 import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._sympy.functions import FloorDiv
 
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.torch_internals import FloorDiv, unset_fake_temporarily
 from fxopt.memory import version_of
 from fxopt.objects import mapped
+from fxopt.torch_internals import FakeTensor
 
 # What takes sizes as arguments, by name.
 _TAKES_SIZES = {

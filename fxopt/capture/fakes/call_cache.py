@@ -16,13 +16,28 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
+from fxopt.capture.torch_internals import (
+    free_unbacked_symbols,
+    is_any_autocast_enabled,
+    peek_interpreter_stack,
+)
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
+from fxopt.torch_internals import (
+    FakeTensor,
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    layer_backward_hooks_of,
+    layer_backward_pre_hooks_of,
+    modules_of,
+    parameters_of,
+    pytree,
+    storage_identity,
+    version_of,
+)
 
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
@@ -62,7 +77,11 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if layer._modules or _has_hooks(layer) or not type(layer).__module__.startswith("torch.nn.modules"):
+        if (
+            modules_of(layer)
+            or _has_hooks(layer)
+            or not type(layer).__module__.startswith("torch.nn.modules")
+        ):
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
@@ -73,9 +92,9 @@ class CallCache:
         return self._call(what, tuple(layer.parameters()), args, kwargs)
 
     def _call(self, what: Any, parameters: Any, args: Any, kwargs: Any) -> CachedCall | None:
-        if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
+        if torch.is_inference_mode_enabled() or is_any_autocast_enabled():
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             return None
         inputs: list[torch.Tensor] = []
         try:
@@ -102,7 +121,7 @@ class CachedCall:
     parameters: Sequence[torch.Tensor]
 
     def __post_init__(self) -> None:
-        self._versions = [tensor._version for tensor in self.inputs]
+        self._versions = [version_of(tensor) for tensor in self.inputs]
         self._drawn = self.fake_mode.drawn
         self._shape_env, self._state = self.fake_mode.shape_env, self.fake_mode.shape_env.state
         self.known = self.key in self.results or self._was_made_before()
@@ -143,7 +162,7 @@ class CachedCall:
 
         Other captures need not make the call, either, if what was known of its sizes answered all that it asked about them.
         """
-        unchanged = self._versions == [tensor._version for tensor in self.inputs]
+        unchanged = self._versions == [version_of(tensor) for tensor in self.inputs]
         unchanged = unchanged and self._drawn == self.fake_mode.drawn
         if unchanged and result is not None:
             with contextlib.suppress(_UncertainError):
@@ -175,16 +194,18 @@ class CachedCall:
         if free_unbacked_symbols(result) - self._symbols:
             raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
         storage = result.untyped_storage()
-        owners = [i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage._cdata]
+        owners = [
+            i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage_identity(storage)
+        ]
         sources = [self.inputs[owners[0]]] if len(owners) == 1 else self._sources()
-        if len(owners) > 1 or storage._cdata in memories:
+        if len(owners) > 1 or storage_identity(storage) in memories:
             raise _UncertainError
         if owners and result.dtype != sources[0].dtype:
             raise _UncertainError
         if result.requires_grad != (torch.is_grad_enabled() and any(t.requires_grad for t in sources)):
             raise _UncertainError
         if not owners:
-            memories[storage._cdata] = storage
+            memories[storage_identity(storage)] = storage
         sizes = tuple(result.shape), result.stride(), result.storage_offset(), storage.nbytes()
         view_of = owners[0] if owners else None
         return Metadata(*sizes, result.dtype, result.device, result.requires_grad, view_of)
@@ -280,7 +301,7 @@ def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
     )
     tensors = tuple(
         (name, None if tensor is None else _metadata_key(tensor))
-        for registry in (layer._parameters, layer._buffers)
+        for registry in (parameters_of(layer), buffers_of(layer))
         for name, tensor in registry.items()
     )
     return attributes, tensors
@@ -288,5 +309,8 @@ def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
 
 def _has_hooks(layer: torch.nn.Module) -> bool:
     return bool(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        forward_hooks_of(layer)
+        or forward_pre_hooks_of(layer)
+        or layer_backward_hooks_of(layer)
+        or layer_backward_pre_hooks_of(layer)
     )

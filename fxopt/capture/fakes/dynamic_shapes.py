@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
 
+from fxopt.capture.torch_internals import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
 from fxopt.errors import TraceError
 
 SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)

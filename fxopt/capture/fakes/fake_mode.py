@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from fxopt.capture import torch_internals as internals
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
+from fxopt.capture.torch_internals import in_kernel_invocation_manager, is_contiguous_or_false
 from fxopt.errors import TraceError
+from fxopt.torch_internals import FakeTensor, FakeTensorMode, schema_of
 
 _ORDINARY = (
     "Take an ordinary tensor: one that is padded, with a mask, in the place of a nested one, for example."
 )
 # The output is like the input, in its dtype too.
 _GIVE_SIZES_OF_INPUT = {
-    torch.ops.aten.relu.default,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
+    internals.relu,
+    internals.batch_norm,
 }
 
 
@@ -60,8 +61,8 @@ class CaptureFakeMode(FakeTensorMode):
 
     def tensor(self, known: Metadata) -> torch.Tensor:
         """A tensor in memory of its own."""
-        with torch._C._DisableTorchDispatch():
-            bare = torch.Tensor._make_wrapper_subclass(
+        with internals.DisableTorchDispatch():
+            bare = internals.make_wrapper_subclass(
                 _Bare,
                 known.shape,
                 strides=known.stride,
@@ -70,7 +71,8 @@ class CaptureFakeMode(FakeTensorMode):
                 device=torch.device("meta"),
                 storage_size=known.bytes,
             )
-            return FakeTensor(self, bare, known.device)
+            made: torch.Tensor = FakeTensor(self, bare, known.device)
+        return made
 
     def view(self, tensor: torch.Tensor, known: Metadata) -> torch.Tensor:
         """A view of `tensor`, for autograd as well."""
@@ -81,10 +83,10 @@ class CaptureFakeMode(FakeTensorMode):
             self._viewing = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._viewing and func is torch.ops.aten.as_strided.default:
+        if self._viewing and func is internals.as_strided:
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, torch.as_strided(*args), args[0].fake_device)
-        if func is torch.ops.aten.convolution.default and _are_contiguous(args[:2]):
+        if func is internals.convolution and _are_contiguous(args[:2]):
             # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, func(*args), args[0].fake_device)
@@ -93,11 +95,11 @@ class CaptureFakeMode(FakeTensorMode):
             with in_kernel_invocation_manager(self):
                 made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
                 output = FakeTensor(self, made, args[0].fake_device)
-                if func is torch.ops.aten.relu.default:
+                if func is internals.relu:
                     return output
                 rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
                 return output, *rest
-        if func is torch.ops.aten._ctc_loss.Tensor:
+        if func is internals.ctc_loss:
             # What it keeps for the backward is as large as the longest target, which nobody sees.
             loss = args[0].new_empty(args[0].shape[1])
             return loss, args[0].new_empty(args[0].shape[1], args[0].shape[0], 2 * args[1].shape[-1] + 1)
@@ -108,7 +110,7 @@ class CaptureFakeMode(FakeTensorMode):
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
     """The share that an operator for attention drops: where it is 0, nothing is drawn. None for other operators."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = (
                 args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, set_on, settings_of
 from fxopt.capture.fakes.model_copy import STAND_IN, deepcopy_with_closures, uncopied
@@ -19,14 +18,27 @@ from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, i
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import attributes
+from fxopt.torch_internals import (
+    COMPILED,
+    FORWARD_HOOKS,
+    MODULES,
+    REGISTRIES,
+    FakeTensorMode,
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    modules_of,
+    parameters_of,
+    version_of,
+)
 
 # Stands for a tensor that the forward has made.
 MADE = object()
 
 _PLAIN = (bool, int, float, str)
-_HOOKS = "_forward_hooks"
+_HOOKS = FORWARD_HOOKS[0]
 # Attributes that every module has: parameters, children and hooks among them.
-_OF_TORCH = vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}
+_OF_TORCH = vars(torch.nn.Module()).keys() | {COMPILED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +108,7 @@ class FakeModel:
         self._leave(earlier)
         self.computed = {id(self.fake(tensor)) for tensor in earlier.computed}
         self._before = self.state({})
-        self._versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
+        self._versions = {name: version_of(buffer) for name, buffer in self.model.named_buffers()}
 
     def _copied(self, model: torch.nn.Module, memo: dict[Any, Any]) -> torch.nn.Module:
         try:
@@ -123,7 +135,9 @@ class FakeModel:
             elif value is None:
                 delattr(holder, key)
                 continue
-            registries = [] if isinstance(holder, torch.Tensor) else [holder._parameters, holder._buffers]
+            registries = (
+                [] if isinstance(holder, torch.Tensor) else [parameters_of(holder), buffers_of(holder)]
+            )
             for registry in (registry for registry in registries if key in registry):
                 registry[key] = value
                 break
@@ -163,7 +177,7 @@ class FakeModel:
         for name, module in self._modules.items():
             call = recorder.call_layer if id(module) in self._layers else recorder.call_container
             # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
-            module._compiled_call_impl = _Call(call, name, module)
+            setattr(module, COMPILED, _Call(call, name, module))
 
     def has_changed(self, layer: torch.nn.Module) -> bool:
         """Tell whether the forward has changed a layer, as `torch.func.functional_call` does for a call."""
@@ -185,7 +199,7 @@ class FakeModel:
         state: Changes = {}
         contents = SnapshotMaker(named, placed=lambda module: self._places.get(id(module), MADE))
         for name, module in self._containers:
-            state[name, "_modules"] = contents(module._modules)
+            state[name, MODULES] = contents(modules_of(module))
             state[name, "__class__"] = Snapshot(type(module), type(module))
             for key, value in _attributes(module):
                 if not is_unusable(value) and isinstance(value, _PLAIN):
@@ -196,13 +210,15 @@ class FakeModel:
             state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
         for name, module in self._modules.items():
-            if module._forward_hooks or module._forward_pre_hooks:
-                state[name, _HOOKS] = contents((*module._forward_hooks, None, *module._forward_pre_hooks))
+            if forward_hooks_of(module) or forward_pre_hooks_of(module):
+                state[name, _HOOKS] = contents(
+                    (*forward_hooks_of(module), None, *forward_pre_hooks_of(module))
+                )
             if type(module).__module__.startswith("torch.nn."):
                 plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
                 state |= {(name, key): value for key, value in plain.items()}
                 added = sorted(vars(module).keys() - plain.keys() - self._given[name] - _OF_TORCH)
-                held = module._parameters | module._buffers | {key: vars(module)[key] for key in added}
+                held = parameters_of(module) | buffers_of(module) | {key: vars(module)[key] for key in added}
                 state |= {(name, key): contents(value) for key, value in held.items()}
         return state
 
@@ -235,17 +251,19 @@ class FakeModel:
     def unchanged_buffers(self) -> set[str]:
         """The names of the buffers that the forward has neither replaced nor written."""
         after = self.model.named_buffers()
-        return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == b._version}
+        return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == version_of(b)}
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some."""
-        return {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in self._modules.items()}
+        return {name: (forward_hooks_of(m), forward_pre_hooks_of(m)) for name, m in self._modules.items()}
 
     def take_hooks(self, hooks: Mapping[str, Any]) -> None:
         """Give the modules the hooks that an earlier call has left."""
         for name, kinds in hooks.items():
             module = self._modules[name]
-            for own, left in zip((module._forward_hooks, module._forward_pre_hooks), kinds, strict=True):
+            for own, left in zip(
+                (forward_hooks_of(module), forward_pre_hooks_of(module)), kinds, strict=True
+            ):
                 # Its own hooks write into this copy, those of the earlier call into the copy of that.
                 hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
                 own.clear()
@@ -257,9 +275,9 @@ class FakeModel:
             {
                 name
                 for name, parameter in self.model.named_parameters(remove_duplicate=False)
-                if parameter.is_inference() or parameter._version
+                if parameter.is_inference() or version_of(parameter)
             },
-            [self.originals[id(fake)] for fake in self.outside.values() if fake._version],
+            [self.originals[id(fake)] for fake in self.outside.values() if version_of(fake)],
         )
 
     def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, Any]) -> dict[int, Any]:
@@ -278,15 +296,15 @@ class FakeModel:
             return held[known]
         if known is not None:
             return self.fake(known)
-        fake = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
+        fake: torch.Tensor = self._fake_mode.from_tensor(torch.empty(()), static_shapes=True)
         self.stale[id(fake)] = fake
         return fake
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for registry in (attributes(module), module._parameters, module._buffers):
+    for registry in (attributes(module), parameters_of(module), buffers_of(module)):
         for key, value in registry.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in REGISTRIES:
                 yield key, value
 
 

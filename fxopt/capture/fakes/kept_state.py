@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxopt.errors import TraceError
+from fxopt.torch_internals import FORWARD_HOOKS, FakeTensorMode, buffers_of, parameters_of
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 
@@ -53,8 +53,8 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 def settings_of(module: torch.nn.Module) -> dict[str, Any]:
     """All that decides how a layer computes: numbers, flags, tensors and hooks, in a form that can be compared."""
-    held = dict(module._parameters) | dict(module._buffers) | module.__dict__
-    hooks = {key: tuple(held[key]) for key in ("_forward_hooks", "_forward_pre_hooks")}
+    held = dict(parameters_of(module)) | dict(buffers_of(module)) | module.__dict__
+    hooks = {key: tuple(held[key]) for key in FORWARD_HOOKS}
     return hooks | {
         key: tuple(map(_setting, value)) if isinstance(value, (tuple, list)) else _setting(value)
         for key, value in held.items()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxopt.objects import is_open
+from fxopt.torch_internals import MODULES
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def uncopied(model: torch.nn.Module, memo: dict[Any, Any]) -> str:
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             try:
-                copy.deepcopy(value, dict(memo)) if key != "_modules" else None
+                copy.deepcopy(value, dict(memo)) if key != MODULES else None
             except Exception:
                 return f" (the attribute {f'{name}.{key}'.lstrip('.')!r})"
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fxopt.errors import TraceError
+from fxopt.torch_internals import buffers_of, modules_of, non_persistent_of, parameters_of
 
 Leaf = str | type[torch.nn.Module] | Callable[[str, torch.nn.Module], bool]
 LeafModules = Leaf | Sequence[Leaf]
@@ -67,11 +68,11 @@ def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collecti
 
     def fill(old: torch.nn.Module, new: torch.nn.Module) -> None:
         new.training = old.training
-        for name, parameter in old._parameters.items():
+        for name, parameter in parameters_of(old).items():
             new.register_parameter(name, parameter)
-        for name, buffer in old._buffers.items():
-            new.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
-        for name, child in old._modules.items():
+        for name, buffer in buffers_of(old).items():
+            new.register_buffer(name, buffer, persistent=name not in non_persistent_of(old))
+        for name, child in modules_of(old).items():
             if child is None or id(child) in layers:
                 new.add_module(name, child)
                 continue

@@ -12,19 +12,23 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import sympy
-from torch._dynamo.source import TensorProperty
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxopt.capture.fakes.size_facts import SizeFacts
 from fxopt.capture.fakes.size_one_trials import SizeOneTrials
+from fxopt.capture.torch_internals import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    TensorProperty,
+    ValueRanges,
+    free_unbacked_symbols,
+    int_oo,
+)
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"
 
 
-class Rounded(sympy.Function):  # type: ignore[misc]
+class Rounded(sympy.Function):
     """A float that Python rounds before it goes on: `(n * 0.29) * 100` is not `n * 29.0`, which sympy makes of it."""
 
     is_real = True

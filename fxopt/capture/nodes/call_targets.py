@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.node import _get_qualified_name, has_side_effect
+from torch.fx.node import has_side_effect
 
+from fxopt.capture.torch_internals import get_qualified_name
 from fxopt.errors import TraceError
 from fxopt.objects import find
 from fxopt.operators import is_write_name
@@ -81,7 +82,7 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 def importable(function: Any) -> Any:
     """`function`, if code generation can name it; TraceError otherwise."""
     try:
-        name = _get_qualified_name(function)
+        name = get_qualified_name(function)
         # fx writes names in torch as they are; other functions it hands to the code as globals.
         if name.startswith("torch.") and find(name) != function:
             raise AttributeError(name)

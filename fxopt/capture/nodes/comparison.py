@@ -10,13 +10,12 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.input_specs import dtype_kind, same_parts, same_value
+from fxopt.capture.torch_internals import FloorDiv, SymT, expression_of, symbol_is_type
 from fxopt.graph import function_name
 from fxopt.operators import is_write_name
 
@@ -256,7 +255,7 @@ def _facts(value: Any, original: bool = False) -> Iterator[Any]:
         for size in value.shape:
             yield from _facts(size, original)
     elif isinstance(value, SymbolicNumber):
-        yield value.node._expr if original else value.node.expr
+        yield expression_of(value.node) if original else value.node.expr
     elif isinstance(value, int):
         yield sympy.sympify(value)
     elif isinstance(value, (tuple, list)):

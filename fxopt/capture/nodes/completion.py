@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.graph import _custom_builtins
 from torch.fx.node import map_arg
 
+from fxopt.capture.torch_internals import custom_builtins
 from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.
@@ -74,9 +74,9 @@ def check_names(graph: torch.fx.Graph) -> None:
                     f"the input {name!r} has a name that is no name in Python, or that of another input, so that the forward "
                     "of a graph module cannot take it; give it another one."
                 )
-            if name in _custom_builtins and _is_read(graph, name):
+            if name in custom_builtins and _is_read(graph, name):
                 raise TraceError(
-                    f"the input {name!r} has a name that code of torch.fx uses for something else ({_custom_builtins[name].obj}); "
+                    f"the input {name!r} has a name that code of torch.fx uses for something else ({custom_builtins[name].obj}); "
                     "give it another one."
                 )
         elif node.op in ("call_module", "get_attr"):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
@@ -24,9 +23,11 @@ from fxopt.capture.nodes.shared_memory import Origin, OutOfSightError, SharedMem
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.capture.runtime.checks import check_value
+from fxopt.capture.torch_internals import is_functorch_wrapped_tensor
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of, version_of
 from fxopt.objects import is_open, mapped, tensors_in
+from fxopt.torch_internals import FakeTensor
 
 _PLAIN_TUPLES = ("builtins", "torch", "torch.return_types")
 _PLAIN = (
@@ -193,7 +194,7 @@ class GraphWriter:
     def _faked(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if is_functorch_wrapped_tensor(value):
             return value
         if isinstance(value, torch.nn.Parameter):
             raise TraceError(

@@ -31,6 +31,7 @@ from fxopt.objects import (
     set_attributes,
     set_items,
 )
+from fxopt.torch_internals import root_of
 
 Node = torch.fx.Node
 
@@ -189,9 +190,9 @@ class MutableObjects:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Nodes written in the block are erased in the end where nothing uses them."""
-        last = self.graph._root.prev
+        last = root_of(self.graph).prev
         yield
-        while last.next is not self.graph._root:
+        while last.next is not root_of(self.graph):
             last = last.next
             self._kept.append(last)
 

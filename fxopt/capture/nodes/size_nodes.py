@@ -12,11 +12,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import GraphAppendingTracer, Proxy
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from fxopt.capture.torch_internals import (
+    DisableTorchFunction,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    sympy_interp,
+)
 from fxopt.errors import TraceError
 
 # The functions of `math` that torch has for sympy, besides the square root, which it can compute itself.
@@ -60,7 +63,7 @@ class SizeNodes:
 
     def _bind_offset(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
         """Take `tensor`, maybe a slice that begins at an unbacked number, as the source of that."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             offset = tensor.storage_offset() if tensor.layout == torch.strided else 0
         if isinstance(offset, torch.SymInt):
             self.bind(offset, lambda: self._graph.call_method("storage_offset", (node(),)))

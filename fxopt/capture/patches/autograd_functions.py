@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
-import types
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.tensor_data import contains
 from fxopt.capture.runtime import modes
 
-_APPLY: Any = torch.autograd.function.Function.__dict__["apply"].__func__
-
-# `apply` as torch defines it.
-plain_apply = types.FunctionType(
-    _APPLY.__code__, _APPLY.__globals__, _APPLY.__name__, _APPLY.__defaults__, _APPLY.__closure__
-)
-_current: list[Callable[..., Any]] = [plain_apply]
+Function = torch.autograd.Function
 
 
-class _Calling:
-    def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
-        __class__  # type: ignore[name-defined] # noqa: B018 # code can be replaced only by code that closes over as many names
-        from fxopt.capture.patches.autograd_functions import _current
+def patch_apply(patch: Patches, apply: Callable[..., Any], recorder: Recorder) -> None:
+    """Let `apply(cls, plain, *args)` take the calls of `cls.apply` in the forward; `plain` is torch's own method.
 
-        return _current[-1](cls, *args, **kwargs)
+    A reference that was taken earlier, as in `double = Double.apply`, is torch's method itself. Such a call is seen at
+    the forward of its class, and kept as one node, too.
+    """
+    plain = vars(Function)["apply"]
+
+    @functools.wraps(Function.apply)
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, plain.__get__(None, cls), *args, **kwargs)
+
+    patch.set(Function, "apply", classmethod(applied))
+    for cls in _subclasses(Function):
+        if isinstance(vars(cls).get("forward"), staticmethod):
+            _patch_forward(patch, cls, recorder)
 
 
-def replace_apply(stack: contextlib.ExitStack, apply: Callable[..., Any]) -> None:
-    """Let `Function.apply` call `apply`, through references that were taken before as well (`double = Double.apply`)."""
-    code = _APPLY.__code__
-    _current.append(apply)
-    stack.callback(_current.pop)
-    _APPLY.__code__ = _Calling.apply.__code__
-    stack.callback(setattr, _APPLY, "__code__", code)
+def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        if not patch.active():
+            return forward(*args, **kwargs)
+        context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
+        call = functools.partial(forward, *context)
+        return call_autograd_function(recorder, cls, call, args[len(context) :], kwargs)
+
+    patch.set(cls, "forward", staticmethod(seen))
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def call_autograd_function(

@@ -12,13 +12,14 @@ import torch.utils.checkpoint as checkpointing
 
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.torch_internals import CHECKPOINT
 from fxopt.objects import tensors_in
 
 
 def patch_checkpointing(patch: Patches, refuse: Callable[[str], None]) -> None:
     """Record what a checkpoint with `use_reentrant=False` runs: values and gradients are the same."""
 
-    @patch(checkpointing, "_checkpoint_without_reentrant_generator")
+    @patch(*CHECKPOINT)
     def around_forward(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if bound.get("context_fn", checkpointing.noop_context_fn) is not checkpointing.noop_context_fn:
@@ -35,7 +36,7 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
             "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, which take other "
             "gradients then than a graph has: use_reentrant=False can be captured"
         )
-    if not torch._C.is_grad_enabled():  # which is no question of the model
+    if not torch.is_grad_enabled():  # which is no question of the model
         recorder.queries.note_mode("grad", False)
         return function(*args)
     recorder.queries.note_gradients()

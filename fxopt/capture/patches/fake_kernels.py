@@ -8,35 +8,43 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import transformer
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxopt.capture.patches.replaced import Patches
+from fxopt.capture.torch_internals import (
+    DISPATCH_KEYS,
+    IS_CAUSAL,
+    cdist,
+    dispatch_cache_of,
+    replaced_operator,
+    run_for_key_of,
+    take_along_dim,
+)
+from fxopt.torch_internals import BatchNorm, FakeTensor
 
 aten = torch.ops.aten
 
-_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+_RECURRENT = [replaced_operator(f"{name}.input") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+_COMPOSITE, _AUTOGRAD = DISPATCH_KEYS
 
 
 def patch_kernels(patch: Patches) -> None:
     """Replace these kernels in the calls of the forward."""
-    for operator in _RECURRENT:
-        step_by_step = operator.py_kernels[DispatchKey.Autograd]
+    for operator in filter(None, _RECURRENT):
+        step_by_step = operator.py_kernels[_AUTOGRAD]
         _replace(patch, operator, functools.partial(_first_step, step_by_step), step_by_step)
     for operator, kernel in _KERNELS.items():
-        in_parts = functools.partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
-        _replace(patch, operator, kernel, in_parts)
-    detect: Any = transformer._detect_is_causal_mask
+        if operator is not None:
+            in_parts = functools.partial(run_for_key_of(operator), _COMPOSITE)
+            _replace(patch, operator, kernel, in_parts)
+    owner, name = IS_CAUSAL
+    detect: Any = getattr(owner, name)
 
     def is_causal(mask: Any, given: bool | None = None, size: int | None = None) -> bool:
         """Is a mask causal? A layer asks this anew when the graph runs, and its output has one shape either way."""
         in_layer = type(mask) is FakeTensor and patch.in_forward() and not patch.active()
         return given is True if in_layer else detect(mask, given, size)
 
-    patch.set(transformer, "_detect_is_causal_mask", is_causal)
+    patch.set(owner, name, is_causal)
     _cumulative_average(patch)
 
 
@@ -44,14 +52,14 @@ def _replace(patch: Patches, operator: Any, kernel: Any, original: Any) -> None:
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (kernel if patch.in_forward() else original)(*args, **kwargs)
 
-    patch.callback(operator._dispatch_cache.clear)  # where torch keeps the kernels that it has found
-    patch.set(operator, "py_kernels", {**operator.py_kernels, **dict.fromkeys(_KEYS, chosen)})
-    operator._dispatch_cache.clear()
+    patch.callback(dispatch_cache_of(operator).clear)  # where torch keeps the kernels that it has found
+    patch.set(operator, "py_kernels", {**operator.py_kernels, **dict.fromkeys(DISPATCH_KEYS, chosen)})
+    dispatch_cache_of(operator).clear()
 
 
 def _cumulative_average(patch: Patches) -> None:
     """A batch normalisation that is a layer averages by the number in its `num_batches_tracked`, which no fake has: any will do."""
-    forward = _BatchNorm.forward
+    forward: Callable[..., torch.Tensor] = BatchNorm.forward
 
     def averaged(self: Any, input: torch.Tensor) -> torch.Tensor:
         if self.momentum is not None or patch.active() or not patch.in_forward():
@@ -62,7 +70,7 @@ def _cumulative_average(patch: Patches) -> None:
         finally:
             self.momentum = None
 
-    patch.set(_BatchNorm, "forward", averaged)
+    patch.set(BatchNorm, "forward", averaged)
 
 
 def _first_step(
@@ -78,14 +86,14 @@ def _first_step(
 
 def _distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, mode: int | None = None) -> torch.Tensor:
     """`cdist`, whose code in C++ knows no free sizes."""
-    made: torch.Tensor = aten._cdist_forward(x1, x2, p, mode)
+    made: torch.Tensor = cdist(x1, x2, p, mode)
     return made
 
 
 def _take_along_dim(tensor: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if dim is None:
         tensor, indices, dim = tensor.reshape(-1), indices.reshape(-1), 0
-    made: torch.Tensor = torch._refs.take_along_dim(tensor, indices, dim)
+    made: torch.Tensor = take_along_dim(tensor, indices, dim)
     return made
 
 
@@ -164,17 +172,17 @@ def _fake_quantize(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
 
 # Kernels of operators that torch has in C++ alone, which fixes sizes; what is made of values has any.
 _KERNELS: dict[Any, Callable[..., Any]] = {
-    aten.cdist.default: _distances,
-    aten.take_along_dim.default: _take_along_dim,
-    aten.kron.default: _kron,
-    aten.linalg_multi_dot.default: _multi_dot,
-    aten.fill_diagonal_.default: _fill_diagonal,
-    aten.combinations.default: _combinations,
-    aten.tensor_split.sections: _tensor_split,
-    aten.max_pool1d.default: _max_pool1d,
-    aten.fake_quantize_per_tensor_affine.default: _fake_quantize,
-    aten.fake_quantize_per_tensor_affine.tensor_qparams: _fake_quantize,
-    aten.fake_quantize_per_channel_affine.default: _fake_quantize,
-    aten.ctc_loss.IntList: _ctc_loss,
-    aten.ctc_loss.Tensor: _ctc_loss,
+    replaced_operator("cdist.default"): _distances,
+    replaced_operator("take_along_dim.default"): _take_along_dim,
+    replaced_operator("kron.default"): _kron,
+    replaced_operator("linalg_multi_dot.default"): _multi_dot,
+    replaced_operator("fill_diagonal_.default"): _fill_diagonal,
+    replaced_operator("combinations.default"): _combinations,
+    replaced_operator("tensor_split.sections"): _tensor_split,
+    replaced_operator("max_pool1d.default"): _max_pool1d,
+    replaced_operator("fake_quantize_per_tensor_affine.default"): _fake_quantize,
+    replaced_operator("fake_quantize_per_tensor_affine.tensor_qparams"): _fake_quantize,
+    replaced_operator("fake_quantize_per_channel_affine.default"): _fake_quantize,
+    replaced_operator("ctc_loss.IntList"): _ctc_loss,
+    replaced_operator("ctc_loss.Tensor"): _ctc_loss,
 }

@@ -21,6 +21,7 @@ from fxopt.capture.patches.tensor_types import patch_types
 from fxopt.capture.patches.torch_functions import patch_torch
 from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
+from fxopt.capture.torch_internals import IS_COMPILING, IS_EXPORTING
 
 lock = threading.RLock()
 
@@ -38,8 +39,8 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
         return threading.get_ident() == thread and not recorder.below
 
     with Patches(active, in_forward) as patch:
-        patch.set(torch.compiler, "_is_compiling_flag", True)
-        patch.set(torch.compiler, "_is_exporting_flag", True)
+        patch.set(*IS_COMPILING, True)
+        patch.set(*IS_EXPORTING, True)
         # It logs each error of an operator before raising it, and some only decide a condition here.
         patch.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         patch_torch(patch, recorder)

@@ -17,6 +17,7 @@ import torch
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.patches.replaced import Patches
+from fxopt.torch_internals import version_of
 
 _PLACES: set[Any] = {"nonzero", "argwhere", torch.nonzero, torch.argwhere}
 
@@ -60,5 +61,5 @@ def _length(writer: GraphWriter, tensor: torch.Tensor) -> int | None:
     node = writer.argument(tensor)
     mask = node.args[0].meta.get("val") if node.target in _PLACES and node.args else None
     one_dimension = isinstance(mask, torch.Tensor) and mask.dim() == 1 and type(mask.shape[0]) is int
-    unchanged = tensor.dim() == 2 and not tensor._version
+    unchanged = tensor.dim() == 2 and not version_of(tensor)
     return mask.shape[0] if one_dimension and unchanged and not isinstance(tensor.shape[0], int) else None

@@ -12,9 +12,6 @@ import types
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.sym_node import SymNode
-from torch.utils._sympy import functions as of_sympy
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
@@ -24,6 +21,8 @@ from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS
 from fxopt.capture.nodes.source_location import is_model_code, makes_calls
 from fxopt.capture.patches.replaced import Patches
+from fxopt.capture.torch_internals import SYMBOLIC, SymNode, float_operations, size_functions
+from fxopt.torch_internals import FakeTensor
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
@@ -138,9 +137,10 @@ def _flags(patch: Patches) -> None:
 
 def _floats(patch: Patches) -> None:
     """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: it must not look into the product."""
-    for name in ("_add", "_sub", "_mul"):
+    for owner, name in float_operations:
+        original = vars(owner)[name]
 
-        def compute(self: Any, other: Any, original: Any = SymNode.__dict__[name]) -> Any:
+        def compute(self: Any, other: Any, original: Any = original) -> Any:
             made = original(self, other)
             if made.pytype is not float or not patch.in_forward():
                 return made
@@ -148,7 +148,7 @@ def _floats(patch: Patches) -> None:
             pairs = (self, other), (left, other), (self, right), (left, _rounded(right))
             return next(m for one, two in pairs if _rounds_once(m := original(one, two), one, two))
 
-        patch.set(SymNode, name, compute)
+        patch.set(owner, name, compute)
     for name in ("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"):
 
         @patch(torch.SymFloat, name)
@@ -169,7 +169,7 @@ def _functions(patch: Patches) -> None:
                 return math.log(number) / math.log(*base)
             if not isinstance(number, _SYMBOLIC):
                 return original(number, *base)
-            function = getattr(of_sympy, f"OpaqueUnaryFn_{name}")
+            function = getattr(size_functions, f"OpaqueUnaryFn_{name}")
             return number.node.shape_env.symbolic(function(number.node.expr), float)
 
         methods[name] = getattr(math, name)
@@ -195,7 +195,7 @@ def _functions(patch: Patches) -> None:
 def _rounded(number: SymNode) -> SymNode:
     """A float as sympy cannot take it apart."""
     made = copy.copy(number)
-    made._expr = Rounded(number.expr)
+    vars(made)[SYMBOLIC] = Rounded(number.expr)
     return made
 
 

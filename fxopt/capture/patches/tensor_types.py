@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
+from fxopt.torch_internals import FakeTensor
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.

@@ -9,25 +9,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.apis as functorch
-import torch._functorch.eager_transforms as eager_transforms
 import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
 import torch.utils.checkpoint as checkpointing
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_code
-from fxopt.capture.patches.autograd_functions import call_autograd_function, plain_apply, replace_apply
+from fxopt.capture.patches.autograd_functions import call_autograd_function, patch_apply
 from fxopt.capture.patches.checkpoints import patch_checkpointing, reentrant_checkpoint
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runtime import modes
+from fxopt.capture.torch_internals import (
+    SDPA_KERNEL,
+    STANCE,
+    TRANSFORMS,
+    VJP,
+    DynamoStance,
+    parse_to,
+    push_saved_tensors_hooks,
+)
 from fxopt.memory import storage_of
+from fxopt.torch_internals import FakeTensor
 
 _MODES = {
     "is_grad_enabled": "grad",
@@ -36,13 +43,6 @@ _MODES = {
 }
 # They call Dynamo unless it is running already; then they call their operator, which reports to a mode.
 _CALL_DYNAMO = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
-# The functions of torch.func in which calls are made on wrapped tensors.
-_TRANSFORMS = (
-    (functorch, "vmap_impl"),
-    (functorch, "_chunked_vmap"),
-    (eager_transforms, "grad_and_value_impl"),
-    (eager_transforms, "_jvp_with_argnums"),
-)
 
 
 def patch_torch(patch: Patches, recorder: Recorder) -> None:
@@ -75,7 +75,7 @@ def _inference_mode(patch: Patches, switches: ModeSwitches) -> None:
 
 
 def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> None:
-    @patch(torch.nn.attention, "_sdpa_kernel")
+    @patch(*SDPA_KERNEL)
     def switch(original: Any, backends: Any, set_priority: bool = False) -> None:
         original(backends, set_priority)
         memo.forget()  # which backend is chosen decides on the strides of what attention gives
@@ -90,7 +90,7 @@ def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> Non
 def _autograd_function(patch: Patches, recorder: Recorder) -> None:
     thread = threading.get_ident()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if patch.active() and cls is checkpointing.CheckpointFunction:
             return reentrant_checkpoint(recorder, args[0], args[2:])
         if threading.get_ident() == thread and recorder.below:
@@ -98,18 +98,16 @@ def _autograd_function(patch: Patches, recorder: Recorder) -> None:
                 f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
                 "where a graph cannot keep its backward"
             )
-        bound = functools.partial(plain_apply, cls)
         if not patch.active():
-            return bound(*args, **kwargs)
-        return call_autograd_function(recorder, cls, bound, args, kwargs)
+            return plain(*args, **kwargs)
+        return call_autograd_function(recorder, cls, plain, args, kwargs)
 
-    replace_apply(patch, apply)
+    patch_apply(patch, apply, recorder)
 
 
 def _compilation(patch: Patches) -> None:
     """Keep Dynamo, which would capture by itself, from running: what is compiled in the model runs as it is written."""
-    if (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-        patch.set(eval_frame, "_stance", eval_frame.DynamoStance("force_eager"))
+    patch.set(*STANCE, DynamoStance("force_eager"))
 
     @patch(torch, "compile")
     def leave_as_it_is(original: Any, model: Any = None, **options: Any) -> Any:
@@ -130,10 +128,10 @@ def _transforms(patch: Patches, below: Callable[[], Any]) -> None:
         with below():
             return call(*args, **kwargs)
 
-    for owner, name in _TRANSFORMS:
+    for owner, name in TRANSFORMS:
         patch(owner, name)(recorded)
 
-    @patch(eager_transforms, "_vjp_with_argnums")
+    @patch(*VJP)
     def vjp(original: Any, *args: Any, **kwargs: Any) -> Any:
         result, backward, *aux = recorded(original, *args, **kwargs)
         return result, functools.partial(recorded, backward), *aux
@@ -142,7 +140,7 @@ def _transforms(patch: Patches, below: Callable[[], Any]) -> None:
 def _conversions(patch: Patches) -> None:
     @patch(torch.nn.Module, "to")
     def to(original: Any, self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parse_to(*args, **kwargs)
         if memory_format is None and all(
             device in (None, t.device) and (dtype in (None, t.dtype) or not t.is_floating_point())
             for t in (*self.parameters(), *self.buffers())
@@ -220,7 +218,7 @@ def _saved_tensors(patch: Patches, recorder: Recorder) -> None:
             recorder.queries.note_gradients()  # which tensors are saved
         else:
             recorder.queries.note_mode("grad", False)
-        torch._C._autograd._push_saved_tensors_default_hooks(packed, lambda saved: saved)
+        push_saved_tensors_hooks(packed, lambda saved: saved)
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ import torch
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin
 from fxopt.capture.patches.replaced import Patches
+from fxopt.torch_internals import version_of
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
 # both leave out masks in both directions.
@@ -181,7 +182,7 @@ def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
 
 def _writes(mask: torch.Tensor) -> int:
     """How often a mask has been written; under inference mode, torch does not count."""
-    return 0 if mask.is_inference() else mask._version
+    return 0 if mask.is_inference() else version_of(mask)
 
 
 def _as_declared(mask: torch.Tensor, made: dict[str, Any], is_causal: bool) -> torch.Tensor | None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch.fx.node import has_side_effect
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.indexing import squeeze_with_guard, unbind_with_guard
 from fxopt.capture.runtime import modes
+from fxopt.capture.torch_internals import TorchDispatchMode
 from fxopt.effects import is_write
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ class DispatchRecorder(TorchDispatchMode):
     """Records operators, as `torch.ops` names them."""
 
     def __init__(self, writer: GraphWriter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._writer = writer
         self._grad_before = self._grad = torch.is_grad_enabled()
         self._switched: torch.fx.Node | None = None

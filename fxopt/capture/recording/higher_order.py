@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 from fxopt import effects
 from fxopt.capture.nodes.comparison import is_call
@@ -22,9 +20,11 @@ from fxopt.capture.recording.torch_call import Call
 from fxopt.capture.runtime import checks, modes
 from fxopt.capture.runtime.conditional import Conditional
 from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.capture.torch_internals import cond, free_unbacked_symbols, sdpa_dense
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in
+from fxopt.torch_internals import pytree
 
 _REFUSED: dict[Any, str] = {
     **dict.fromkeys(modes.SWITCHES, "switches a mode"),
@@ -35,7 +35,7 @@ _REFUSED: dict[Any, str] = {
 
 def expand(recorder: Recorder, call: Call) -> Any:
     """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
-    if call.function is torch.ops.higher_order.cond:
+    if call.function is cond:
         return _conditional(recorder, *call.args, **call.kwargs)
     expanded = _EXPANSIONS.get(call.function.name())
     if expanded is None:
@@ -70,9 +70,7 @@ def _map(function: Any, xs: Sequence[Any], args: Sequence[Any]) -> Any:
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    from torch._higher_order_ops.flex_attention import sdpa_dense
-
-    return sdpa_dense(*args, **kwargs)
+    return sdpa_dense()(*args, **kwargs)
 
 
 _EXPANSIONS: dict[str, Callable[..., Any]] = {

@@ -11,6 +11,7 @@ import torch
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
+from fxopt.capture.torch_internals import istft as whole_istft
 from fxopt.errors import TraceError
 
 # torch takes these types of Python for dtypes.
@@ -131,7 +132,7 @@ def istft(recorder: Recorder, call: Call) -> Any:
     """`istft` of a free length: torch's code in Python takes one, its signature does not."""
     if not any(isinstance(number, SymbolicNumber) for number in (*call.args, *call.kwargs.values())):
         return NotImplemented
-    made = torch._refs.istft(*call.args, **call.kwargs)
+    made = whole_istft(*call.args, **call.kwargs)
     recorder.record(call, made)
     return made
 

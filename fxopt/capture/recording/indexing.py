@@ -16,9 +16,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
+from fxopt.torch_internals import FakeTensor
 
 # Makes a call of the forward: a function with its arguments.
 MakesCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -9,20 +9,23 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import overrides
-from torch.amp.autocast_mode import _enter_autocast
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
+from fxopt.capture.torch_internals import (
+    dispatch_mode_stack,
+    enter_autocast,
+    function_mode_stack,
+    pop_dispatch_mode,
+    pop_function_mode,
+    set_grad_enabled,
+)
 from fxopt.errors import TraceError
 
 # The modes that are entered, the last one last, and what leaves that.
 _STACKS: tuple[tuple[Callable[[], list[Any]], Callable[[], Any]], ...] = (
-    (_get_current_function_mode_stack, overrides._pop_mode),
-    (_get_current_dispatch_mode_stack, _python_dispatch._pop_mode),
+    (function_mode_stack, pop_function_mode),
+    (dispatch_mode_stack, pop_dispatch_mode),
 )
 _GRAD_CLASSES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 _GRAD_EXITS = {block.__exit__.__code__ for block in _GRAD_CLASSES}
@@ -51,10 +54,10 @@ class ModeSwitches:
         return id(block) in self._blocks
 
     def autocast(self, function: Any, args: tuple[Any, ...]) -> None:
-        """Write the node for a call of `_enter_autocast` or `_exit_autocast`."""
+        """Write the node for a call of `enter_autocast` or `_exit_autocast`."""
         # torch has switched the mode already; the frame that reports it is autocast's own method.
         block = _caller().f_locals["self"]
-        if function is _enter_autocast:
+        if function is enter_autocast:
             device_type, dtype, enabled, cache_enabled = args
             self.enter(block, modes.enter_autocast, device_type, dtype, enabled, cache_enabled)
         else:
@@ -62,7 +65,7 @@ class ModeSwitches:
 
     def set_grad_enabled(self, mode: bool) -> None:
         """A block restores what it found: which block this call belongs to stands in the frames above it."""
-        torch._C._set_grad_enabled(mode)
+        set_grad_enabled(mode)
         frame = _caller()
         while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
             frame = frame.f_back  # no_grad switches through set_grad_enabled

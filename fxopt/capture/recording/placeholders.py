@@ -9,9 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
@@ -44,6 +42,7 @@ from fxopt.capture.runtime.input_specs import (
     structure_keys,
 )
 from fxopt.capture.runtime.size_guards import python_expression
+from fxopt.capture.torch_internals import ConstantSource, DimDynamic
 from fxopt.errors import TraceError
 from fxopt.objects import entries, is_mutable, key_kind, rebuilt
 

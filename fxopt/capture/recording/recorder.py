@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
@@ -35,11 +32,25 @@ from fxopt.capture.recording.torch_call import (
     with_schema,
 )
 from fxopt.capture.runtime.input_specs import same_objects
+from fxopt.capture.torch_internals import (
+    LIFT_FRESH,
+    GuardOnDataDependentSymNode,
+    PreDispatchTorchFunctionMode,
+    call_impl_of,
+    parametrizations_cached,
+    pop_mode_temporarily,
+)
 from fxopt.effects import is_write
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
-
-_LIFT_FRESH: Any = torch.ops.aten.lift_fresh.default
+from fxopt.torch_internals import (
+    FakeTensor,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    layer_backward_hooks_of,
+    layer_backward_pre_hooks_of,
+    version_of,
+)
 
 # Gives the value of a call, an equal call to go on with, or NotImplemented.
 Rewrite = Callable[["Recorder", Call], Any]
@@ -93,7 +104,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         try:
             if self.shell.stale and any(id(t) in self.shell.stale for t in tensors_in((args, kwargs))):
                 raise TraceError(f"the forward reads what an earlier call has left. {self.writer.where()}")
-            if function is not _LIFT_FRESH:  # which makes a fake of its argument
+            if function is not LIFT_FRESH:  # which makes a fake of its argument
                 args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
             return self.call(function, args, kwargs)
         except TraceError as error:
@@ -179,15 +190,15 @@ class Recorder(PreDispatchTorchFunctionMode):
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
         if self._opaque:
-            return module._call_impl(*args, **kwargs)
+            return call_impl_of(module)(*args, **kwargs)
         if has_packed(args, kwargs):
             self.fail(PACKED)
         of_torch = type(module).__module__.startswith("torch.nn.")
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
         args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
-        if parametrize._cache_enabled or any(
-            part._forward_hooks or part._forward_pre_hooks for part in module.modules()
+        if parametrizations_cached(parametrize) or any(
+            forward_hooks_of(part) or forward_pre_hooks_of(part) for part in module.modules()
         ):
             self.hooked.add(name)
         with self.writer.inside(name, module):
@@ -203,7 +214,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             if module.training or self.writer.containers.any_in((args, kwargs)):
                 self.shape_env.guard(questions)  # a second call would change something
             else:
-                self.shape_env.settle_at_one(questions, module._call_impl, args, kwargs, result)
+                self.shape_env.settle_at_one(questions, call_impl_of(module), args, kwargs, result)
         with self.writer.inside(name, module):
             self.writer.create("call_module", name, node_args, node_kwargs, result)
             self.writer.containers.after_call((args, kwargs))
@@ -217,7 +228,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             return call.recall()
         versions = _versions((args, kwargs))
         draws = PythonRandomState() if call is None else None
-        result = module._call_impl(*args, **kwargs)
+        result = call_impl_of(module)(*args, **kwargs)
         if draws is not None:
             draws.take_back()  # the layer draws them when the graph runs
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
@@ -229,22 +240,22 @@ class Recorder(PreDispatchTorchFunctionMode):
     def call_container(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module whose own forward is recorded."""
         if self._opaque:
-            return module._call_impl(*args, **kwargs)
+            return call_impl_of(module)(*args, **kwargs)
         if isinstance(module, torch.nn.RNNBase) and has_packed(args, kwargs):
             self.fail(PACKED)
-        if module._backward_hooks or module._backward_pre_hooks:
+        if layer_backward_hooks_of(module) or layer_backward_pre_hooks_of(module):
             self.fail(
                 f"module {name!r} has backward hooks, which a graph cannot hold: make it a leaf (leaf_modules=...)"
             )
         with self.writer.inside(name, module):
-            return module._call_impl(*args, **kwargs)
+            return call_impl_of(module)(*args, **kwargs)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Run the block without recording it."""
         self._opaque += 1
         try:
-            with _pop_mode_temporarily():
+            with pop_mode_temporarily():
                 yield
         finally:
             self._opaque -= 1
@@ -286,4 +297,4 @@ class Recorder(PreDispatchTorchFunctionMode):
 
 
 def _versions(value: Any) -> list[int]:
-    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
+    return [version_of(tensor) for tensor in tensors_in(value) if not tensor.is_inference()]

@@ -14,9 +14,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
 from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
@@ -28,8 +25,19 @@ from fxopt.capture.recording.higher_order import expand
 from fxopt.capture.recording.recorder import Recorder, Rewrite
 from fxopt.capture.recording.tensor_data import FROM_DATA, make_from_data, make_legacy, torch_keywords
 from fxopt.capture.recording.torch_call import Call
+from fxopt.capture.torch_internals import (
+    LIFT_FRESH,
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    is_contiguous_or_false,
+    set_grad_enabled,
+    torch_assert,
+    unset_fake_temporarily,
+)
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import FakeTensor, storage_identity
 
 # Functions with a flag `inplace` whose backward needs nothing of the input.
 _KEEP_NO_INPUT = {
@@ -46,7 +54,7 @@ def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
     if name.startswith("_record_function_"):
         return (lambda recorder, call: call.made(),)  # a name for the profiler
     before = (*_IDIOMS.get(name, ()), *_BY_FUNCTION.get(call.function, (_take_torch_values,)))
-    if isinstance(call.function, torch._ops.HigherOrderOperator):
+    if isinstance(call.function, HigherOrderOperator):
         before += (expand,)
     writes: tuple[Rewrite, ...] = (_write_out,) if call.kwargs.get("out") is not None else ()
     if _has_inplace_flag(call.function):
@@ -198,7 +206,7 @@ def _address(recorder: Recorder, call: Call) -> int:
     """A number that tells the memory of one fake from that of another."""
     fake = call.args[0]
     recorder.queries.note(call.name, call.args, None)
-    storage: int = fake.untyped_storage()._cdata
+    storage: int = storage_identity(fake.untyped_storage())
     offset = fake.storage_offset()
     return storage * 64 + (offset * fake.element_size() if isinstance(offset, int) else 0)
 
@@ -247,12 +255,12 @@ _IDIOMS: dict[str, tuple[Rewrite, ...]] = {
 _BY_FUNCTION: dict[Any, tuple[Rewrite, ...]] = {
     **dict.fromkeys(FROM_DATA, (make_from_data,)),
     **dict.fromkeys(
-        (_enter_autocast, _exit_autocast),
+        (enter_autocast, exit_autocast),
         (lambda recorder, call: recorder.switches.autocast(call.function, call.args),),
     ),
-    torch.ops.aten.lift_fresh.default: (make_legacy,),
-    torch._C._set_grad_enabled: (lambda recorder, call: recorder.switches.set_grad_enabled(call.args[0]),),
-    torch._assert: (_assert,),
+    LIFT_FRESH: (make_legacy,),
+    set_grad_enabled: (lambda recorder, call: recorder.switches.set_grad_enabled(call.args[0]),),
+    torch_assert: (_assert,),
 }
 _BY_NAME: dict[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys(TAKES_SIZES, (_take_numbers,)),

@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.fx.node import _side_effectful_functions
 from torch.nn.utils.rnn import PackedSequence
 
 from fxopt.capture.nodes.source_location import makes_calls
+from fxopt.capture.torch_internals import side_effectful_functions
 from fxopt.effects import is_write
+from fxopt.torch_internals import OpOverloadPacket
 
 _REASONS = {
     **dict.fromkeys(
@@ -59,7 +60,7 @@ class Call:
 
 def with_schema(function: Any) -> Any:
     """The operator in the place of a packet of that one operator, if it writes: torch.fx asks its schema for that."""
-    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
+    if isinstance(function, OpOverloadPacket) and len(function.overloads()) == 1:
         operator = getattr(function, function.overloads()[0])
         return operator if is_write(operator) else function
     return function
@@ -76,7 +77,7 @@ def refusal(call: Call, result: Any) -> str | None:
     if name in _REASONS:
         return _REASONS[name].format(name=name, function=call.function)
     has_effect = is_write(call.function) or name == "retain_grad"
-    if result is None and not has_effect and call.function not in _side_effectful_functions:
+    if result is None and not has_effect and call.function not in side_effectful_functions:
         return f"calls {name!r}, which a graph cannot hold."
     if name in _RESHAPES_IN_PLACE and any(isinstance(size, torch.SymInt) for size in call.args[0].shape):
         return (

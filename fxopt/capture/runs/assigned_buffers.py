@@ -14,6 +14,7 @@ from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import buffers_of, non_persistent_of, parameters_of
 
 # A module of the model and the name of a buffer in it.
 Place = tuple[str, str]
@@ -24,8 +25,8 @@ def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
     return {
         (name, key)
         for name, module in made.request.model.named_modules()
-        for key, _ in module._buffers.items()  # lists no keys in torch.jit
-        if (name, key) in made.changes and persistent == (key not in module._non_persistent_buffers_set)
+        for key, _ in buffers_of(module).items()  # lists no keys in torch.jit
+        if (name, key) in made.changes and persistent == (key not in non_persistent_of(module))
     }
 
 
@@ -36,7 +37,7 @@ def held_alone(made: RunResult, places: Collection[Place]) -> set[Place]:
     model, describe = made.request.model, SnapshotMaker(id)
     held = [tensor for module in model.modules() for tensor in describe(vars(module)).tensors]
     memory = Counter(map(storage_of, [*held, *tensors_in([made.request.inputs, *made.constants.values()])]))
-    buffers = {(name, key): model.get_submodule(name)._buffers[key] for name, key in places}
+    buffers = {(name, key): buffers_of(model.get_submodule(name))[key] for name, key in places}
     return {place for place, b in buffers.items() if b is not None and memory[storage_of(b)] == 1}
 
 
@@ -44,7 +45,7 @@ def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, t
     """Put copies in the places of these buffers, so that who has read one does not see what is written; the buffers."""
     lent = {}
     for name, key in sorted(places):
-        buffers = writer.shell.model.get_submodule(name)._buffers
+        buffers = buffers_of(writer.shell.model.get_submodule(name))
         if (buffer := buffers.get(key)) is not None:
             lent[name, key], buffers[key] = buffer, buffer.clone()
     return lent
@@ -59,7 +60,7 @@ def write_back(recorder: Recorder, lent: dict[Place, torch.Tensor], others: Any)
     """
     writer = recorder.writer
     for (name, key), buffer in lent.items():
-        buffers = writer.shell.model.get_submodule(name)._buffers
+        buffers = buffers_of(writer.shell.model.get_submodule(name))
         value, node = buffers.get(key), writer.made_by(buffer)
         # The graph has to ask the dtype, too: a write would convert.
         if value is None or node is None or len(node.users) != 1 or value.dtype != buffer.dtype:
@@ -76,7 +77,7 @@ def write_back(recorder: Recorder, lent: dict[Place, torch.Tensor], others: Any)
 
 def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
-        held = [*module._parameters.values(), *module._buffers.values()]
+        held = [*parameters_of(module).values(), *buffers_of(module).values()]
         yield from (tensor for tensor in held if tensor is not None)
 
 

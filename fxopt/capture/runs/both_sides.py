@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxopt import effects
 from fxopt.capture.fakes.module_tree import is_torch_layer
@@ -38,6 +37,7 @@ from fxopt.capture.runtime.conditional import IfElse
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.memory import storage_of
 from fxopt.objects import set_attributes, set_items, tensors_in
+from fxopt.torch_internals import statically_known_true
 
 _REFUSED = {set_attributes, set_items}
 

@@ -11,6 +11,7 @@ import torch
 
 from fxopt.capture.runs.own_copies import Examples
 from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.torch_internals import storage_identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +183,6 @@ def _sharing(outcome: Outcome) -> list[int]:
     """For each tensor in inputs and output, the first one that has the same memory."""
     first: dict[Any, int] = {}
     return [
-        first.setdefault(t.untyped_storage()._cdata if t.layout is torch.strided else id(t), n)
+        first.setdefault(storage_identity(t.untyped_storage()) if t.layout is torch.strided else id(t), n)
         for n, t in enumerate(tensors_in([outcome.inputs, outcome.output]))
     ]

@@ -38,6 +38,7 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import non_persistent_of
 
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
@@ -169,7 +170,7 @@ def _tables(made: RunResult) -> set[str]:
     return {
         f"{name}.{key}".lstrip(".")
         for name, module in made.request.model.named_modules()
-        for key in module._non_persistent_buffers_set
+        for key in non_persistent_of(module)
         if (name, key) in made.changes
     }
 

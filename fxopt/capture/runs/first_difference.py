@@ -11,8 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.torch_internals import IS_COMPILING, IS_EXPORTING, DisableTorchFunction, call_impl_of
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import COMPILED
 
 Digest = tuple[Any, ...]
 
@@ -78,8 +80,8 @@ def likely_cause(difference: str, call: int, agrees_when_exporting: bool) -> str
 def exporting(call: Callable[[], Any]) -> Any:
     """Call a function while torch says that a capture is going on."""
     with (
-        replaced(torch.compiler, "_is_compiling_flag", True),
-        replaced(torch.compiler, "_is_exporting_flag", True),
+        replaced(*IS_COMPILING, True),
+        replaced(*IS_EXPORTING, True),
     ):
         return call()
 
@@ -96,7 +98,7 @@ class _EagerValues(TorchFunctionMode):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name in self._layers:
             layer = self._model.get_submodule(name)
-            layer._compiled_call_impl = lambda *a, layer=layer, **k: self._layer(layer, a, k)
+            setattr(layer, COMPILED, lambda *a, layer=layer, **k: self._layer(layer, a, k))
         with self:
             return self._model(*args, **kwargs)
 
@@ -113,7 +115,7 @@ class _EagerValues(TorchFunctionMode):
     def _layer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         try:
-            result = layer._call_impl(*args, **kwargs)
+            result = call_impl_of(layer)(*args, **kwargs)
         finally:
             self._depth -= 1
         return self._kept(result)
@@ -121,7 +123,7 @@ class _EagerValues(TorchFunctionMode):
 
 def _digests(value: Any) -> list[Digest]:
     """Sums that tell tensors apart."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         return [_digest(tensor.detach()) for tensor in tensors_in(value)]
 
 

@@ -10,10 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import DataDependentBranch, PlaceError
@@ -41,9 +37,15 @@ from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
+from fxopt.capture.torch_internals import (
+    DataDependentOutputException,
+    GuardOnDataDependentSymNode,
+    enable_python_dispatcher,
+    set_grad_enabled,
+    shapes_config,
+)
 from fxopt.errors import TraceError
 
-_fx_config: Any = torch.fx.experimental._config
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
@@ -192,7 +194,7 @@ class ForwardRun:
         """Run the forward, and write its output."""
         recorder = self.recorder
         with (
-            _fx_config.patch(backed_size_oblivious=True),
+            shapes_config.patch(backed_size_oblivious=True),
             _process_state_kept(),
             self.fake_mode,
             # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
@@ -248,7 +250,7 @@ def _process_state_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._set_grad_enabled(grad_enabled)
+        set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)
 
 

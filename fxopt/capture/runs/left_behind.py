@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.source_location import RunningCode, is_model_package
+from fxopt.torch_internals import FakeTensor
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _WRAPPERS = (

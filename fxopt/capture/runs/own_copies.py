@@ -16,7 +16,9 @@ from fxopt.capture.recording.random_state import PythonRandomState
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.capture.torch_internals import make_subclass
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import REGISTRIES, buffers_of, storage_identity
 
 T = TypeVar("T")
 
@@ -50,8 +52,10 @@ def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
     copies = dict(copied.named_modules())
     for name, module in model.named_modules():
         # A copied GraphModule takes tensors that are plain attributes for buffers.
-        for buffer in {*copies[name]._buffers.keys()} - {*module._buffers.keys()}:  # lists, in torch.jit
-            copies[name].__dict__[buffer] = copies[name]._buffers.pop(buffer)
+        for buffer in {*buffers_of(copies[name]).keys()} - {
+            *buffers_of(module).keys()
+        }:  # lists, in torch.jit
+            copies[name].__dict__[buffer] = buffers_of(copies[name]).pop(buffer)
     return copied
 
 
@@ -63,7 +67,7 @@ def copy_graph(traced: TracedModule, written: Written) -> TracedModule:
     memo[id(traced)] = copied
     copied.__dict__.update(traced.__dict__)
     copied.__dict__.pop("_containers", None)
-    for registry in ("_parameters", "_buffers", "_modules"):
+    for registry in REGISTRIES[:3]:
         copied.__dict__[registry] = deepcopy_with_closures(traced.__dict__[registry], memo)
     return copied
 
@@ -122,7 +126,7 @@ def _memo(module: torch.nn.Module, written: Written) -> dict[int, Any]:
         if id(parameter) not in memo:
             memo[id(parameter)] = _alias(parameter, name in written.parameters or parameter.is_inference())
     for part in module.modules():
-        for value in (*part.__dict__.values(), *part._buffers.values()):
+        for value in (*part.__dict__.values(), *buffers_of(part).values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
     return memo
@@ -133,7 +137,7 @@ def _alias(parameter: torch.Tensor, is_written: bool) -> torch.Tensor:
     data = parameter.detach().clone() if is_written else parameter.detach()
     if type(data) is not torch.Tensor:
         return data.requires_grad_(parameter.requires_grad)
-    alias: Any = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    alias: Any = make_subclass(type(parameter), data, parameter.requires_grad)
     alias.__dict__.update(copy.copy(parameter.__dict__))
     alias.grad = parameter.grad
     return alias  # type: ignore[no-any-return]
@@ -147,10 +151,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _in_own_storage(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """A copy of a tensor at its place in the copy of its storage, of which no other part is read: that may be a large file."""
     storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    if storage_identity(storage) not in storages:
+        storages[storage_identity(storage)] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
     copied = tensor.new_empty(0)
-    copied.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+    copied.set_(storages[storage_identity(storage)], tensor.storage_offset(), tensor.shape, tensor.stride())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span = last + 1 if tensor.numel() else 0
     copied.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))

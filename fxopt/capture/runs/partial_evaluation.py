@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runs.run_result import RunResult
@@ -20,6 +19,7 @@ from fxopt.effects import written_by
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.operators import is_torch_function
+from fxopt.torch_internals import FakeTensor
 
 # Calls that read the dtype, device and sizes of the tensor at this place, and none of its numbers.
 _READ_NO_NUMBERS = dict.fromkeys(

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from fxopt.capture.torch_internals import cond
+from fxopt.torch_internals import FakeTensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +24,7 @@ class Conditional:
     __name__ = "cond"
 
     def __call__(self, predicate: torch.Tensor, *operands: Any) -> Any:
-        return torch.ops.higher_order.cond(predicate, self.true_branch, self.false_branch, operands)
+        return cond(predicate, self.true_branch, self.false_branch, operands)
 
     def __repr__(self) -> str:
         return f"cond(\n{self.true_branch.code}\n{self.false_branch.code})"

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx.node import has_side_effect
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fxopt.capture import torch_internals as internals
 
 _thread = threading.local()
 
@@ -26,7 +26,7 @@ _thread = threading.local()
 def set_grad_enabled(mode: bool) -> bool:
     """Switch gradients on or off and return what was set before."""
     previous = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(mode)
+    internals.set_grad_enabled(mode)
     return previous
 
 
@@ -34,15 +34,15 @@ def set_grad_enabled(mode: bool) -> bool:
 def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool) -> Any:
     """Enter `torch.autocast`; the result goes to `leave`."""
     if torch.compiler.is_dynamo_compiling():
-        return _enter_autocast(device_type, dtype, enabled, cache_enabled)
+        return internals.enter_autocast(device_type, dtype, enabled, cache_enabled)
     return _enter(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled))
 
 
 @has_side_effect
 def enter_inference_mode(mode: bool) -> Any:
     """Enter `torch.inference_mode`; the result goes to `leave`."""
-    if torch.compiler.is_dynamo_compiling():
-        return _enter_inference_mode(mode)
+    if internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling():
+        return internals.enter_inference_mode(mode)
     return _enter(torch.inference_mode(mode))
 
 
@@ -50,9 +50,9 @@ def enter_inference_mode(mode: bool) -> Any:
 def enter_sdpa_kernel(backends: list[str], set_priority: bool) -> Any:
     """Enter `torch.nn.attention.sdpa_kernel` with backends by name; the result goes to `leave`."""
     chosen = [getattr(SDPBackend, name) for name in backends]
-    if torch.compiler.is_dynamo_compiling() and not set_priority:
-        previous = _cur_sdpa_kernel_backends()
-        _sdpa_kernel(chosen)
+    if internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling() and not set_priority:
+        previous = internals.sdpa_backends()
+        internals.switch_sdpa_backends(chosen)
         return previous
     return _enter(sdpa_kernel(chosen, set_priority))
 
@@ -61,11 +61,11 @@ def enter_sdpa_kernel(backends: list[str], set_priority: bool) -> Any:
 def leave(context: Any) -> None:
     """Leave a context that one of the `enter` functions returned."""
     if isinstance(context, list):
-        _sdpa_kernel(context)
+        internals.switch_sdpa_backends(context)
     elif torch.compiler.is_dynamo_compiling() and isinstance(context, torch.autocast):
-        _exit_autocast(context)
-    elif torch.compiler.is_dynamo_compiling() and isinstance(context, torch.inference_mode):
-        _exit_inference_mode(context)
+        internals.exit_autocast(context)
+    elif internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling():
+        internals.exit_inference_mode(context)
     else:
         if context in _entered():  # not there when it was entered inside compiled code
             _entered().remove(context)
@@ -91,7 +91,7 @@ def restored_on_error() -> Iterator[None]:
         yield
     except BaseException:
         leave_all(depth)
-        torch._C._set_grad_enabled(grad_enabled)
+        internals.set_grad_enabled(grad_enabled)
         raise
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._sympy.printers import PythonPrinter
+
+from fxopt.capture.torch_internals import PythonPrinter
 
 
 class SizeExpression:

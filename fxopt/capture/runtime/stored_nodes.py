@@ -7,10 +7,11 @@ import pickle
 from typing import Any
 
 import torch
-from torch.fx.node import _get_qualified_name, has_side_effect
+from torch.fx.node import has_side_effect
 
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.conditional import Conditional
+from fxopt.capture.torch_internals import get_qualified_name
 from fxopt.effects import is_write
 from fxopt.objects import find, is_found
 
@@ -73,7 +74,7 @@ class _Importable:
         name = (
             f"{target.__module__}.{target.__qualname__}"
             if isinstance(target, type)
-            else _get_qualified_name(target)
+            else get_qualified_name(target)
         )
         if not is_found(name, target):
             raise pickle.PicklingError(

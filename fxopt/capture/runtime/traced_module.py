@@ -18,9 +18,10 @@ import torch
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.stored_nodes import copyable, picklable, rebuilt_graph
 from fxopt.errors import GuardError
+from fxopt.torch_internals import DERIVED_FROM_GRAPH, REGISTRIES
 
-# What `torch.fx.GraphModule` derives from the graph; made anew when a module is rebuilt.
-_DERIVED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_containers", "_compiled_call_impl"}
+# What is made anew when a module is rebuilt.
+_DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 
 
 class TracedModule(torch.fx.GraphModule):
@@ -62,7 +63,7 @@ class TracedModule(torch.fx.GraphModule):
     ) -> None:
         super().__init__(torch.nn.Module(), torch.fx.Graph(), class_name)
         self.training = root.training
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for registry in REGISTRIES:
             self.__dict__[registry] = root.__dict__[registry]
         for node in graph.find_nodes(op="call_function", target=operator.pow):
             if repr(node.args[0]).startswith("-"):  # torch.fx writes `-1 ** x`, which is -(1 ** x)

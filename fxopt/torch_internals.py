@@ -1,0 +1,256 @@
+"""The private names of torch that fxopt uses, each with the consequence of its absence: those of capture are in `capture/`.
+
+Any release of torch may rename or remove one. A name that this torch lacks becomes its fallback, or a stand-in that
+raises a sentence with torch's version at the first use; an import never fails. `FXOPT_WITHOUT`, an environment variable
+with names joined by commas, makes fxopt do without these names: tests and `fxopt doctor` show the consequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from fxopt.errors import FxoptError
+
+TESTED = ("2.12", "2.15")
+"""The oldest and the newest minor version of torch on which the tests run."""
+
+LAYERS, LIBRARY = "layers cannot be read", "fxopt cannot be used"
+PLAIN = "packed layers compute as plain layers, and optimized modules fall back to eager"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One private name.
+
+    Attributes:
+        name: the qualified name.
+        without: the consequence of its absence, as a clause.
+        found: `True` if this torch has it.
+        has_fallback: `True` if code that needs it goes on without it.
+    """
+
+    name: str
+    without: str
+    found: bool
+    has_fallback: bool
+
+    def __str__(self) -> str:
+        remedy = "" if self.has_fallback else f". Use torch {TESTED[0]} to {TESTED[1]}, or a newer fxopt"
+        return f"torch {torch.__version__} has no {self.name}: {self.without}{remedy}"
+
+
+ROWS: dict[str, Row] = {}
+_TAKEN_AWAY = set(os.environ.get("FXOPT_WITHOUT", "").split(","))
+_RAISE: Any = object()
+
+
+def private(name: str, without: str, otherwise: Any = _RAISE, error: type[Exception] = FxoptError) -> Any:
+    """Look up a private name, and enter it into `ROWS`.
+
+    Args:
+        name: the qualified name.
+        without: the consequence of its absence, as a clause.
+        otherwise: the fallback. By default, a stand-in that raises at its first use.
+        error: the class of that error.
+
+    Returns:
+        The object of this name, `otherwise`, or the stand-in: a class without instances.
+    """
+    try:
+        found = pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        found = _RAISE
+    return _entered(name, without, found, otherwise, error)
+
+
+def attribute(sample: Any, name: str, without: str, otherwise: Any = _RAISE) -> Any:
+    """A function that reads a private attribute, which instances such as `sample` have."""
+    read: Any = operator.attrgetter(name)
+    try:
+        read(sample)
+    except AttributeError:
+        read = _RAISE
+    kind = type(sample)
+    owner = sample.__name__ if kind is ModuleType else f"{kind.__module__}.{kind.__qualname__}"
+    return _entered(f"{owner}.{name}", without, read, otherwise, FxoptError)
+
+
+def how_tested() -> str:
+    """Tell whether fxopt is tested on this torch."""
+    version, (oldest, newest) = _numbers(torch.__version__), map(_numbers, TESTED)
+    if oldest <= version <= newest:
+        return "tested"
+    return f"untested: fxopt is tested on {TESTED[0]} to {TESTED[1]}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in version.split(".")[:2])
+
+
+def missing() -> Iterator[Row]:
+    """The names that this torch lacks."""
+    return (row for row in ROWS.values() if not row.found)
+
+
+def _entered(name: str, without: str, found: Any, otherwise: Any, error: type[Exception]) -> Any:
+    if name in _TAKEN_AWAY:
+        found = _RAISE
+    row = ROWS[name] = Row(name, without, found is not _RAISE, otherwise is not _RAISE)
+    if row.found:
+        return found
+    if otherwise is not _no_kernel:  # builds of torch differ in these
+        FxoptError.notes.append(str(row))
+    return (
+        _Absent(name.rpartition(".")[2], (), {"row": row, "error": error})
+        if otherwise is _RAISE
+        else otherwise
+    )
+
+
+def _no_kernel(*args: Any) -> Any:
+    raise NotImplementedError
+
+
+class _Absent(type):
+    """A class that stands for an absent name: nothing is an instance, and each use raises."""
+
+    row: Row
+    error: type[Exception]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise cls.error(str(cls.row))
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(str(cls.row))
+
+
+# --- values
+
+FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", "shapes of nodes are unknown")
+FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode", "models cannot be captured")
+pytree = private("torch.utils._pytree", LIBRARY)
+tree_all, tree_any, tree_flatten, tree_leaves, tree_map = (
+    private(f"torch.utils._pytree.tree_{name}", LIBRARY)
+    for name in ("all", "any", "flatten", "leaves", "map")
+)
+statically_known_true = private(
+    "torch.fx.experimental.symbolic_shapes.statically_known_true",
+    "sizes that are free count as unknown",
+    lambda condition: condition is True,
+)
+_NEW_TENSOR = torch.empty(0)
+version_of = attribute(_NEW_TENSOR, "_version", "writes into tensors cannot be counted")
+backward_hooks_of = attribute(_NEW_TENSOR, "_backward_hooks", LAYERS)
+accumulation_hooks_of = attribute(_NEW_TENSOR, "_post_accumulate_grad_hooks", LAYERS)
+storage_identity = attribute(_NEW_TENSOR.untyped_storage(), "_cdata", "shared memory cannot be seen")
+
+# --- layers
+
+_NEW_MODULE = torch.nn.Module()
+PARAMETERS, BUFFERS, MODULES, NON_PERSISTENT = REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+)
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+DERIVED_FROM_GRAPH = ("_graph", "_code", "_lineno_map", "_prologue_start", "_compiled_call_impl")
+"""Attributes that a `GraphModule` derives from its graph."""
+COMPILED = "_compiled_call_impl"
+"""The attribute in which a module keeps what `Module.compile` makes, and which is called in place of the forward."""
+parameters_of, buffers_of, modules_of, non_persistent_of = (
+    attribute(_NEW_MODULE, name, LAYERS) for name in REGISTRIES
+)
+forward_hooks_of, forward_pre_hooks_of = (attribute(_NEW_MODULE, name, LAYERS) for name in FORWARD_HOOKS)
+layer_backward_hooks_of = attribute(_NEW_MODULE, "_backward_hooks", LAYERS)
+layer_backward_pre_hooks_of = attribute(_NEW_MODULE, "_backward_pre_hooks", LAYERS)
+compiled_call_of = attribute(_NEW_MODULE, COMPILED, LAYERS)
+NormBase = private("torch.nn.modules.batchnorm._NormBase", LAYERS)
+BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm", LAYERS)
+convert = private(
+    "torch.nn.Module._apply", "conversions by Module.to are not supported", lambda module, function: module
+)
+global_hooks = tuple(
+    private(f"torch.nn.modules.module._global_{name}", LAYERS)
+    for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
+
+# --- operators
+
+OpOverload = private("torch._ops.OpOverload", LIBRARY)
+OpOverloadPacket = private("torch._ops.OpOverloadPacket", "the effects of operators are unknown", type(None))
+schema_of = attribute(torch.ops.aten.relu.default, "_schema", "the effects of operators are unknown")
+dispatch_has_kernel = private(
+    "torch._C._dispatch_has_kernel", "graphs with operators of torch.ops cannot be saved or loaded"
+)
+bindings = {
+    name: private(f"torch._C.{name}", "graphs with functions from there cannot be saved or loaded", None)
+    for name in ("_VariableFunctions", "_nn", "_linalg", "_fft", "_special")
+}
+
+# --- nodes
+
+_NEW_GRAPH = torch.fx.Graph()
+codegen_of = attribute(_NEW_GRAPH, "_codegen", "graphs cannot be saved")
+root_of = attribute(_NEW_GRAPH, "_root", "passes cannot create nodes")
+is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "passes cannot be applied")
+namespace_of = attribute(_NEW_GRAPH, "_graph_namespace", "passes cannot be undone")
+used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")
+
+# --- states in which nothing but torch's own layers may run
+
+_STATES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("torch._C._functorch.peek_interpreter_stack", lambda ask: ask() is not None),
+    ("torch._C._get_tracing_state", lambda ask: ask() is not None),
+    ("torch.utils._python_dispatch._get_current_dispatch_mode", lambda ask: ask() is not None),
+)
+_QUESTIONS = [functools.partial(is_on, private(name, PLAIN, lambda: True)) for name, is_on in _STATES]
+_LEVEL = attribute(forward_ad, "_current_level", PLAIN, lambda module: 0)
+has_any_global_hook = private("torch.nn.modules.module._has_any_global_hook", PLAIN, lambda: True)
+
+
+def cannot_tell() -> str:
+    """The reason why `is_transforming` is true at all times; empty if this torch has all names that it takes."""
+    return next((str(row) for row in missing() if row.without == PLAIN), "")
+
+
+def is_transforming() -> bool:
+    """Tell whether torch traces, transforms or redirects the calls of this thread."""
+    return _LEVEL(forward_ad) >= 0 or any(question() for question in _QUESTIONS)
+
+
+# --- kernels
+
+_SLOWER = "layers are not packed for this kernel"
+
+linear_pointwise, linear_add = (
+    private(f"torch.ops.mkldnn._linear_pointwise.{overload}", _SLOWER, _no_kernel)
+    for overload in ("default", "binary")
+)
+reorder_linear_weight = private("torch.ops.mkldnn._reorder_linear_weight", _SLOWER, _no_kernel)
+convolution_pointwise, convolution_add = (
+    private(f"torch.ops.mkldnn._convolution_pointwise.{overload}", _SLOWER, _no_kernel)
+    for overload in ("default", "binary")
+)
+convolution_add_into = private("torch.ops.mkldnn._convolution_pointwise_.binary", _SLOWER, _no_kernel)
+reorder_convolution_weight = private("torch.ops.mkldnn._reorder_convolution_weight", _SLOWER, _no_kernel)
+packed_nbytes = private("torch.ops.mkldnn._nbytes", _SLOWER, _no_kernel)
+packed_address = private("torch.ops.mkldnn.data_ptr", _SLOWER, _no_kernel)
+mkl_linear = private("torch.ops.mkl._mkl_linear.default", _SLOWER, _no_kernel)
+mkl_reorder_linear_weight = private("torch.ops.mkl._mkl_reorder_linear_weight", _SLOWER, _no_kernel)
+int8_linear = private("torch._weight_int8pack_mm", _SLOWER, _no_kernel)
+register_backend = private(
+    "torch._dynamo.register_backend",
+    'torch.compile(backend="fxopt") is unknown',
+    lambda **options: lambda function: function,
+)
