@@ -67,6 +67,7 @@ def test_rewritten_graphs_go_to_onnx(rewritten):
     torch.testing.assert_close(torch.from_numpy(session.run(None, named)[0]), wanted, **TOLERANCE)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_an_optimized_module_is_compiled_and_exported_as_its_model():
     model, inputs = small_models.bert()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     place = _place(config)
     known = seconds_by_case(place.path / "baseline")
     seconds = {name: known.get(name, 0.1) for name in cases}
-    of_group: Counter[tuple[str, str]] = Counter()
+    of_group: dict[tuple[str, str], float] = collections.defaultdict(float)
     for name, case in cases.items():
         of_group[case.model, case.device] += seconds[name]
     limit: float | None = config.getoption("--fx-timeout")
@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     arguments: Any = {
         "make": functools.partial(in_worker, zoo, passes, timing),
         "limit": lambda case: limit or entries[case.model].timeout,
-        "expected": lambda group: of_group[group],
+        "expected": of_group.__getitem__,
         "judged": lambda record: marked(
             entries[record.case.model], judged(entries[record.case.model].known_failures, record)
         ),
@@ -121,11 +121,10 @@ def pytest_configure(config: pytest.Config) -> None:
         resume=bool(config.getoption("--fx-resume")),
     )
     config.pluginmanager.register(controller, "fxopt-controller")
-    workers = config.stash[WORKERS]
 
     def weight(nodeid: str) -> float:
-        case = cases.get(case_id(nodeid))  # else a test that is no case
-        return seconds[case.id] / (1 if case.timed else workers) if case else 0.0
+        case = cases.get(case_id(nodeid))  # none of a test that is no case
+        return seconds[case.id] / (1 if case.timed else config.stash[WORKERS]) if case else 0.0
 
     config.pluginmanager.register(Progress(weight), "fxopt-progress")
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-SECONDS = 30.0
-
 
 class Progress:
     """A plugin that writes how many tests are done, and about how long the others take; for runs in several processes.
@@ -17,12 +15,13 @@ class Progress:
     `weight` is the expected seconds of a test, in any unit; without it, all tests count the same.
     """
 
-    def __init__(self, weight: Callable[[str], float] = lambda nodeid: 1.0, every: float = SECONDS) -> None:
+    def __init__(self, weight: Callable[[str], float] = lambda nodeid: 1.0, every: float = 30.0) -> None:
         self._weight, self._every = weight, every
         self._left: dict[str, float] = {}
-        self._done, self._weight_done = 0, 0.0
+        self._done: list[float] = []
         self._begun, self._ended = time.monotonic(), threading.Event()
 
+    @pytest.hookimpl(trylast=True)  # where others end the run, no thread begins
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         threading.Thread(target=self._write, args=(session.config,), daemon=True).start()
 
@@ -40,27 +39,22 @@ class Progress:
             self._begun = time.monotonic()
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._weight_done += self._left.pop(nodeid, 0.0)
-        self._done += 1
+        self._done.append(self._left.pop(nodeid, 0.0))
 
     def pytest_sessionfinish(self) -> None:
         self._ended.set()
 
     def line(self) -> str:
         """What is done, how long that took, and how long the rest will take."""
-        seconds = time.monotonic() - self._begun
-        if not self._left and not self._done:
+        seconds, done, left = time.monotonic() - self._begun, sum(self._done), sum([*self._left.values()])
+        if not done + left:
             return f"collecting for {seconds:.0f} s"
-        text = f"{self._done:,} of {self._done + len(self._left):,} in {seconds:.0f} s"
-        if self._weight_done:
-            left = seconds * sum([*self._left.values()]) / self._weight_done
-            text += f", about {left:.0f} s left"
-        return text
+        rest = f", about {seconds * left / done:.0f} s left" if done else ""
+        return f"{len(self._done):,} of {len(self._done) + len(self._left):,} in {seconds:.0f} s{rest}"
 
     def _write(self, config: pytest.Config) -> None:
         writer = config.get_terminal_writer()
         while not self._ended.wait(self._every):
             if writer.width_of_current_line:
                 writer.line()
-            writer.line(self.line())
-            writer.flush()
+            writer.line(self.line(), flush=True)

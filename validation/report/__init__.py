@@ -105,13 +105,9 @@ def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
     listed = sorted((f for f in files if f.parent.name != PAGES), key=lambda file: file.name in PAGE)
-    parts = [
-        lines,
-        [counts.to_string(index=False)],
-        headline.not_run(table),
-        [*listed, headline.verdict(table)],
-    ]
-    return "\n\n".join("\n".join(map(str, part)) for part in parts if part)
+    ends = [*map(str, listed), headline.verdict(table)]
+    parts = [lines, [counts.to_string(index=False)], headline.not_run(table), ends]
+    return "\n\n".join(map("\n".join, filter(None, parts)))
 
 
 def _failure(row: dict[Hashable, Any]) -> str:
