@@ -175,11 +175,7 @@ forward_hooks_of, forward_pre_hooks_of = (attribute(_NEW_MODULE, name, LAYERS) f
 layer_backward_hooks_of = attribute(_NEW_MODULE, "_backward_hooks", LAYERS)
 layer_backward_pre_hooks_of = attribute(_NEW_MODULE, "_backward_pre_hooks", LAYERS)
 compiled_call_of = attribute(_NEW_MODULE, COMPILED, LAYERS)
-NormBase = private("torch.nn.modules.batchnorm._NormBase", LAYERS)
-BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm", LAYERS)
-convert = private(
-    "torch.nn.Module._apply", "conversions by Module.to are not supported", lambda module, function: module
-)
+convert = private("torch.nn.Module._apply", "models cannot be converted to float64")
 global_hooks = tuple(
     private(f"torch.nn.modules.module._global_{name}", LAYERS)
     for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
@@ -204,7 +200,6 @@ _NEW_GRAPH = torch.fx.Graph()
 codegen_of = attribute(_NEW_GRAPH, "_codegen", "graphs cannot be saved")
 root_of = attribute(_NEW_GRAPH, "_root", "passes cannot create nodes")
 is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "passes cannot be applied")
-namespace_of = attribute(_NEW_GRAPH, "_graph_namespace", "passes cannot be undone")
 used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")
 
 # --- states in which nothing but torch's own layers may run
