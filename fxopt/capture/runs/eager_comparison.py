@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch.autograd.graph import saved_tensors_hooks
 
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.recording.request import Request
@@ -66,6 +67,8 @@ class _Comparison:
 
     def check(self) -> str | None:
         """Compare call by call; the reason if it could not be done."""
+        if self._agrees(keeps=False) or self._agrees(keeps=True):
+            return None
         model, graph = self._twins()
         for call in range(1, _CALLS + 1):
             expected = self._outcome(model)
@@ -85,6 +88,29 @@ class _Comparison:
             raise self._error(differs, call)
         return None
 
+    def _agrees(self, keeps: bool) -> bool:
+        """Tell whether there is clearly nothing to find, in little more memory than one run takes.
+
+        One copy is in memory at a time, and of a call a small part of its numbers remains. Where no backward follows, what that
+        needs of the forward is kept only with `keeps`, for a forward that computes gradients itself.
+        """
+        if keeps and self._gradients():
+            return False  # as before
+        saved = saved_tensors_hooks(lambda tensor: None, lambda none: none)
+        outcomes = []
+        for module in (self.request.model, self.traced):
+            twin = Twin(module, self.written)
+            for _ in range(_CALLS):
+                with contextlib.nullcontext() if keeps or self._gradients() else saved:
+                    outcomes.append(self._outcome(twin, condensed=True))
+                if outcomes[-1].error or outcomes[-1].gradient_error:
+                    return False
+            del twin
+        return all(difference(*pair) is None for pair in zip(outcomes[:_CALLS], outcomes[_CALLS:], strict=True))
+
+    def _gradients(self) -> bool:
+        return self.request.model.training and torch.is_grad_enabled()
+
     def _twins(self) -> tuple[Twin, Twin]:
         """New copies of the model and of the graph."""
         return Twin(self.request.model, self.written), Twin(self.traced, self.written)
@@ -93,10 +119,11 @@ class _Comparison:
         """The outcome of a fresh copy at this call."""
         return [self._outcome(twin) for _ in range(call)][-1]
 
-    def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
+    def _outcome(
+        self, twin: Twin, function: Callable[..., Any] | None = None, condensed: bool = False
+    ) -> Outcome:
         """One call, by `function` where it is not that of the module itself."""
         examples = copy_inputs(self.request.inputs)
-        gradients = self.request.model.training and torch.is_grad_enabled()
         self.randomness.rewind()
 
         def call(values: dict[str, Any]) -> Any:
@@ -105,9 +132,10 @@ class _Comparison:
 
         with self.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome = twin.run(outcome_of, call, examples, twin.module, gradients)
-            compared = {name: b for name, b in outcome.buffers.items() if name not in self.tables}
-            return dataclasses.replace(outcome, buffers=compared)
+            outcome = twin.run(outcome_of, call, examples, twin.module, self._gradients(), condensed)
+        for name in self.tables:
+            outcome.contents.pop(f"buffer {name}", None)
+        return outcome
 
     def _error(self, differs: str, call: int) -> TraceError:
         model, graph = self._twins()
