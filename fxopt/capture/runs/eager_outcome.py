@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Outcome:
     shared: list[int] = dataclasses.field(default_factory=list)
     error: Exception | None = None
     gradient_error: Exception | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and self.gradient_error is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +75,10 @@ def outcome_of(
 
 def difference(expected: Outcome, found: Outcome) -> str | None:
     """The first thing in which an outcome is not as expected, in words; None where there is none."""
+    if found.error is not None:
+        return f"raises {named(found.error)}"
     if expected.gradient_error is None and found.gradient_error is not None:
-        error = found.gradient_error
-        return f"backward, which raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"backward, which raises {named(found.gradient_error)}"
     for kind, left in expected.contents.items():
         # Where kinds and entries agree so far, the places do.
         right = found.contents.get(kind) or contents_of(None, condensed=False)
@@ -83,6 +88,11 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
     if expected.shared != found.shared:
         return "output, whose tensors share memory with others than those of the model"
     return None
+
+
+def named(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:
@@ -131,8 +141,8 @@ def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
     traits |= {"shape": tuple(tensor.shape), "strides": _strides(tensor)}
     if condensed and type(numbers) is torch.Tensor and numbers.numel() >= _LARGE:
         numbers, limit = _condensed(numbers), limit / _BLOCK**0.5
-    elif condensed:
-        numbers = numbers.clone()
+    else:
+        numbers = numbers.clone()  # it may be a buffer, into which the next call writes
     return Content(type(tensor), traits, tensor.requires_grad, numbers, limit)
 
 
@@ -173,7 +183,11 @@ def _content_difference(left: Content, right: Content) -> str | None:
             return f"has {name} {found}, not {expected}"
     if left.requires_grad and not right.requires_grad:
         return "takes no gradients"
-    if left.numbers is None or right.numbers is None or _same_numbers(left.numbers, right.numbers, left.limit):
+    if (
+        left.numbers is None
+        or right.numbers is None
+        or _same_numbers(left.numbers, right.numbers, left.limit)
+    ):
         return None
     return "has other values"
 
