@@ -71,7 +71,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
 def _obstacle(index: GraphIndex, node: Node, earlier: Node) -> str | None:
     memory = index.memory
     if node.op == "call_module":
-        reason = index.reading_obstacle(node) or index.reading_obstacle(earlier)
+        reason = index.removing_obstacle(node) or index.removing_obstacle(earlier)
         if reason:
             return reason
     for value in (node, earlier, *node.all_input_nodes):
