@@ -50,8 +50,8 @@ def assert_equivalent(
         float64: reference and candidate in float64. By default, deep copies are converted, which is not possible for a graph
             with dtype constants, such as a captured BERT: capture `model.double()` as well for these.
         rtol: tolerance in float64, relative to the largest value of each tensor.
-        factor: see above.
-        floor: see above; relative to the largest value of each tensor.
+        factor: largest accepted ratio of errors vs float64, candidate ÷ reference.
+        floor: units in the last place that are accepted besides, relative to the largest value of each tensor.
 
     Returns:
         The verdict: its grade, and the measured differences.
