@@ -69,3 +69,14 @@ def test_other_tools_do_with_bert_what_the_table_says():
     assert not any(node.op == "call_module" and "query" in str(node.target) for node in nodes)
     layers = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2))).graph
     assert [node.target for node in layers.nodes if node.op == "call_module"] == ["0"]
+
+
+def test_nobody_is_told_to_install_a_name_that_we_do_not_own():
+    """A package of the name `fxopt` on an index would be somebody else's."""
+    kinds = ("**/*.md", "**/*.py", "**/*.toml", ".ci/*", ".github/**/*.yml", "Makefile")
+    skipped = {".venv", "_build", "reports", "tests"}
+    named = re.compile(r"pip install (?:-\S+ )*[\"'`]*fxopt(?!\S* @ )|dependencies = \[[^]]*fxopt")
+    files = {file for kind in kinds for file in ROOT.glob(kind) if file.is_file()}
+    texts = {file: file.read_text() for file in files if not skipped & {*file.relative_to(ROOT).parts}}
+    assert len(texts) > 300
+    assert [f"{file}: {found[0]}" for file, text in texts.items() for found in named.finditer(text)] == []
