@@ -76,8 +76,8 @@ class GraphIndex:
 
         With a guard, the sizes in `node.meta["val"]` are valid in every run.
         """
-        calls = (node for node in self.nodes if node.op == "call_module")
-        return next((node for node in calls if getattr(self.module(node), "checks_inputs", False)), None)
+        calls = self.calls_like(nn.Module)
+        return next((call for call in calls if getattr(self.module(call), "checks_inputs", False)), None)
 
     def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
         """Return a reason if the module that `node` calls is not exactly a `kind`: a subclass may compute something else."""
@@ -173,8 +173,8 @@ class GraphIndex:
         else:
             tensors = [(split_path(target)[1], value)] if isinstance(value, Tensor) else []
         for name, tensor in tensors:
-            for path, other, _ in self._holders.get(storage_of(tensor), ()):
-                yield name, f"{path}.{other}" if path else other
+            for _, other, _ in self._holders.get(storage_of(tensor), ()):
+                yield name, other
 
     def removing_obstacle(self, node: Node) -> str | None:
         """Return the reason against removing the call `node` of a module, whose weights a pass may read before.
@@ -205,16 +205,15 @@ class GraphIndex:
 
     def _first_call(self, path: str) -> Node | None:
         """The first node that calls a module which is at `path`, or holds what is there."""
-        calls = (self._first_calls[prefix] for prefix in prefixes(path) if prefix in self._first_calls)
-        return min(calls, key=self.position.__getitem__, default=None)
+        calls = map(self._first_calls.get, prefixes(path))
+        return min(filter(None, calls), key=self.position.__getitem__, default=None)
 
     @functools.cached_property
     def _calls(self) -> dict[int, list[Node]]:
         """The nodes that call each module, which its id stands for."""
         found: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            if node.op == "call_module":
-                found.setdefault(id(self.module(node)), []).append(node)
+        for call in self.calls_like(nn.Module):
+            found.setdefault(id(self.module(call)), []).append(call)
         return found
 
     @functools.cached_property
@@ -228,7 +227,7 @@ class GraphIndex:
     @functools.cached_property
     def _first_calls(self) -> dict[str, Node]:
         """For each path of a module that is called, the first node that calls it."""
-        return {str(node.target): node for node in reversed(self.nodes) if node.op == "call_module"}
+        return {str(call.target): call for call in reversed(self.calls_like(nn.Module))}
 
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = hooks_of(module)
@@ -247,9 +246,10 @@ class GraphIndex:
 
     def _foreign_parent(self, path: str) -> str | None:
         for prefix in prefixes(path)[:-1]:
-            if type(self.modules[prefix]) is not nn.Module or self.call_sites(self.modules[prefix]):
+            parent = self.modules[prefix]
+            if type(parent) is not nn.Module or self.call_sites(parent):
                 return (
-                    f"it is a part of {prefix} ({type(self.modules[prefix]).__name__}), a module that the "
+                    f"it is a part of {prefix} ({type(parent).__name__}), a module that the "
                     "graph module may share with the model it was traced from"
                 )
         return None
@@ -277,25 +277,27 @@ class GraphIndex:
         if direct:
             return direct
         for name, tensor in _tensors(self.modules[path]).items():
-            for other_path, other_name, other in self._holders.get(storage_of(tensor), ()):
+            for other_path, where, other in self._holders.get(storage_of(tensor), ()):
                 if other_path != path or other is not tensor:
-                    where = f"{other_path}.{other_name}" if other_path else other_name
                     return f"its {name} shares memory with {where}"
         return None
 
     @functools.cached_property
     def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
-        """For each storage, the tensors in it, with the module and the name under which it holds them."""
+        """For each storage, the tensors in it, with the path of the module that holds them and their qualified name."""
         holders: dict[int, list[tuple[str, str, Tensor]]] = {}
         for path, module in self.modules.items():
             for name, tensor in _tensors(module).items():
-                holders.setdefault(storage_of(tensor), []).append((path, name, tensor))
+                where = f"{path}.{name}" if path else name
+                holders.setdefault(storage_of(tensor), []).append((path, where, tensor))
         return holders
 
 
 _GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks"),
-    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
 )
 
 
