@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from pathlib import Path
@@ -22,18 +23,20 @@ def commands() -> list[str]:
 
 
 def main() -> int:
-    """Run each command in the root of the checkout; `pip` and `python` are those of a new environment."""
+    """Run each command in the root of the checkout; `pip` and `python` are those of a new environment.
+
+    The new environment finds torch and transformers in the environment that runs this file: installing these again takes
+    minutes, and `make install` did so.
+    """
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
+        (packages,) = Path(folder).glob("lib/python*/site-packages")
+        (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
         known = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
         }
-        environment = known | {
-            "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
-            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),  # the versions that all else is tested with
-            "PIP_EXTRA_INDEX_URL": os.environ.get("TORCH_INDEX_URL", ""),
-        }
-        # What was installed last works, in a folder where the checkout is not found.
+        environment = known | {"PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}"}
+        # The package that was installed last is found in a folder that is not the checkout.
         works = f'cd "{folder}" && python -c "import fxopt, transformers; print(fxopt.__file__)"'
         for command in [*(each for each in commands() if each not in RUN_BY_CI), works]:
             print(f"$ {command}", flush=True)
