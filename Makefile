@@ -51,8 +51,10 @@ docs: $(INSTALLED)
 links: docs
 	$(SPHINX) --builder linkcheck docs docs/_build/links
 
-# The pictures of docs/capture.md, with Graphviz.
-pictures: docs/images/capture.svg docs/images/call.svg
+# The pictures of the README and of docs/capture.md, with Graphviz.
+pictures: docs/images/merge_linears.svg docs/images/capture.svg docs/images/call.svg
+docs/images/merge_linears.svg: docs/merge_linears.py $(INSTALLED)
+	$(BIN)/python $< > $@.part && mv $@.part $@
 docs/images/%.svg: docs/images/%.dot
 	dot -Tsvg $< -o $@
 

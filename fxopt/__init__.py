@@ -14,6 +14,7 @@ from fxopt.errors import (
     UnverifiedWarning,
     VerificationWarning,
 )
+from fxopt.graph_index import GraphIndex
 from fxopt.optimizing import backend as _backend  # noqa: F401 - torch.compile finds it by its name
 from fxopt.optimizing.optimize import optimize
 from fxopt.passes.change_precision import ChangePrecision
@@ -63,6 +64,7 @@ __all__ = [
     "FuseBiasInLinear",
     "FuseEpilogues",
     "FxoptError",
+    "GraphIndex",
     "Guard",
     "GuardError",
     "LintAndRecompile",

@@ -175,7 +175,7 @@ forward_hooks_of, forward_pre_hooks_of = (attribute(_NEW_MODULE, name, LAYERS) f
 layer_backward_hooks_of = attribute(_NEW_MODULE, "_backward_hooks", LAYERS)
 layer_backward_pre_hooks_of = attribute(_NEW_MODULE, "_backward_pre_hooks", LAYERS)
 compiled_call_of = attribute(_NEW_MODULE, COMPILED, LAYERS)
-convert = private("torch.nn.Module._apply", "models cannot be converted to float64")
+converter_of = attribute(_NEW_MODULE, "_apply", "models cannot be converted to float64")
 global_hooks = tuple(
     private(f"torch.nn.modules.module._global_{name}", LAYERS)
     for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
