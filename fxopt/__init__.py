@@ -15,7 +15,6 @@ from fxopt.errors import (
     VerificationWarning,
 )
 from fxopt.graph_index import GraphIndex
-from fxopt.optimizing import backend as _backend  # noqa: F401 - torch.compile finds it by its name
 from fxopt.optimizing.optimize import optimize
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse

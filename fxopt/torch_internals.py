@@ -244,8 +244,3 @@ packed_address = private("torch.ops.mkldnn.data_ptr", _SLOWER, _no_kernel)
 mkl_linear = private("torch.ops.mkl._mkl_linear.default", _SLOWER, _no_kernel)
 mkl_reorder_linear_weight = private("torch.ops.mkl._mkl_reorder_linear_weight", _SLOWER, _no_kernel)
 int8_linear = private("torch._weight_int8pack_mm", _SLOWER, _no_kernel)
-register_backend = private(
-    "torch._dynamo.register_backend",
-    'torch.compile(backend="fxopt") is unknown',
-    lambda **options: lambda function: function,
-)
