@@ -139,10 +139,6 @@ class _Absent(type):
 FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", "shapes of nodes are unknown")
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode", "models cannot be captured")
 pytree = private("torch.utils._pytree", LIBRARY)
-tree_all, tree_any, tree_flatten, tree_leaves, tree_map = (
-    private(f"torch.utils._pytree.tree_{name}", LIBRARY)
-    for name in ("all", "any", "flatten", "leaves", "map")
-)
 statically_known_true = private(
     "torch.fx.experimental.symbolic_shapes.statically_known_true",
     "sizes that are free count as unknown",

@@ -159,6 +159,7 @@ def free(function):
 def rewritten(verify):
     import fxopt
 
+    warnings.simplefilter("error", fxopt.UnverifiedWarning)
     graph = torch.fx.symbolic_trace(Net().eval())
     code, before = graph.code, graph(X)
     passes = fxopt.compose(
