@@ -67,8 +67,10 @@ fuzz: $(INSTALLED) ## random graphs against all passes, for FUZZ_SECONDS (600)
 mutation: $(INSTALLED) ## plants faults in the code, one after the other: each must make a test fail
 	$(BIN)/python -m tests.mutation $(MUTATION)
 
-# The pictures of docs/capture.md, with Graphviz.
-pictures: docs/images/capture.svg docs/images/call.svg
+# The pictures of the README and of docs/capture.md, with Graphviz.
+pictures: docs/images/merge_linears.svg docs/images/capture.svg docs/images/call.svg
+docs/images/merge_linears.svg: docs/merge_linears.py $(INSTALLED)
+	$(BIN)/python $< > $@.part && mv $@.part $@
 docs/images/%.svg: docs/images/%.dot
 	dot -Tsvg $< -o $@
 

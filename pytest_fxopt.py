@@ -100,7 +100,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
             harness = importlib.import_module(f"{HARNESS}.plugin")
         except ImportError as error:
             raise pytest.UsageError(
-                f'the harness needs `pip install "fxopt[validation]"`: {error}'
+                f'the harness needs `pip install ".[validation]"` in a clone of fxopt: {error}'
             ) from error
         harness.prepare(config)
         config.pluginmanager.register(harness, "fxopt-harness")

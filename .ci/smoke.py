@@ -20,10 +20,11 @@ class RemoveIdentity(fxopt.ReversibleRewrite):
     preserves_computation = True
 
     def match(self, graph_module):
-        for node in graph_module.graph.nodes:
-            module = graph_module.get_submodule(node.target) if node.op == "call_module" else None
-            if type(module) is nn.Identity:
-                yield fxopt.Refusal(node, "it has hooks") if module._forward_hooks else node
+        index = fxopt.GraphIndex(graph_module)
+        for calls in index.calls_by_input(nn.Identity).values():
+            for node in calls:
+                reason = index.inexact(node, nn.Identity) or index.removing_obstacle(node)
+                yield fxopt.Refusal(node, reason) if reason else node
 
     def apply(self, rewriter, node):
         rewriter.replace_uses(node, node.all_input_nodes[0])

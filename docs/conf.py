@@ -29,9 +29,11 @@ html_css_files = ["fxopt.css"]
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", _link_to_figures)
+    app.connect("source-read", lambda app, page, source: _link_to_pages(source))
+    app.connect("include-read", lambda app, file, page, source: _link_to_pages(source))
 
 
-def _link_to_figures(app: Sphinx, page: str, source: list[str]) -> None:
-    """Reports are read in the repository and on this site: a link to one leads to its page here."""
+def _link_to_pages(source: list[str]) -> None:
+    """Reports and files of the root are read in the repository and on this site: a link to one leads to its page here."""
     source[0] = re.sub(r"\]\(\.\./reports/baseline/(\w+)\.md", r"](figures/\1.md", source[0])
+    source[0] = re.sub(r"\]\(([A-Z]+)\.md\)", lambda found: f"]({found[1].lower()}.md)", source[0])

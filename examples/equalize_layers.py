@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from transformers import OPTConfig, OPTForCausalLM
 
 import fxopt
-from fxopt import Refusal, ReversibleRewrite, Rewriter
-from fxopt.graph_index import GraphIndex
+from fxopt import GraphIndex, Refusal, ReversibleRewrite, Rewriter
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 
 
@@ -47,7 +46,7 @@ class EqualizeLayers(ReversibleRewrite[Pair]):
                 index.obstacle(first, nn.Linear)
                 or index.obstacle(second, nn.Linear)
                 or index.inexact(relu, nn.ReLU)
-                or index.reading_obstacle(relu)
+                or index.removing_obstacle(relu)
                 or index.joining_obstacle(first, relu)
                 or index.joining_obstacle(relu, second)
             )

@@ -14,7 +14,7 @@ from fxopt.errors import (
     UnverifiedWarning,
     VerificationWarning,
 )
-from fxopt.optimizing import backend as _backend  # noqa: F401 - torch.compile finds it by its name
+from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.optimize import optimize
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
@@ -63,6 +63,7 @@ __all__ = [
     "FuseBiasInLinear",
     "FuseEpilogues",
     "FxoptError",
+    "GraphIndex",
     "Guard",
     "GuardError",
     "LintAndRecompile",

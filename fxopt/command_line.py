@@ -46,7 +46,7 @@ OF_THE_HARNESS = {
     "zoo": "check a zoo file; record how many sites each pass has in its models",
 }
 
-LACKING = 'the harness is not installed: `pip install "fxopt[validation]"`'
+LACKING = 'the harness is not installed: `pip install ".[validation]"` in a clone of fxopt'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

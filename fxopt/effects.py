@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of, hooks_of
 from fxopt.submodules import parts
-from fxopt.torch_internals import NormBase, OpOverload, OpOverloadPacket, modules_of, schema_of
+from fxopt.torch_internals import OpOverload, OpOverloadPacket, buffers_of, modules_of, schema_of
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -66,12 +66,12 @@ def _is_inactive(node: Node, module: nn.Module | None) -> bool:
 def written_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers that a call of a module of torch's own may write into."""
     for part in parts(module):
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            yield part.weight
-        elif isinstance(part, NormBase) and part.training:
-            yield from part.buffers()
-        elif not operators.is_torch_module(part) or hooks_of(part) or "parametrizations" in modules_of(part):
+        if not operators.is_torch_module(part) or hooks_of(part) or "parametrizations" in modules_of(part):
             yield from (*part.parameters(), *part.buffers())
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            yield part.weight
+        elif part.training:
+            yield from buffers_of(part).values()
 
 
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt.torch_internals import FakeTensor, statically_known_true, tree_any, tree_map
+from fxopt.torch_internals import FakeTensor, pytree, statically_known_true
 
 T = TypeVar("T", bound=Hashable)
 
@@ -97,7 +97,7 @@ def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
     value = value_of(node)
     if isinstance(value, Tensor):
         return condition(value)
-    return bool(tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
+    return bool(pytree.tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -208,4 +208,4 @@ def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
         # Not `to`: autograd may forbid to read a view that was written into.
         return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
-    return renewed(described) if isinstance(described, Tensor) else tree_map(renewed, described)
+    return renewed(described) if isinstance(described, Tensor) else pytree.tree_map(renewed, described)

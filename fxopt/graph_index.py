@@ -1,4 +1,4 @@
-"""Finds the modules that a graph calls and shares, and the reasons why one may not be replaced there."""
+"""`GraphIndex`: the module calls of a graph, and the reasons against rewriting them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fxopt.graph import input_of
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
-from fxopt.submodules import attribute, is_inside, is_plain, prefixes, split_path
+from fxopt.submodules import attribute, is_plain, prefixes, split_path
 from fxopt.torch_internals import (
     accumulation_hooks_of,
     backward_hooks_of,
@@ -24,24 +24,31 @@ from fxopt.torch_internals import (
 
 
 class GraphIndex:
-    """Where modules are called and which tensors are shared, in one graph module.
+    """Find the module calls of one graph, and the reasons against rewriting them.
 
-    It answers for the graph as it was when the index was made: make a new one after a change. Answers are
-    conservative: what cannot be shown to be harmless is reported as an obstacle, in words, to refuse a place with.
-    Each answer costs what it needs: what nobody asks for is not computed.
+    A pass creates an index at the beginning of `match`. The index describes the graph at that time; create a new index after
+    a change. Answers are conservative. A method named `…obstacle` returns a sentence for `Refusal` if a rewrite may change
+    the outputs, and `None` if the rewrite is safe. The sentences cover hooks, replaced forwards, further calls and names of
+    a module, tied weights, and writes into memory.
+
+    Args:
+        graph_module: the graph module to describe.
 
     Attributes:
-        graph_module: the module that was asked about.
-        nodes: its nodes, in order.
-        position: the number of each node in this order.
-        modules: its modules by qualified name, under each of their names.
+        graph_module: the graph module.
+        nodes: list of all nodes, in graph order.
+        position: index of each node in `nodes`.
+        modules: every submodule by qualified name; a module with two names is listed twice.
 
     Example:
         >>> import torch
-        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
-        >>> index = GraphIndex(traced)
-        >>> [(node.target, index.module(node)) for node in index.calls_like(torch.nn.ReLU)]
-        [('1', ReLU())]
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.ReLU())
+        >>> _ = layers[2].register_forward_hook(lambda module, args, output: output + 1)
+        >>> index = GraphIndex(torch.fx.symbolic_trace(layers))
+        >>> for node in index.calls_like(torch.nn.ReLU):
+        ...     print(node.target, index.module(node), index.removing_obstacle(node))
+        1 ReLU() None
+        2 ReLU() the module has hooks (forward_hooks)
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
@@ -51,16 +58,19 @@ class GraphIndex:
         self.modules = dict(graph_module.named_modules(remove_duplicate=False))
 
     def module(self, node: Node) -> nn.Module:
-        """The module that a `call_module` node calls."""
+        """Return the module that a `call_module` node calls."""
         module: nn.Module = self.modules[str(node.target)]
         return module
 
     def calls_like(self, kind: type[nn.Module]) -> list[Node]:
-        """The nodes that call a module of this type or of a subclass, in graph order."""
+        """List the nodes that call a module of type `kind` or of a subclass, in graph order."""
         return [n for n in self.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
 
     def calls_by_input(self, kind: type[nn.Module]) -> dict[Node, list[Node]]:
-        """The same nodes by the value that each takes, but for those that do not take one value alone."""
+        """Group the calls of modules of type `kind` by their input value.
+
+        Calls with several arguments, or with an argument that is not a node, are left out.
+        """
         found: dict[Node, list[Node]] = {}
         for call in self.calls_like(kind):
             value = input_of(call, self.module(call))
@@ -70,32 +80,43 @@ class GraphIndex:
 
     @functools.cached_property
     def guard(self) -> Node | None:
-        """The node that checks the inputs, so that the sizes in the metadata hold in every run; None without one."""
-        calls = (node for node in self.nodes if node.op == "call_module")
-        return next((node for node in calls if getattr(self.module(node), "checks_inputs", False)), None)
+        """Call of the module that checks the inputs of the graph; `None` if the graph has no such call.
+
+        With a guard, the sizes in `node.meta["val"]` are valid in every run.
+        """
+        calls = self.calls_like(nn.Module)
+        return next((call for call in calls if getattr(self.module(call), "checks_inputs", False)), None)
 
     def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
-        """Why the module that `node` calls may compute something else than one of exactly this type."""
+        """Return a reason if the module that `node` calls is not exactly a `kind`: a subclass may compute something else."""
         own = type(self.module(node))
         return None if own is kind else f"{node.target} is a {own.__name__}, not exactly a {kind.__name__}"
 
     def call_sites(self, module: nn.Module) -> list[Node]:
-        """The nodes that call `module`, under whatever name."""
+        """List the nodes that call `module`, under any of its names."""
         return self._calls.get(id(module), [])
 
     def names(self, module: nn.Module) -> list[str]:
-        """All qualified names of `module`."""
+        """List the qualified names of `module`."""
         return self._names[id(module)]
 
     def obstacle(self, node: Node, kind: type[nn.Module]) -> str | None:
-        """Why the layer that `node` calls cannot be replaced by another of type `kind` at this one call; else `None`."""
+        """Return the reason against replacing the layer that `node` calls at this call.
+
+        The layer must be exactly a `kind`, with the weight and bias of a plain `kind`, and with one name and one call. The
+        layer must have no hooks, and share no tensor with another module.
+        """
         reason = self.replacing_obstacle(node, kind)
         if reason is None and not is_plain(self.module(node)):
             return f"it does not have the weight and bias of a plain {kind.__name__}"
         return reason
 
     def replacing_obstacle(self, node: Node, kind: type[nn.Module]) -> str | None:
-        """The same, whatever parameters the layer has."""
+        """Return the reason against replacing the layer that `node` calls at this call, ignoring its parameters.
+
+        The layer must be exactly a `kind`, with one name and one call. The layer must have no hooks, and share no tensor
+        with another module.
+        """
         module, path = self.module(node), str(node.target)
         inexact, names = self.inexact(node, kind), self.names(module)
         if inexact:
@@ -108,12 +129,15 @@ class GraphIndex:
         return self._unusual(module) or self._foreign_parent(path) or self._shared(path)
 
     def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
-        """Why `first`, which `last` uses, cannot be computed together with it; `None` if it can.
+        """Return the reason against computing `first` and `last` as one node in the position of `last`.
+
+        `last` must be the only user of `first`, and no node between the two may have a side effect.
 
         Args:
             first: the earlier node.
-            last: the later node.
-            value: what `first` takes, if it is to be read at the place of `last`.
+            last: the later node, which uses `first`.
+            value: input of `first`, if the new node reads this input; a write into the input between `first` and `last` is
+                then a reason, too.
         """
         others = [user.name for user in first.users if user is not last]
         if others:
@@ -121,14 +145,14 @@ class GraphIndex:
         return self.memory.write_between(first, last, value)
 
     def keeping_obstacle(self, node: Node, value: Node) -> str | None:
-        """Name a write into `value` behind the call `node`, which keeps it for its gradients; `None` if there is none."""
+        """Return the reason against a call at `node` that saves `value` for its gradients: a later write into `value`."""
         for writer in self.memory.writers(value):
             if self.position[writer] > self.position[node]:
                 return f"{writer.name} may write into {value.name}, which the call keeps for gradients"
         return None
 
     def obstacle_everywhere(self, module: nn.Module) -> str | None:
-        """Why a module without tensors cannot be replaced by any other at all its names and calls; `None` if it can."""
+        """Return the reason against replacing a module without tensors at all its names and calls."""
         unclear = [call.name for call in self.call_sites(module) if input_of(call, module) is None]
         if unclear:
             return f"{', '.join(unclear)} does not call it with one tensor alone"
@@ -140,13 +164,16 @@ class GraphIndex:
         return self._unusual(module) or next((reason for reason in places if reason), None)
 
     def obstacle_in_place(self, module: nn.Module) -> str | None:
-        """Why a module cannot be replaced under all its names by a copy with other weights; else `None`."""
+        """Return the reason against replacing `module` under all its names by a copy with other weights."""
         places = (self._foreign_parent(name) for name in self.names(module))
         parts = (self._unusual(part) for part in module.modules())
         return next((reason for reason in (*parts, *places) if reason), None)
 
     def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
-        """The tensors of what a `call_module` or `get_attr` node names, with all names of their memory."""
+        """Yield each tensor of the target of a `call_module` or `get_attr` node with every name that shares its memory.
+
+        The first name is relative to the target, the second is a qualified name in the graph module.
+        """
         target = str(node.target)
         value = attribute(self.graph_module, target)
         if isinstance(value, nn.Module):
@@ -154,28 +181,15 @@ class GraphIndex:
         else:
             tensors = [(split_path(target)[1], value)] if isinstance(value, Tensor) else []
         for name, tensor in tensors:
-            for path, other, _ in self._holders.get(storage_of(tensor), ()):
-                yield name, f"{path}.{other}" if path else other
+            for _, other, _ in self._holders.get(storage_of(tensor), ()):
+                yield name, other
 
-    def is_container(self, path: str) -> bool:
-        """Tell whether the module at `path` only holds others, and belongs to the graph module."""
-        return not path or not self._foreign_parent(f"{path}.x")
+    def removing_obstacle(self, node: Node) -> str | None:
+        """Return the reason against removing the call `node` of a module, whose weights a pass may read before.
 
-    def is_parameter(self, path: str) -> bool:
-        """Tell whether a parameter is at `path`, and not a buffer or something else."""
-        return isinstance(attribute(self.graph_module, path), nn.Parameter)
-
-    def uses(self, path: str) -> bool:
-        """Tell whether a node calls or reads what is at `path`, or something that holds it."""
-        return is_inside(path, self._used)
-
-    def first_call(self, path: str) -> Node | None:
-        """The first node that calls a module which is at `path`, or holds what is there."""
-        calls = (self._first_calls[prefix] for prefix in prefixes(path) if prefix in self._first_calls)
-        return min(calls, key=self.position.__getitem__, default=None)
-
-    def reading_obstacle(self, node: Node) -> str | None:
-        """Why a call of a module cannot be dropped after its weights were read; `None` if it can."""
+        The method covers the module: hooks, direct reads of its attributes, writes into its statistics and weights. It does
+        not compare values: the new value must equal the value of `node`.
+        """
         module = self.module(node)
         writer = self.memory.writer_of(module)
         reason = self._unusual(module) or self._read_directly(str(node.target))
@@ -184,22 +198,30 @@ class GraphIndex:
         return reason
 
     def removable(self, node: Node) -> bool:
-        """Tell whether the module that `node` calls may be taken away once nothing calls it any more."""
+        """Return True if the module that `node` calls can be deleted once no node calls it."""
         module, path = self.module(node), str(node.target)
         return self.names(module) == [path] and not (self._foreign_parent(path) or self._shared(path))
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """The memory of its values: which share it, and which nodes write into it."""
+        """Memory of the values: which values share memory, and which nodes write into it."""
         return Memory(self.graph_module, self.position, self.modules)
+
+    def _is_container(self, path: str) -> bool:
+        """Tell whether the module at `path` only holds others, and belongs to the graph module."""
+        return not path or not self._foreign_parent(f"{path}.x")
+
+    def _first_call(self, path: str) -> Node | None:
+        """The first node that calls a module which is at `path`, or holds what is there."""
+        calls = map(self._first_calls.get, prefixes(path))
+        return min(filter(None, calls), key=self.position.__getitem__, default=None)
 
     @functools.cached_property
     def _calls(self) -> dict[int, list[Node]]:
         """The nodes that call each module, which its id stands for."""
         found: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            if node.op == "call_module":
-                found.setdefault(id(self.module(node)), []).append(node)
+        for call in self.calls_like(nn.Module):
+            found.setdefault(id(self.module(call)), []).append(call)
         return found
 
     @functools.cached_property
@@ -211,14 +233,9 @@ class GraphIndex:
         return found
 
     @functools.cached_property
-    def _used(self) -> set[str]:
-        """The paths that nodes call or read."""
-        return {str(node.target) for node in self.nodes if node.op in ("call_module", "get_attr")}
-
-    @functools.cached_property
     def _first_calls(self) -> dict[str, Node]:
         """For each path of a module that is called, the first node that calls it."""
-        return {str(node.target): node for node in reversed(self.nodes) if node.op == "call_module"}
+        return {str(call.target): call for call in reversed(self.calls_like(nn.Module))}
 
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = hooks_of(module)
@@ -237,9 +254,10 @@ class GraphIndex:
 
     def _foreign_parent(self, path: str) -> str | None:
         for prefix in prefixes(path)[:-1]:
-            if type(self.modules[prefix]) is not nn.Module or self.call_sites(self.modules[prefix]):
+            parent = self.modules[prefix]
+            if type(parent) is not nn.Module or self.call_sites(parent):
                 return (
-                    f"it is a part of {prefix} ({type(self.modules[prefix]).__name__}), a module that the "
+                    f"it is a part of {prefix} ({type(parent).__name__}), a module that the "
                     "graph module may share with the model it was traced from"
                 )
         return None
@@ -267,19 +285,19 @@ class GraphIndex:
         if direct:
             return direct
         for name, tensor in _tensors(self.modules[path]).items():
-            for other_path, other_name, other in self._holders.get(storage_of(tensor), ()):
+            for other_path, where, other in self._holders.get(storage_of(tensor), ()):
                 if other_path != path or other is not tensor:
-                    where = f"{other_path}.{other_name}" if other_path else other_name
                     return f"its {name} shares memory with {where}"
         return None
 
     @functools.cached_property
     def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
-        """For each storage, the tensors in it, with the module and the name under which it holds them."""
+        """For each storage, the tensors in it, with the path of the module that holds them and their qualified name."""
         holders: dict[int, list[tuple[str, str, Tensor]]] = {}
         for path, module in self.modules.items():
             for name, tensor in _tensors(module).items():
-                holders.setdefault(storage_of(tensor), []).append((path, name, tensor))
+                where = f"{path}.{name}" if path else name
+                holders.setdefault(storage_of(tensor), []).append((path, where, tensor))
         return holders
 
 

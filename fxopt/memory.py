@@ -26,12 +26,14 @@ from fxopt.torch_internals import version_of as writes_of
 
 
 class Memory:
-    """The memory that values of one graph share, and when it is written; a part of `GraphIndex`.
+    """Find the values of a graph that may share memory, and the nodes that may write into them.
+
+    `GraphIndex.memory` is an instance for the graph of the index.
 
     Args:
-        graph_module: the module to ask about.
-        position: its nodes, in order, with their numbers.
-        modules: its modules by qualified name, under each of their names.
+        graph_module: the graph module to describe.
+        position: index of each node in graph order.
+        modules: every submodule by qualified name; a module with two names is listed twice.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class Memory:
         self._modules = modules
 
     def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
-        """Name what stands between two nodes that keeps them apart; `None` if nothing does.
+        """Return the reason against moving a computation from `first` to `last`, or from `last` to `first`.
 
         Args:
             first: the earlier node.
             last: the later node.
-            value: a node whose tensor must not be written in between; without it only mode switches and
-                other unknown side effects count.
+            value: a node whose tensor must not be written between the two. By default, only mode switches, such as
+                `no_grad`, and other unknown side effects are reasons.
+
+        Returns:
+            A sentence that names the node between the two; `None` if no node prevents the move.
         """
         start = bisect.bisect(self._effects, self._position[first], key=lambda effect: effect[0])
         for position, node, written in itertools.islice(self._effects, start, None):
@@ -70,11 +75,11 @@ class Memory:
         return found
 
     def writes(self, node: Node) -> bool:
-        """Tell whether `node` may write into a tensor or have another side effect."""
+        """Return True if `node` may write into a tensor or have another side effect."""
         return self.written_by(node) != ()
 
     def written_by(self, node: Node) -> tuple[Node, ...] | None:
-        """The values that `node` may write into; `None` for an effect of an unknown kind."""
+        """List the values that `node` may write into; `None` means an unknown side effect."""
         values, module = self._written[node], self._called(node)
         if values is None or module is None or not self._reads:
             return values
@@ -82,24 +87,24 @@ class Memory:
         return (*values, *(read for storage in memory for read in self._reads.get(storage, ())))
 
     def writers(self, value: Node) -> list[Node]:
-        """All nodes that may write into the tensor of `value`, in order."""
+        """List the nodes that may write into the tensor of `value`, in graph order."""
         return self._writers.get(self._alias_sets[value], [])
 
     def written(self, value: Node) -> Node | None:
-        """The first node that may write into the tensor of `value`, anywhere in the graph."""
+        """Return the first node of the graph that may write into the tensor of `value`; `None` if no node may."""
         return next(iter(self.writers(value)), None)
 
     def writer_of(self, module: nn.Module) -> Node | None:
-        """A node that may write into a parameter or buffer of `module`, under whatever name."""
+        """Return a node that may write into a parameter or buffer of `module`; `None` if no node may."""
         tensors = map(storage_of, (tensor for _, tensor in tensors_of({"": module})))
         return next((self._memory_writers[s] for s in tensors if s in self._memory_writers), None)
 
     def may_alias(self, left: Node, right: Node) -> bool:
-        """Tell whether two values may share memory."""
+        """Return True if two values may share memory."""
         return self._alias_sets[left] == self._alias_sets[right]
 
     def aliases(self, value: Node) -> list[Node]:
-        """All values that may share memory with `value`, itself among them, in order."""
+        """List the values that may share memory with `value`, including `value`, in graph order."""
         return self._members[self._alias_sets[value]]
 
     def seen_behind(self, value: Node, node: Node) -> bool:
@@ -112,7 +117,7 @@ class Memory:
         )
 
     def gives_new_memory(self, node: Node) -> bool:
-        """Tell whether the value of `node` surely shares no memory with its inputs."""
+        """Return True if the value of `node` shares no memory with the inputs of `node`."""
         # The operators `+` and `*` also join and repeat tuples, and then their result holds what these hold.
         return self._is_new(node) and (node.target not in _JOINING or node in self._tensor_nodes)
 
@@ -146,7 +151,7 @@ class Memory:
         return found
 
     def is_pure(self, node: Node) -> bool:
-        """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
+        """Return True if `node` computes its value from its inputs only, without side effects or random numbers."""
         if node.op == "call_method" and not self._is_surely_tensor(node.args[0]):
             return False  # perhaps a method of another object
         return node.op == "get_attr" or effects.is_pure(node, self._called(node))
@@ -158,7 +163,7 @@ class Memory:
         return isinstance(known, Tensor) or (known is None and self._is_new(value))
 
     def is_returned(self, value: Node) -> bool:
-        """Tell whether memory of `value` may leave the graph: as an output, or in an object that came in."""
+        """Return True if the caller may see memory of `value`: in an output, or in an object that was passed in."""
         users = (user for alias in self.aliases(value) for user in alias.users)
         return any(user.op == "output" or user.target in (set_attributes, set_items) for user in users)
 

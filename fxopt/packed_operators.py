@@ -245,8 +245,10 @@ def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torc
             if p is not None
         }
         try:
-            run = kernel.pack(plain, shape).run
-            found = run(internals.parameters_of(plain)["bias"], value, None, "relu", False)
+            run, bias = kernel.pack(plain, shape).run, plain.get_parameter("bias")
+            found = run(bias, value, None, "relu", False)
+            for overwrites in (False, True):
+                run(bias, value, found.clone(), None, overwrites)
         except (RuntimeError, AttributeError, NotImplementedError):
             return False  # the operator does not exist, or not for this processor
         wanted = plain(value).relu()

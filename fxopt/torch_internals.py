@@ -139,10 +139,6 @@ class _Absent(type):
 FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", "shapes of nodes are unknown")
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode", "models cannot be captured")
 pytree = private("torch.utils._pytree", LIBRARY)
-tree_all, tree_any, tree_flatten, tree_leaves, tree_map = (
-    private(f"torch.utils._pytree.tree_{name}", LIBRARY)
-    for name in ("all", "any", "flatten", "leaves", "map")
-)
 statically_known_true = private(
     "torch.fx.experimental.symbolic_shapes.statically_known_true",
     "sizes that are free count as unknown",
@@ -175,11 +171,7 @@ forward_hooks_of, forward_pre_hooks_of = (attribute(_NEW_MODULE, name, LAYERS) f
 layer_backward_hooks_of = attribute(_NEW_MODULE, "_backward_hooks", LAYERS)
 layer_backward_pre_hooks_of = attribute(_NEW_MODULE, "_backward_pre_hooks", LAYERS)
 compiled_call_of = attribute(_NEW_MODULE, COMPILED, LAYERS)
-NormBase = private("torch.nn.modules.batchnorm._NormBase", LAYERS)
-BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm", LAYERS)
-convert = private(
-    "torch.nn.Module._apply", "conversions by Module.to are not supported", lambda module, function: module
-)
+converter_of = attribute(_NEW_MODULE, "_apply", "models cannot be converted to float64")
 global_hooks = tuple(
     private(f"torch.nn.modules.module._global_{name}", LAYERS)
     for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
@@ -204,7 +196,6 @@ _NEW_GRAPH = torch.fx.Graph()
 codegen_of = attribute(_NEW_GRAPH, "_codegen", "graphs cannot be saved")
 root_of = attribute(_NEW_GRAPH, "_root", "passes cannot create nodes")
 is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "passes cannot be applied")
-namespace_of = attribute(_NEW_GRAPH, "_graph_namespace", "passes cannot be undone")
 used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")
 
 # --- states in which nothing but torch's own layers may run
@@ -249,8 +240,3 @@ packed_address = private("torch.ops.mkldnn.data_ptr", _SLOWER, _no_kernel)
 mkl_linear = private("torch.ops.mkl._mkl_linear.default", _SLOWER, _no_kernel)
 mkl_reorder_linear_weight = private("torch.ops.mkl._mkl_reorder_linear_weight", _SLOWER, _no_kernel)
 int8_linear = private("torch._weight_int8pack_mm", _SLOWER, _no_kernel)
-register_backend = private(
-    "torch._dynamo.register_backend",
-    'torch.compile(backend="fxopt") is unknown',
-    lambda **options: lambda function: function,
-)

@@ -255,7 +255,7 @@ def test_with_torch_alone_one_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, "typer", None)
     status, out, err = call(*command)
     assert (status, out) == (2, "")
-    assert err.startswith('error: the harness is not installed: `pip install "fxopt[validation]"`')
+    assert err.startswith('error: the harness is not installed: `pip install ".[validation]"` in a clone')
     assert len(err.splitlines()) == 1
     assert call("doctor")[0] == 0
 

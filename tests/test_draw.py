@@ -1,8 +1,10 @@
 """A drawing shows modules as nested frames, layers and operations as boxes, tensors as labelled arrows."""
 
 import re
+import runpy
 import shutil
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +156,10 @@ def test_without_graphviz_the_error_names_it(monkeypatch):
 def test_unknown_options(options, message):
     with pytest.raises(ValueError, match=message):
         fxopt.draw(traced(), **options)
+
+
+@needs_dot
+def test_the_picture_of_the_readme_is_what_its_command_draws(capsys):
+    root = Path(__file__).parents[1]
+    runpy.run_path(str(root / "docs/merge_linears.py"), run_name="__main__")
+    assert words(capsys.readouterr().out) == words((root / "docs/images/merge_linears.svg").read_text())

@@ -272,3 +272,21 @@ def test_outputs_that_are_finite_nowhere_prove_nothing(value):
     x = torch.ones(2, 3)
     with pytest.raises(AssertionError, match="NaN or infinite everywhere, so nothing was compared"):
         assert_equivalent(Fills(1.0), Fills(2.0), [x])
+
+
+class ReadsItsDtype(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).clamp(min=torch.finfo(self.linear.weight.dtype).min)
+
+
+def test_a_graph_with_dtype_constants_is_compared_with_another_one_in_float64():
+    x, model = torch.randn(2, 4), ReadsItsDtype().eval()
+    narrow, wide = fxopt.trace(model, (x,)), fxopt.trace(copy.deepcopy(model).double(), (x.double(),))
+    with pytest.raises(fxopt.GuardError, match=r"ReadsItsDtype: .*pass `float64=\(before, after\)`"):
+        assert_equivalent(narrow, copy.deepcopy(narrow), (x,))
+    pair = (wide, copy.deepcopy(wide))
+    assert assert_equivalent(narrow, copy.deepcopy(narrow), (x,), float64=pair).grade.passes

@@ -136,6 +136,9 @@ CHECKPOINT = _place("torch.utils.checkpoint._checkpoint_without_reentrant_genera
 IS_CAUSAL = _place(
     "torch.nn.modules.transformer._detect_is_causal_mask", "layers of nn.Transformer with masks are refused"
 )
+BATCH_NORM = _place(
+    "torch.nn.modules.batchnorm._BatchNorm.forward", "layers with momentum=None are refused in training mode"
+)
 parse_to = _refused("torch._C._nn._parse_to", "forwards that call Module.to are refused")
 push_saved_tensors_hooks = _refused(
     "torch._C._autograd._push_saved_tensors_default_hooks",

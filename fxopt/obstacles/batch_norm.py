@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from fxopt.obstacles.scaling import channels, wide_dtype
 from fxopt.submodules import weight_of
-from fxopt.torch_internals import BatchNorm, buffers_of, parameters_of
+from fxopt.torch_internals import buffers_of, parameters_of
 
 
-def scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
+def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
     """The vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
-    assert isinstance(norm, BatchNorm)
     weight, bias = parameters_of(norm)["weight"], parameters_of(norm)["bias"]
     mean, variance = buffers_of(norm)["running_mean"], buffers_of(norm)["running_var"]
     assert mean is not None

@@ -103,7 +103,7 @@ class Planner:
             tuple(self.changed),
             tuple(layers),
             tuple(parameters),
-            tuple(o for o in owners if not is_inside(o, layers) and not self.index.is_container(o)),
+            tuple(o for o in owners if not is_inside(o, layers) and not self.index._is_container(o)),
             tuple(self._shared_casts()),
             tuple(self.low),
         )
@@ -157,8 +157,8 @@ class Planner:
             return False
         if node.op == "get_attr":
             # A buffer changes with the layer that holds it, as running statistics do.
-            path, holder = str(node.target), self.index.first_call(str(node.target))
-            changes = self.index.is_parameter(path) or (holder is not None and self._is_changed(holder))
+            path, holder = str(node.target), self.index._first_call(str(node.target))
+            changes = _is_parameter(self.index, path) or (holder is not None and self._is_changed(holder))
             return _is_float32(node) and changes
         if node.op != "call_module":
             return False
@@ -196,7 +196,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
             return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
         if "autocast" in graph.function_name(node):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
-        if node.op == "get_attr" and index.is_parameter(str(node.target)):
+        if node.op == "get_attr" and _is_parameter(index, str(node.target)):
             writer = index.memory.written(node)
             if writer:
                 return Refusal(writer, f"it may write into the parameter {node.target}")
@@ -224,18 +224,24 @@ def obstacle(index: GraphIndex, node: Node, kept: Mapping[Node, str]) -> str | N
 
 def _read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> str | None:
     owner, _ = split_path(path)
-    node = index.first_call(path)
+    node = index._first_call(path)
     if node is not None:
         return f"{node.name}, which is kept in float32, uses it as well" if node in kept else None
-    return None if index.is_container(owner) else index.obstacle_in_place(index.modules[owner])
+    return None if index._is_container(owner) else index.obstacle_in_place(index.modules[owner])
 
 
 def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> bool:
     """Tell whether `other` is one more name of a parameter that `node` uses, by which nothing in the graph uses it."""
     path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
     same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
-    unused = same and index.is_parameter(other) and not index.uses(other)
+    used = {str(each.target) for each in index.nodes if each.op in ("call_module", "get_attr")}
+    unused = same and _is_parameter(index, other) and not is_inside(other, used)
     return unused and not _read_obstacle(index, other, {})
+
+
+def _is_parameter(index: GraphIndex, path: str) -> bool:
+    """Tell whether a parameter is at `path`, and not a buffer or something else."""
+    return isinstance(attribute(index.graph_module, path), nn.Parameter)
 
 
 def _has_float32(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxopt import graph, operators
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact
-from fxopt.torch_internals import parameters_of, tree_all
+from fxopt.torch_internals import parameters_of, pytree
 
 
 class Rounding:
@@ -105,7 +105,7 @@ def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
         return False  # perhaps with indices
     if operators.reads_bits(user):
         return False
-    return Fact.SMOOTH in facts and tree_all(_is_inexact, (made, rest))
+    return Fact.SMOOTH in facts and pytree.tree_all(_is_inexact, (made, rest))
 
 
 def _is_first_alone(user: Node, value: Node) -> bool:

@@ -108,10 +108,6 @@ class Graphs:
             self._forgotten += bool(self._graphs)
             self._start()
 
-    def trained(self) -> None:
-        """Take note that the weights may have been trained, in a way that leaves their versions as they were."""
-        self._trains = True
-
     def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
         """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
         if self._has_changed():

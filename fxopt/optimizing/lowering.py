@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -74,10 +75,14 @@ def lowered(
         evict: is called after each module.
     """
     packed, given_up = dict[str, Packed](), list[str]()
+    uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
 
     def settle(path: str) -> None:
-        if own is not None and path in packed and _give_up(traced, path, packed[path], own):
-            given_up.append(path)
+        if own is not None and path in packed and packed[path].unpack is not None:
+            layer: Any = traced.get_submodule(path)
+            if id(layer.weight) not in own and uses[id(layer.weight)] == 1:
+                _give_up(layer)
+                given_up.append(path)
         evict()
 
     function = _function(traced, packed, settle)
@@ -111,15 +116,10 @@ def functions_of(
     return made
 
 
-def _give_up(traced: TracedModule, path: str, packed: Packed, own: Collection[int]) -> bool:
-    """Let a layer go without its weight, where that can be unpacked and nothing else has it."""
-    layer: Any = traced.get_submodule(path)
-    users = [name for name, p in traced.named_parameters(remove_duplicate=False) if p is layer.weight]
-    if packed.unpack is None or id(layer.weight) in own or users != [f"{path}.weight"]:
-        return False
+def _give_up(layer: Any) -> None:
+    """Let a packed layer go without the weight that nothing else has."""
     parameters_of(layer)["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
     del layer.__dict__["_packed"]  # it holds the weight that it was made of
-    return True
 
 
 def _function(traced: TracedModule, packed: dict[str, Packed], settle: Callable[[str], object]) -> Function:

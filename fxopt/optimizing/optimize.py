@@ -84,12 +84,6 @@ def optimize(
     return fast
 
 
-def graphs_of(fast: nn.Module) -> Graphs:
-    """The graphs of a module that `optimize` has made."""
-    graphs: Graphs = vars(fast)[GRAPHS]
-    return graphs
-
-
 def _check(model: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")

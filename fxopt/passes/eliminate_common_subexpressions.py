@@ -45,7 +45,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
 
     def match(self, graph_module: GraphModule) -> Iterator[Duplicate | Refusal]:
         """Yield the nodes that compute what an earlier one has computed."""
-        index = GraphIndex(graph_module)
+        index, returned = GraphIndex(graph_module), set[Node]()
         first: dict[Hashable, Node] = {}
         for node in index.nodes:
             if node.op in ("placeholder", "output") or not index.memory.is_pure(node):
@@ -54,7 +54,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
             called = id(index.module(node)) if node.op == "call_module" else node.target
             earlier = first.setdefault((node.op, called, repr(node.args), repr(node.kwargs)), node)
             if earlier is not node:
-                reason = _obstacle(index, node, earlier)
+                reason = _obstacle(index, node, earlier, returned)
                 yield Refusal(node, reason) if reason else Duplicate(node, earlier)
 
     def apply(self, rewriter: Rewriter, site: Duplicate) -> Node:
@@ -68,16 +68,20 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         return True
 
 
-def _obstacle(index: GraphIndex, node: Node, earlier: Node) -> str | None:
+def _obstacle(index: GraphIndex, node: Node, earlier: Node, returned: set[Node]) -> str | None:
+    """Why `node` stays; else `earlier` joins `returned` if the graph returns it in the place of `node`."""
     memory = index.memory
     if node.op == "call_module":
-        reason = index.reading_obstacle(node) or index.reading_obstacle(earlier)
+        reason = index.removing_obstacle(node) or index.removing_obstacle(earlier)
         if reason:
             return reason
     for value in (node, earlier, *node.all_input_nodes):
         writer = memory.written(value)
         if writer:
             return f"{writer.name} may write into {value.name}"
-    if memory.is_returned(node) and memory.is_returned(earlier):
-        return f"the graph returns its value and that of {earlier.name}, which the caller may write into"
-    return memory.write_between(earlier, node)
+    reason = memory.write_between(earlier, node)
+    if reason is None and memory.is_returned(node):
+        if earlier in returned or memory.is_returned(earlier):
+            return f"the graph returns its value and that of {earlier.name}, which the caller may write into"
+        returned.add(earlier)
+    return reason

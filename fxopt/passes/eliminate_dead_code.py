@@ -40,7 +40,7 @@ class EliminateDeadCode(ReversibleRewrite[Node]):
         for node in reversed(index.nodes):
             if not index.memory.is_pure(node) or not dead.issuperset(node.users):
                 continue
-            if node.op != "call_module" or not index.reading_obstacle(node):
+            if node.op != "call_module" or not index.removing_obstacle(node):
                 dead.add(node)
                 yield node
 

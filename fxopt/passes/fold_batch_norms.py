@@ -23,7 +23,6 @@ from fxopt.obstacles.foldable import (
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.submodules import module_at
-from fxopt.torch_internals import BatchNorm
 
 Kinds = tuple[type[nn.Module], ...]
 Facts = Callable[[nn.Module], tuple[Tensor, Tensor]]
@@ -56,7 +55,7 @@ class FoldBatchNorms(Folding):
         ['0.weight', '0.bias']
     """
 
-    layers: ClassVar[Mapping[type[BatchNorm], Kinds]] = {
+    layers: ClassVar[Mapping[type[nn.Module], Kinds]] = {
         nn.BatchNorm1d: (nn.Linear, nn.Conv1d, nn.ConvTranspose1d),
         nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
         nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
@@ -78,10 +77,12 @@ class FoldBatchNorms(Folding):
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """Tell whether a normalization is left, which may follow one that was folded, or come before it."""
         calls = graph_module.graph.find_nodes(op="call_module", sort=False)
-        return any(isinstance(module_at(graph_module, str(call.target)), BatchNorm) for call in calls)
+        return any(
+            isinstance(module_at(graph_module, str(call.target)), tuple(self.layers)) for call in calls
+        )
 
     def _folds(
-        self, index: GraphIndex, facts: Facts, norm: Node, kind: type[BatchNorm], layers: Kinds
+        self, index: GraphIndex, facts: Facts, norm: Node, kind: type[nn.Module], layers: Kinds
     ) -> Iterator[Fold | str]:
         """The folds of a normalization, the better one first, and the reasons why there are no others."""
         value = graph.input_of(norm, index.module(norm))
@@ -101,7 +102,7 @@ class FoldBatchNorms(Folding):
         facts: Facts,
         layer: Node,
         path: Sequence[Node],
-        kind: type[BatchNorm],
+        kind: type[nn.Module],
         value: Node | None = None,
     ) -> str | None:
         """Why a normalization cannot become a part of a layer, with the arguments of `folding_obstacle`."""
@@ -112,7 +113,7 @@ class FoldBatchNorms(Folding):
             or layer_obstacle(index, layer)
             or index.inexact(norm, kind)
             or batch_norm.statistics_obstacle(beside, module, behind=value is None)
-            or index.reading_obstacle(norm)
+            or index.removing_obstacle(norm)
             or batch_norm.weights_obstacle(module)
         )
         if reason is None and value is None:
@@ -127,7 +128,7 @@ def _fold(index: GraphIndex, facts: Facts, norm: Node, layers: Sequence[Node], b
     return Fold((*layers,), norm, behind, *facts(module), 0, sources, removable)
 
 
-def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[BatchNorm], layer: nn.Module) -> str | None:
+def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:
     """Why a normalization may work on other channels than a layer; None if it does not."""
     if kind is not nn.BatchNorm1d:
         return None  # it takes batches alone, and raises an error otherwise

@@ -63,7 +63,7 @@ class RemoveIdentity(ReversibleRewrite[Node]):
 
 def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | None:
     if module is not None:
-        return index.reading_obstacle(node)
+        return index.removing_obstacle(node)
     if graph.function_name(node) in _CASTS:
         free = _input_of_any_dtype(index, node.all_input_nodes[0])
         if free is not None:

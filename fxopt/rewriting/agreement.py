@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxopt.torch_internals import tree_flatten, tree_leaves
+from fxopt.torch_internals import pytree
 
 
 def unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
     """Say how two values cannot be compared by their numbers."""
-    (left, spec), (right, other_spec) = tree_flatten(expected), tree_flatten(actual)
+    (left, spec), (right, other_spec) = pytree.tree_flatten(expected), pytree.tree_flatten(actual)
     if spec != other_spec:
         return f"{other_spec}, it was {spec}"
     for a, b in zip(left, right, strict=True):
@@ -46,11 +46,11 @@ def error_of(expected: Any, actual: Any, least: float, own: Any = None) -> float
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    tensors = (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
     return [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double().cpu() for t in tensors]
 
 
 def epsilon(values: Sequence[Any]) -> float:
     """The rounding of the narrowest of their dtypes."""
-    dtypes = {leaf.dtype for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)}
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)}
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)

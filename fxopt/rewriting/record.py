@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
-from fxopt.torch_internals import modules_of, namespace_of, used_names
+from fxopt.torch_internals import modules_of, used_names
 
 RECORD = "fxopt_record"
 """The name of the child module that carries the record."""
@@ -257,7 +257,7 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
     renamed = [(node, fact.name) for fact, node in zip(facts, nodes, strict=True) if node.name != fact.name]
     used_names(graph).difference_update(node.name for node, _ in renamed)
     for node, name in renamed:
-        namespace_of(graph).create_name(name, None)  # reserves it
+        used_names(graph).add(name)
         node.name = name
     for fact, node in zip(facts, nodes, strict=True):
         if fact.marks:

@@ -29,7 +29,7 @@ from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of, wide_dtype
 from fxopt.submodules import attribute, prefixes, sharing_copy
-from fxopt.torch_internals import FakeTensorMode, is_erased, tree_leaves, tree_map
+from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 
 Verify = bool | tuple[Any, ...]
 """True to verify, or example inputs of the graph module, for shapes and dtypes that its nodes do not have."""
@@ -125,7 +125,7 @@ class Verifier:
         It saves most of the work. Only where both pieces agree on these sizes is that the last word.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
-        inputs = tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
+        inputs = pytree.tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
         sizes = {number_of(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
@@ -183,7 +183,9 @@ class Verifier:
         if (node in self._constants or not is_changing(node)) and not is_erased(node):
             return computed_constant(self._graph_module, node, {})
         value, seed = self._value(node), zlib.crc32(node.name.encode())
-        return value if node.op == "get_attr" else tree_map(lambda leaf: numbers.like(leaf, seed), value)
+        return (
+            value if node.op == "get_attr" else pytree.tree_map(lambda leaf: numbers.like(leaf, seed), value)
+        )
 
     def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
         """Run one of the two pieces; returns its outputs and inputs at the end, and what others read of it before a write."""
@@ -193,7 +195,7 @@ class Verifier:
             if name not in values:
                 if name not in inputs:
                     inputs[name] = self._input(self._nodes[name], numbers)
-                values[name] = tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
+                values[name] = pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
             return values[name]
 
         def found(argument: Any) -> Any:

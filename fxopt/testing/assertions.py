@@ -47,16 +47,17 @@ def assert_equivalent(
         candidate: the module to judge.
         args: positional inputs, in the modules' own dtype; floating ones are converted where needed.
         kwargs: keyword inputs.
-        float64: reference and candidate in float64, when a converted copy does not do, for example because
-            a dtype is baked into the graph. By default, deep copies are converted.
+        float64: reference and candidate in float64. By default, deep copies are converted, which is not possible for a graph
+            with dtype constants, such as a captured BERT: capture `model.double()` as well for these.
         rtol: tolerance in float64, relative to the largest value of each tensor.
-        factor: see above.
-        floor: see above; relative to the largest value of each tensor.
+        factor: largest accepted ratio of errors vs float64, candidate ÷ reference.
+        floor: units in the last place that are accepted besides, relative to the largest value of each tensor.
 
     Returns:
         The verdict: its grade, and the measured differences.
 
     Raises:
+        GuardError: a graph contains dtype constants, and `float64` is not given.
         AssertionError: an output differs in the type of a container, shape, dtype, device or value, or holds no tensor; a
             later call changes an earlier result; inputs, buffers or parameters differ after the call; an output shares memory with an
             input, a weight or another output, and that of the reference does not; a graph takes other inputs; or the reference does

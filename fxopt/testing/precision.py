@@ -11,23 +11,35 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fxopt.errors import GuardError
 from fxopt.rewriting.random_inputs import wide_dtype
 from fxopt.testing.bits import same_bits
 from fxopt.testing.differences import leaves
-from fxopt.torch_internals import convert
+from fxopt.torch_internals import converter_of
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def in_float64(module: M) -> M:
-    """A deep copy of `module` with floating parameters and buffers in float64, complex ones in complex128."""
+    """Copy a module deeply, with floating parameters and buffers in float64, complex ones in complex128.
+
+    Raises:
+        GuardError: if `module` is a graph with dtype constants, which a copy in float64 cannot have.
+        TypeError: if `module` is not a `torch.nn.Module`.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"a {type(module).__name__} is no torch.nn.Module: make a function the forward of one"
         )
     copied = copy.deepcopy(module)
     # A buffer of two layers is converted once, and stays one.
-    convert(copied, functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))
+    try:
+        converter_of(copied)(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))
+    except GuardError as error:
+        raise GuardError(
+            f"{type(module).__name__}: the graph contains dtype constants, so a float64 copy is not possible. Capture "
+            "`model.double()` as well and pass `float64=(before, after)`."
+        ) from error
     return copied
 
 

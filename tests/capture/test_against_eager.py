@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import fxopt
-from fxopt.capture.runs.eager_outcome import Outcome, difference
+from fxopt.capture.runs.eager_outcome import Outcome, contents_of, difference
 from fxopt.capture.runs.own_copies import copy_inputs
 
 X = torch.ones(3, 4)
@@ -255,9 +255,13 @@ def test_weights_that_a_forward_writes_are_those_of_a_copy():
 
 
 def test_a_gradient_that_only_the_graph_has_must_be_zero():
-    none, zero, one = (Outcome(None, {}, {}, {"w": g}) for g in (None, torch.zeros(2), torch.ones(2)))
-    assert difference(none, zero) is None
-    assert difference(none, one) == "gradient of w is a Tensor, not a NoneType"
+    for condensed in (False, True):
+        none, zero, one = (
+            Outcome({"gradient of": list(contents_of({"w": gradient}, condensed))})
+            for gradient in (None, torch.zeros(5000), torch.ones(5000))
+        )
+        assert difference(none, zero) is None
+        assert difference(none, one) == "gradient of w is a Tensor, not a NoneType"
 
 
 def test_inputs_of_two_dtypes_share_memory_in_the_copies_as_well():

@@ -77,7 +77,7 @@ RIGHT = {
     ),
     "nested": nested,
     "twice": twice,
-    "a normalisation": lambda self, x: torch.cond(positive(x), self.norm, self.noise, (x,)),
+    "a normalisation": lambda self, x: torch.cond(positive(x), self.norm, lambda y: self.noise(y) * 1, (x,)),
     "a size decides": lambda self, x: torch.cond(x.shape[1] > 3, self.one, self.two, (x,)),
     "beside a branch that raises": checked,
 }

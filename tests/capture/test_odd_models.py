@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 import fxopt
 from fxopt.objects import tensors_in
+from tests.capture.test_decisions import captured_right_or_refused
 
 X = torch.randn(3, 4)
 
@@ -154,7 +155,6 @@ REFUSED = {
         (torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),),
         "quantized tensor",
     ),
-    "an mkldnn tensor": (Does(lambda self, x: x.to_mkldnn().relu().to_dense()), (X,), "OpaqueTensorImpl"),
     "a packed sequence": (Does(packed, lstm=LSTM()), (torch.randn(3, 6, 4), torch.tensor([6, 2, 4])), ""),
     "a packed input": (nn.GRU(4, 4), (pack_sequence([torch.randn(3, 4), torch.randn(2, 4)]),), ""),
     "a forward without an end": (Does(lambda self, x: self.forward(x)), (X,), "RecursionError"),
@@ -308,3 +308,7 @@ def test_a_weak_reference_to_a_module_leads_to_the_copy_of_it():
     traced = fxopt.trace(model, (x,))
     assert model.last is None
     assert torch.equal(traced(x), model(x))
+
+
+def test_mkldnn_tensors():
+    captured_right_or_refused(Does(lambda self, x: x.to_mkldnn().relu().to_dense()), (X,), [(-X,)])

@@ -13,7 +13,7 @@ import fxopt
 from fxopt.capture.data_dependence.branch_decisions import _size_compared_with_one
 from fxopt.capture.runtime.checks import check_same_outcome
 from tests.capture.test_both_sides import assert_as_model, nodes
-from tests.capture.test_decisions import checks, right_or_refused
+from tests.capture.test_decisions import captured_right_or_refused, checks, right_or_refused
 from tests.capture.test_silent_changes import module
 
 X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
@@ -97,8 +97,10 @@ def test_patches_of_images_of_any_size():
     def causal(self, x, sizes):
         return images(self, x, sizes, causal=True)
 
-    with pytest.raises(fxopt.TraceError, match="decides on the value"):
-        fxopt.trace(module(causal), (x, torch.tensor([[2, 4], [3, 3]])))
+    model, examples = module(causal), (x, torch.tensor([[2, 4], [3, 3]]))
+    captured_right_or_refused(
+        model, examples, [(x, torch.tensor(sizes)) for sizes in ([[6, 6], [1, 2]], [[0, 0], [2, 1]])]
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ class Uses(nn.Module):
         (lambda m, x: (x[:, 1:] - x[:, 1:]) + x[:, :3] * x[:, 1:4], 1),
         (lambda m, x: torch.cat([torch.exp(x), torch.exp(x)]).sum(0), 1),
         (lambda m, x: m.norm(x) + m.norm(x), 1),
+        (
+            lambda m, x: [torch.exp(x) - 1, torch.exp(x), torch.exp(x)],
+            1,
+        ),  # of two that are returned, one stays
     ],
 )
 def test_the_same_is_computed_once(function, sites, trace):

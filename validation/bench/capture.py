@@ -1,9 +1,8 @@
-"""The cost of a capture: time, beside `torch.export` and `torch.fx.symbolic_trace`, and memory; and what its guards cost."""
+"""The cost of a capture: time, beside `torch.export`, and memory; and what its guards cost."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import statistics
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ def capture(
     ] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
 ) -> None:
-    """Measure `fxopt.trace` beside `torch.export.export(strict=False)` and `torch.fx.symbolic_trace`.
+    """Measure `fxopt.trace` beside `torch.export.export(strict=False)`.
 
     The ratio is that of a capture with `verify=False`, as torch.export does not compare; the default is beside it.
     `runs` is how often a capture runs the forward.
@@ -39,12 +38,6 @@ def capture(
     console = Console()
     measured = [make() for make in SUBJECTS]
     console.print(_times(measured, rounds))
-    for subject in measured:
-        console.print(
-            f"torch.fx.symbolic_trace, {subject.name}: {_symbolic_trace(subject, rounds)}",
-            highlight=False,
-            soft_wrap=True,
-        )
     del measured
     console.print(_by_layers(rounds))
     console.print(memory_table())
@@ -66,20 +59,6 @@ def _times(measured: Sequence[Workload], rounds: int) -> Table:
             count = str(runs[0]().meta["forward_runs"])
             table.add_row(subject.name, sizes, count, *map(spread, [*times, ratios]))
     return table
-
-
-def _symbolic_trace(subject: Workload, rounds: int) -> str:
-    """The time of `torch.fx.symbolic_trace`, which knows no sizes, for the same inputs, or why it cannot."""
-    parameters = inspect.signature(subject.model.forward).parameters.values()
-    defaults = {
-        p.name: p.default for p in parameters if p.name not in subject.inputs and p.default is not p.empty
-    }
-    run = functools.partial(torch.fx.symbolic_trace, subject.model, concrete_args=defaults)
-    try:
-        (times,) = of_runs([run], rounds)
-    except Exception as error:  # whatever a model makes of proxies
-        return f"fails, {type(error).__name__}: {error}"
-    return f"{spread(times)} seconds"
 
 
 def _by_layers(rounds: int) -> Table:

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import re
 import time
-import tracemalloc
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 import fxopt
+from fxopt.objects import tensors_in
 from fxopt.optimizing.prepare import MEMORIES
 
 from .engines import Prepare, Unavailable, engines, fresh, quiet, reason
-from .workloads import SMALL, WEIGHED, WORKLOADS, Workload, build, llama, named
+from .workloads import SMALL, VERIFIED, WORKLOADS, Workload, build, llama, named
 
 _STATUS = Path("/proc/self/status")
 
@@ -61,19 +61,20 @@ def memory(
 
 
 def memory_table() -> Table:
-    """The growth of the resident memory of a fresh process to its peak during one capture (Linux alone)."""
+    """The peak of the resident memory above what was there before the model, of a run and of captures (Linux alone), and seconds."""
     table = Table(
-        *("model", "sizes", "weights, MB", "peak above, MB", "of it compiling, MB", "of the weights"),
-        title="peak resident memory of a capture above what was there before, each in a process of its own",
+        *("model", "mode", "run, MB", "capture", "verified", "of the run"),
+        *("run, s", "capture", "verified"),
+        title="peak memory, with the model, of a run (in training with backward), a capture and a verified one, each in its own process",
     )
-    if not _STATUS.exists():
-        table.caption = "Not measured: this system has no /proc."
-        return table
-    for position in range(len(WEIGHED)):
-        for sizes, free in (("fixed", False), ("dynamic", True)):
-            name, weights, growth, compiling = _alone(_of_capture, position, free)
-            megabytes = [f"{weights / 1e6:.0f}", *(f"{each / 1e6:.1f}" for each in (growth, compiling))]
-            table.add_row(name, sizes, *megabytes, f"{growth / weights:.1%}")
+    for name in VERIFIED if _STATUS.exists() else ():
+        for training in (False, True):
+            measured = [_alone(_of_capture, name, training, verify) for verify in (None, False, True)]
+            sizes, seconds = zip(*measured, strict=True)
+            table.add_row(
+                *(name, "training" if training else "eval", *(f"{size / 1e6:.0f}" for size in sizes)),
+                *(f"{sizes[2] / sizes[0]:.2f}", *(f"{each:.1f}" for each in seconds)),
+            )
     return table
 
 
@@ -111,23 +112,24 @@ def _of_optimized(name: str, small: bool, precision: str, mode: str) -> tuple[fl
     return (weights, *growths, report.memory or 1.0)
 
 
-def _of_capture(position: int, free: bool) -> tuple[str, int, int, int]:
-    """The name of a subject, and in bytes: its weights, by how much the memory grew while it was captured, and compiling.
-
-    Compiling is what Python itself takes at its peak for the code that fx generated, which every graph module pays.
-    """
-    # What torch and sympy import and keep at the first capture is not this one's: a small model pays for it.
-    llama(2).captured(fxopt.trace, free, verify=False)()
-    subject = WEIGHED[position]()
+def _of_capture(name: str, training: bool, verify: bool | None) -> tuple[float, float]:
+    """The bytes that a model and its capture take at their peak, or its run where `verify` is None, and the seconds of that."""
+    # What torch and sympy import and keep at the first capture is not this one's.
+    llama(2).captured(fxopt.trace, free=False)()
     gc.collect()
     before = resident("VmRSS")
+    subject = VERIFIED[name]()
+    subject.model.train(training)
     forget_peak()
-    traced = subject.captured(fxopt.trace, free, verify=False)()
-    growth = int(resident("VmHWM") - before)
-    tracemalloc.start()
-    compile(traced.code, "<graph>", "exec")
-    compiling = tracemalloc.get_traced_memory()[1]
-    return subject.name, sum(p.nbytes for p in traced.parameters()), growth, compiling
+    start = time.perf_counter()
+    if verify is None:
+        with torch.set_grad_enabled(training):
+            outputs = tensors_in(subject.model(**subject.inputs))
+        if training:
+            torch.stack([output.sum() for output in outputs]).sum().backward()
+    else:
+        subject.captured(fxopt.trace, free=False, verify=verify)()
+    return resident("VmHWM") - before, time.perf_counter() - start
 
 
 PATIENCE = 1800.0

@@ -234,7 +234,7 @@ def _connected(address: str) -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise FleetError("Ray is not installed: pip install 'fxopt[fleet]'") from error
+        raise FleetError("Ray is not installed: pip install 'ray>=2.60'") from error
     if ray.is_initialized():
         return ray
     if address not in ("", "auto", "local"):

@@ -41,10 +41,16 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
     def seen(*args: Any, **kwargs: Any) -> Any:
         if not patch.active():
             return forward(*args, **kwargs)
+        if contains([*args, *kwargs.values()], torch.nn.Module):
+            recorder.fail(
+                f"the autograd.Function {cls.__qualname__} is called with a module, through a reference to its `apply` that "
+                f"was taken earlier. Call {cls.__qualname__}.apply"
+            )
         context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
         call = functools.partial(forward, *context)
         return call_autograd_function(recorder, cls, call, args[len(context) :], kwargs)
 
+    seen.original = forward  # type: ignore[attr-defined]
     patch.set(cls, "forward", staticmethod(seen))
 
 
@@ -77,8 +83,9 @@ def _call_forward(recorder: Recorder, cls: Any, args: Any, kwargs: Any) -> Any:
             "computes with it. Capture and run under torch.no_grad(), or make the module that calls it a leaf"
         )
     recorder.queries.note_mode("grad", False)
+    forward = getattr(cls.forward, "original", cls.forward)
     if cls.setup_context is not torch.autograd.Function.setup_context:
-        return cls.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     context: Any = torch.autograd.function.FunctionCtx()
     context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
-    return cls.forward(context, *args, **kwargs)
+    return forward(context, *args, **kwargs)

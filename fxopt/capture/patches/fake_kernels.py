@@ -11,6 +11,7 @@ import torch
 
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.torch_internals import (
+    BATCH_NORM,
     DISPATCH_KEYS,
     IS_CAUSAL,
     cdist,
@@ -19,7 +20,7 @@ from fxopt.capture.torch_internals import (
     run_for_key_of,
     take_along_dim,
 )
-from fxopt.torch_internals import BatchNorm, FakeTensor
+from fxopt.torch_internals import FakeTensor
 
 aten = torch.ops.aten
 
@@ -59,7 +60,8 @@ def _replace(patch: Patches, operator: Any, kernel: Any, original: Any) -> None:
 
 def _cumulative_average(patch: Patches) -> None:
     """A batch normalisation that is a layer averages by the number in its `num_batches_tracked`, which no fake has: any will do."""
-    forward: Callable[..., torch.Tensor] = BatchNorm.forward
+    owner, name = BATCH_NORM
+    forward: Callable[..., torch.Tensor] = vars(owner)[name]
 
     def averaged(self: Any, input: torch.Tensor) -> torch.Tensor:
         if self.momentum is not None or patch.active() or not patch.in_forward():
@@ -70,7 +72,7 @@ def _cumulative_average(patch: Patches) -> None:
         finally:
             self.momentum = None
 
-    patch.set(BatchNorm, "forward", averaged)
+    patch.set(owner, name, averaged)
 
 
 def _first_step(

@@ -64,7 +64,9 @@ def _scan(combine_fn: Any, init: Sequence[Any], xs: Sequence[Any], additional_in
     return [*carry, *(torch.stack(column) for column in zip(*rows, strict=True))]
 
 
-def _map(function: Any, xs: Sequence[Any], args: Sequence[Any]) -> Any:
+def _map(function: Any, xs: Sequence[Any], args: Sequence[Any], mutated_arg_indices: str = "") -> Any:
+    if mutated_arg_indices:
+        raise TraceError("map is called with a function that writes into its arguments: return the results.")
     rows = [function(*row, *args) for row in zip(*(x.unbind(0) for x in xs), strict=True)]
     return pytree.tree_map(lambda *column: torch.stack(column), *rows)
 

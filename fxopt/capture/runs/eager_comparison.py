@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.recording.request import Request
-from fxopt.capture.runs.eager_outcome import Outcome, difference, outcome_of
+from fxopt.capture.runs.eager_outcome import Outcome, difference, named, outcome_of
 from fxopt.capture.runs.first_difference import exporting, likely_cause, parting_place
 from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
 from fxopt.capture.runtime.traced_module import TracedModule
@@ -66,37 +67,52 @@ class _Comparison:
 
     def check(self) -> str | None:
         """Compare call by call; the reason if it could not be done."""
-        model, graph = self._twins()
-        for call in range(1, _CALLS + 1):
-            expected = self._outcome(model)
-            if expected.error is not None:
-                return f"the model raises {_named(expected.error)}"
-            drawn = self.randomness.were_used()
-            found = self._outcome(graph)
-            if isinstance(found.error, GuardError) and drawn and self.request.specialize:
+        # Where no backward follows, what it needs is dropped; a forward that computes gradients itself has to keep that.
+        dropped = saved_tensors_hooks(lambda tensor: None, lambda none: none)
+        for saved in (
+            (contextlib.nullcontext(),) if self._gradients() else (dropped, contextlib.nullcontext())
+        ):
+            with saved:
+                expected, found, _ = self._outcomes(condensed=True)
+            if all(
+                one.succeeded and difference(one, other) is None
+                for one, other in zip(expected, found, strict=False)
+            ):
+                return None
+        expected, found, drawn = self._outcomes(condensed=False)
+        for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+            if one.error is not None:
+                return f"the model raises {named(one.error)}"
+            if isinstance(other.error, GuardError) and drawn and self.request.specialize:
                 return None  # decided by random numbers, which are others now
-            if isinstance(found.error, (MemoryError, torch.OutOfMemoryError)):
-                return f"the graph raises {_named(found.error)}"
-            differs = f"raises {_named(found.error)}" if found.error else difference(expected, found)
-            if differs is None:
+            if isinstance(other.error, (MemoryError, torch.OutOfMemoryError)):
+                return f"the graph raises {named(other.error)}"
+            if (differs := difference(one, other)) is None:
                 continue
-            if difference(expected, self._at(call, Twin(self.request.model, self.written))) is not None:
+            again = self._calls(self.request.model, condensed=False)
+            if difference(one, again[number]) is not None:
                 return "from one state of the random generators the model gives one thing, then another"
-            raise self._error(differs, call)
+            raise self._error(differs, number, other)
         return None
 
-    def _twins(self) -> tuple[Twin, Twin]:
-        """New copies of the model and of the graph."""
-        return Twin(self.request.model, self.written), Twin(self.traced, self.written)
+    def _outcomes(self, condensed: bool) -> tuple[list[Outcome], list[Outcome], bool]:
+        """Those of the model and of the graph, one after the other; whether the model has drawn random numbers."""
+        expected = self._calls(self.request.model, condensed)
+        drawn = self.randomness.were_used()
+        return expected, self._calls(self.traced, condensed), drawn
 
-    def _at(self, call: int, twin: Twin) -> Outcome:
-        """The outcome of a fresh copy at this call."""
-        return [self._outcome(twin) for _ in range(call)][-1]
+    def _calls(self, module: torch.nn.Module, condensed: bool) -> list[Outcome]:
+        """The outcomes of a new copy, up to one that raises."""
+        twin, outcomes = Twin(module, self.written), list[Outcome]()
+        while len(outcomes) < _CALLS and all(outcome.error is None for outcome in outcomes):
+            outcomes.append(self._outcome(twin, condensed))
+        return outcomes
 
-    def _outcome(self, twin: Twin, function: Callable[..., Any] | None = None) -> Outcome:
+    def _outcome(
+        self, twin: Twin, condensed: bool = False, function: Callable[..., Any] | None = None
+    ) -> Outcome:
         """One call, by `function` where it is not that of the module itself."""
         examples = copy_inputs(self.request.inputs)
-        gradients = self.request.model.training and torch.is_grad_enabled()
         self.randomness.rewind()
 
         def call(values: dict[str, Any]) -> Any:
@@ -105,26 +121,33 @@ class _Comparison:
 
         with self.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome = twin.run(outcome_of, call, examples, twin.module, gradients)
-            compared = {name: b for name, b in outcome.buffers.items() if name not in self.tables}
-            return dataclasses.replace(outcome, buffers=compared)
+            outcome = twin.run(outcome_of, call, examples, twin.module, self._gradients(), condensed)
+        for name in self.tables:
+            outcome.contents.pop(f"buffer {name}", None)
+        return outcome
 
-    def _error(self, differs: str, call: int) -> TraceError:
-        model, graph = self._twins()
-        exported, found = exporting(lambda: self._at(call, model)), self._at(call, graph)
-        agrees = exported.error is None and difference(exported, found) is None
-        model, graph = self._twins()
-        for twin in (model, graph):
-            for _ in range(call - 1):
-                self._outcome(twin)
+    def _gradients(self) -> bool:
+        return self.request.model.training and torch.is_grad_enabled()
+
+    def _error(self, differs: str, number: int, found: Outcome) -> TraceError:
+        exported = exporting(lambda: self._calls(self.request.model, condensed=False))
+        agrees = (
+            all(outcome.error is None for outcome in exported) and difference(exported[number], found) is None
+        )
+        model, graph = Twin(self.request.model, self.written), Twin(self.traced, self.written)
+        for twin in (model, graph) * number:
+            self._outcome(twin)
         layers = {name for name, m in self.request.model.named_modules() if id(m) in self.request.layers}
         place = parting_place(
-            graph.module, model.module, layers, lambda f: self._outcome(graph if f is graph else model, f)
+            graph.module,
+            model.module,
+            layers,
+            lambda f: self._outcome(graph if f is graph else model, function=f),
         )
-        which = "" if call == 1 else f" in call {call}"
+        which = f" in call {number + 1}" if number else ""
         return TraceError(
             f"the graph differs from the model{which}: {differs}. They part at {place}. "
-            f"The likely cause: {likely_cause(differs, call, agrees)}. "
+            f"The likely cause: {likely_cause(differs, number + 1, agrees)}. "
             "(Both were run on the example inputs; verify=False leaves that out.)"
         )
 
@@ -133,8 +156,3 @@ def _is_real(request: Request) -> bool:
     """Tell whether there is data to compare: no fake tensors, and none on the meta device."""
     tensors = [*request.model.parameters(), *request.model.buffers(), *tensors_in(request.inputs)]
     return detect_fake_mode(tensors) is None and not any(t.is_meta for t in tensors)
-
-
-def _named(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,7 @@
-"""All that one call of a model leaves: outputs, inputs, buffers, gradients; and where two calls differ."""
+"""What one call of a model leaves: outputs, inputs, buffers, gradients; and where two calls differ.
+
+An outcome holds no tensor that has a history, so that the activations of a run are gone before the next one.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +16,84 @@ from fxopt.capture.runs.own_copies import Examples
 from fxopt.objects import attributes, is_open, tensors_in
 from fxopt.torch_internals import storage_identity
 
+# Condensed are tensors of so many numbers, a block to one number, a part at a time.
+_LARGE, _BLOCK, _PART = 2**12, 2**6, 2**18
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """All that a call has given, or the error that it raised; `gradients` and their error where they were asked for."""
+    """What a call has left, or the error that it raised; that of backward where gradients were asked for.
 
-    output: Any
-    inputs: dict[str, Any]
-    buffers: dict[str, torch.Tensor]
-    gradients: dict[str, Any] | None
+    `contents` has by kind ("output", "input", "buffer NAME", "gradient of") the places in the value with what is there, and
+    `shared` for each tensor in inputs and output the first one that has the same memory.
+    """
+
+    contents: dict[str, list[tuple[str, Content]]]
+    shared: list[int] = dataclasses.field(default_factory=list)
     error: Exception | None = None
     gradient_error: Exception | None = None
 
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and self.gradient_error is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What is compared of one value; the numbers of two tensors may be apart by `limit`, relative to the largest."""
+
+    kind: type
+    traits: dict[str, Any]
+    requires_grad: bool = False
+    numbers: torch.Tensor | None = None
+    limit: float = 0.0
+
 
 def outcome_of(
-    call: Callable[[dict[str, Any]], Any], examples: Examples, module: torch.nn.Module, gradients: bool
+    call: Callable[[dict[str, Any]], Any],
+    examples: Examples,
+    module: torch.nn.Module,
+    gradients: bool,
+    condensed: bool,
 ) -> Outcome:
-    """Call a model or a graph, and in training its backward."""
-    output, computed, error, gradient_error = None, None, None, None
+    """Call a model or a graph, and in training its backward; `condensed` keeps a small part of the numbers of large tensors."""
+    computed, gradient_error = None, None
     try:
         output = call(examples.values)
     except Exception as raised:
-        error = raised
-    if gradients and error is None:
+        return Outcome({}, error=raised)
+    if gradients:
         try:
             computed = _gradients(output, examples, module)
         except Exception as raised:
             gradient_error = raised
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    return Outcome(output, examples.values, buffers, computed, error, gradient_error)
+    values = {"output": output, "input": examples.values}
+    values |= {f"buffer {name}": b for name, b in module.named_buffers(remove_duplicate=False)}
+    values |= {} if computed is None else {"gradient of": computed}
+    contents = {kind: list(contents_of(value, condensed)) for kind, value in values.items()}
+    return Outcome(contents, _sharing([examples.values, output]), gradient_error=gradient_error)
 
 
 def difference(expected: Outcome, found: Outcome) -> str | None:
     """The first thing in which an outcome is not as expected, in words; None where there is none."""
+    if found.error is not None:
+        return f"raises {named(found.error)}"
     if expected.gradient_error is None and found.gradient_error is not None:
-        error = found.gradient_error
-        return f"backward, which raises {type(error).__name__}: {str(error).splitlines()[0]}"
-    pairs = (
-        ("output", expected.output, found.output),
-        ("input", expected.inputs, found.inputs),
-        ("buffer", expected.buffers, {name: found.buffers.get(name) for name in expected.buffers}),
-        ("gradient of", expected.gradients, found.gradients if expected.gradient_error is None else None),
-    )
-    for kind, left, right in pairs:
-        for where, what in _differences(left, right, "", {}):
-            return f"{kind} {where}".strip() + f" {what}"
-    left_shared, right_shared = _sharing(expected), _sharing(found)
-    if left_shared != right_shared:
+        return f"backward, which raises {named(found.gradient_error)}"
+    for kind, left in expected.contents.items():
+        # Where kinds and entries agree so far, the places do.
+        right = found.contents.get(kind) or contents_of(None, condensed=False)
+        for (where, one), (_, other) in zip(left, right, strict=False):
+            if (what := _content_difference(one, other)) is not None:
+                return f"{kind} {where}".strip() + f" {what}"
+    if expected.shared != found.shared:
         return "output, whose tensors share memory with others than those of the model"
     return None
+
+
+def named(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:
@@ -87,33 +119,47 @@ def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict
     return dict(zip(named, computed, strict=True))
 
 
-def _differences(left: Any, right: Any, where: str, seen: dict[int, int]) -> Iterator[tuple[str, str]]:
-    """Places in which two values differ, and how; each object is looked at once."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if (how := _tensor_difference(left, right)) is not None:
-            yield where, how
-        return
-    if type(left) is not type(right) and not _is_zero_for_none(left, right):
-        yield where, f"is a {type(right).__name__}, not a {type(left).__name__}"
-        return
-    if id(left) in seen:
-        return
-    seen[id(left)] = id(right)
-    parts = _parts(left), _parts(right)
-    if parts[0] is None or parts[1] is None:
-        if isinstance(left, (bool, int, float, complex, str, bytes)) and repr(left) != repr(right):
-            yield where, f"is {right!r}, not {left!r}"
-        return
-    if list(parts[0]) != list(parts[1]):
-        yield where, f"has the entries {list(parts[1])}, not {list(parts[0])}"
-        return
-    for key, value in parts[0].items():
-        yield from _differences(value, parts[1][key], f"{where}.{key}" if where else str(key), seen)
+def contents_of(value: Any, condensed: bool, where: str = "") -> Iterator[tuple[str, Content]]:
+    """The places in a value and what is there, from the outside in."""
+    parts = _parts(value)
+    if isinstance(value, torch.Tensor):
+        yield where, _of_tensor(value, condensed)
+    elif parts is None:
+        plain = isinstance(value, (bool, int, float, complex, str, bytes))
+        yield where, Content(type(value), {"value": repr(value)} if plain else {})
+    else:
+        yield where, Content(type(value), {"the entries": list(parts)})
+        for key, part in parts.items():
+            yield from contents_of(part, condensed, f"{where}.{key}" if where else str(key))
 
 
-def _is_zero_for_none(left: Any, right: Any) -> bool:
-    """Tell whether a gradient is 0 that the model does not have, as where a branch is taken always that it did not take."""
-    return left is None and isinstance(right, torch.Tensor) and not bool(right.any())
+def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
+    numbers = _comparable(tensor.detach())
+    rounded = numbers.is_floating_point() or numbers.is_complex()
+    # Half the digits of a dtype: other kernels, or other runs, add in another order.
+    limit = torch.finfo(numbers.dtype).eps ** 0.5 if rounded else 0.0
+    traits = {name: getattr(tensor, name) for name in ("dtype", "layout", "device")}
+    traits |= {"shape": tuple(tensor.shape), "strides": _strides(tensor)}
+    if condensed and type(numbers) is torch.Tensor and numbers.numel() >= _LARGE:
+        numbers, limit = _condensed(numbers), limit / _BLOCK**0.5
+    else:
+        numbers = numbers.clone()  # it may be a buffer, into which the next call writes
+    return Content(type(tensor), traits, tensor.requires_grad, numbers, limit)
+
+
+def _condensed(numbers: torch.Tensor) -> torch.Tensor:
+    """A random sum of each block of numbers, which differs where one of them does."""
+    flat = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+    flat = flat.flatten().view(torch.int32) if flat.dtype is torch.int64 else flat.flatten()
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    weights = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).to(flat.device, wide)
+    sums = []
+    for part in flat.split(_PART):
+        padded = torch.nn.functional.pad(part.to(wide), (0, -len(part) % _BLOCK))
+        largest = float(padded.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
+        finite = padded.nan_to_num(3 * largest, 2 * largest, -2 * largest)
+        sums.append(finite.view(-1, _BLOCK) @ weights)
+    return torch.cat(sums)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -128,21 +174,23 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return attributes(value) if is_open(value) else None
 
 
-def _tensor_difference(left: torch.Tensor, right: torch.Tensor) -> str | None:
-    for name in ("dtype", "shape", "layout", "device"):
-        found, expected = getattr(right, name), getattr(left, name)
-        if found != expected:
-            found, expected = (tuple(found), tuple(expected)) if name == "shape" else (found, expected)
+def _content_difference(left: Content, right: Content) -> str | None:
+    if left.kind is not right.kind:
+        # A branch that is taken always may bring gradients, of 0.
+        added = left.kind is type(None) and right.numbers is not None and not bool(right.numbers.any())
+        return None if added else f"is a {right.kind.__name__}, not a {left.kind.__name__}"
+    for name, expected in left.traits.items():
+        if (found := right.traits[name]) != expected:
             return f"has {name} {found}, not {expected}"
-    # A branch that is taken always may bring gradients, of 0.
     if left.requires_grad and not right.requires_grad:
         return "takes no gradients"
-    if type(left) is not type(right):
-        return f"is a {type(right).__name__}, not a {type(left).__name__}"
-    if left.layout is torch.strided and not left.is_nested and _strides(left) != _strides(right):
-        return f"has strides {right.stride()}, not {left.stride()}"
-    same = _same_values(_comparable(left.detach()), _comparable(right.detach()))
-    return None if same else "has other values"
+    if (
+        left.numbers is None
+        or right.numbers is None
+        or _same_numbers(left.numbers, right.numbers, left.limit)
+    ):
+        return None
+    return "has other values"
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,32 +205,31 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
 
 
-def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit for bit, or as near as half the digits of a dtype: other kernels, or other runs, add in another order."""
+def _same_numbers(left: torch.Tensor, right: torch.Tensor, limit: float) -> bool:
     if left.shape != right.shape:
         return False
     same = (left == right) | (left.isnan() & right.isnan())
     if bool(same.all()):
         return True
-    if not (left.is_floating_point() or left.is_complex()) or not bool(left[~same].isfinite().all()):
+    if not limit or not bool(left[~same].isfinite().all()):
         return False
     wide = torch.complex128 if left.is_complex() else torch.float64
     distance = (left[~same].to(wide) - right[~same].to(wide)).abs().max()
     largest = left[left.isfinite()].abs().max().double()
-    return bool(distance <= torch.finfo(left.dtype).eps ** 0.5 * largest)
+    return bool(distance <= limit * largest)
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def _strides(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions that are longer than 1, of which alone they tell something."""
-    return tuple(
-        s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()
-    )
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return []
+    return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _sharing(outcome: Outcome) -> list[int]:
-    """For each tensor in inputs and output, the first one that has the same memory."""
+def _sharing(values: Any) -> list[int]:
+    """For each tensor, the first one that has the same memory."""
     first: dict[Any, int] = {}
     return [
         first.setdefault(storage_identity(t.untyped_storage()) if t.layout is torch.strided else id(t), n)
-        for n, t in enumerate(tensors_in([outcome.inputs, outcome.output]))
+        for n, t in enumerate(tensors_in(values))
     ]
