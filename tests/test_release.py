@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import fxopt
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +29,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_fxopt_works_with_torch_alone():
     assert project()["dependencies"] == ["safetensors[numpy]>=0.5", "torch>=2.11"]
     needed = closure(["safetensors", "numpy", "torch"])

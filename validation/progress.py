@@ -45,7 +45,7 @@ class Progress:
         self._ended.set()
 
     def line(self) -> str:
-        """What is done, how long that took, and how long the rest will take."""
+        """Tell how many tests are done, how long they took, and how long the rest will take."""
         seconds, done, left = time.monotonic() - self._begun, sum(self._done), sum([*self._left.values()])
         if not done + left:
             return f"collecting for {seconds:.0f} s"

@@ -176,6 +176,7 @@ def test_an_encoder_and_a_decoder():
     assert_same_cache(mine.cross_attention_cache, eager.cross_attention_cache)
 
 
+@pytest.mark.long
 def test_a_cache_in_another_state_is_refused(decoder):
     model, _, decode = decoder
     ids, _ = prompt(2, 6)

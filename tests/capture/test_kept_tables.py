@@ -249,6 +249,7 @@ def drawn(self, x):
     return self.dense(x) + self.table
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "forward",
     [
@@ -338,6 +339,7 @@ def first_of_a_function(self, x):
     return self.dense(x) + self.kept(x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("forward", "kept"),
     [
@@ -433,6 +435,7 @@ def first_of_a_global(self, x):
     return self.dense(x) * NAMESPACE.length
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "forward",
     [
@@ -558,6 +561,7 @@ def with_a_counter_and_its_length(self, x):
     return counted(self, x)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("forward", [with_a_counter, with_a_counter_and_its_length])
 def test_a_table_may_stand_beside_a_counter(forward):
     model = module(forward, dense=nn.Linear(4, 4), table=None, length=0, calls=0, last=0.0)

@@ -107,6 +107,7 @@ def written(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", [joined, written])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_that_the_model_changes_is_refused_unless_the_eager_model_has_one(
@@ -152,6 +153,7 @@ def test_a_mask_that_eager_attention_leaves_out_may_not_be_changed(
         assert_equivalent(causal, traced, (x, inputs(count)["attention_mask"]))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_parts_and_copies_of_a_mask_are_no_change(attention: str, is_causal: bool) -> None:

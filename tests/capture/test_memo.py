@@ -152,6 +152,7 @@ class Norms(nn.Module):
         return found, half.relu(), norm, x.long().relu()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dimensions", [(), (0,), (0, 2, 3)])
 def test_short_ways_give_what_torch_does(dimensions, monkeypatch):
     model, inputs = (

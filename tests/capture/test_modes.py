@@ -168,6 +168,7 @@ def test_an_autograd_function_called_through_an_earlier_reference():
     assert vars(torch.autograd.Function)["apply"] is plain
 
 
+@pytest.mark.long
 def test_a_capture_sees_only_its_own_thread():
     running, done = threading.Event(), threading.Event()
     seen = []

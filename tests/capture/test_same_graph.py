@@ -343,6 +343,7 @@ class MaskedByProducts(nn.Module):
         return scores + mask.view(len(x), -1)[:, None]
 
 
+@pytest.mark.long
 def test_sizes_that_are_equal_in_products_alone_are_one_together():
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     x, mask, model = torch.randn(2, 5, 4), torch.randn(2, 5), MaskedByProducts()
@@ -361,6 +362,7 @@ class Pooled(nn.Module):
         return rows.view(len(x) // 4, 4, -1).mean(1) if len(rows) > 0 else rows
 
 
+@pytest.mark.long
 def test_a_size_that_is_divided_by_another_is_none_at_one():
     x, model = torch.randn(8, 3), Pooled()
     traced = fxopt.trace(model, (x,), dynamic_shapes=({0: Dim.AUTO},))

@@ -172,6 +172,7 @@ def test_a_number_that_is_drawn_and_not_used_is_harmless(draw):
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "use",
     [

@@ -165,6 +165,7 @@ def test_labels_and_a_loss():
     assert_equal_outputs(gm, model, inputs)
 
 
+@pytest.mark.long
 def test_input_names_in_any_order_and_by_default():
     model = bert()
     gm = fxopt.symbolic_trace(model, ["attention_mask", "input_ids"])

@@ -221,6 +221,7 @@ def test_copies_and_pickles_are_optimized_too():
         assert copied.encoder is not model.encoder
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_threads_share_the_graphs():
     model = bert()

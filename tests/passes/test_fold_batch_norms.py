@@ -56,6 +56,7 @@ def refuse(model, x, reason, trace=fxopt_trace):
     refused(FoldBatchNorms(), randomise(model.eval()), x, reason=reason, trace=trace)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_behind_convolutions_of_every_kind(kind, options):
     dimensions = dimensions_of(kind)

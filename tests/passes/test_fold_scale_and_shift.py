@@ -72,6 +72,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("use", BEHIND)
 def test_behind_a_linear_layer(use):
     after = check(BEHIND[use])

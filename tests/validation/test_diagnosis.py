@@ -52,6 +52,7 @@ def ending(text: str, tmp_path: Path) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.long
 def test_of_a_pipeline_the_pass_and_the_site_are_named_and_a_script_shows_them(tmp_path: Path) -> None:
     passes = {
         "A": RemoveIdentity(),

@@ -318,6 +318,7 @@ def test_the_last_failures_alone_run_again_and_the_rest_stays(harness: Harness) 
     assert harness.history() == []
 
 
+@pytest.mark.long
 def test_a_run_that_selects_nothing_keeps_the_last_report(harness: Harness) -> None:
     assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
     before = harness.records()

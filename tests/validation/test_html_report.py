@@ -52,6 +52,7 @@ def test_the_data_has_every_case_that_ran_and_every_number(table):
     assert errors["heading"] == "relative error float64"
 
 
+@pytest.mark.long
 def test_the_history_is_of_the_runs_before(records, run, tmp_path):
     directory = tmp_path / "reports"
     for day in range(3):
@@ -200,6 +201,7 @@ const press = (selector) => document.querySelector(selector).click();
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_clicks_in_a_browser(width, records, run, tmp_path):

@@ -348,6 +348,7 @@ def test_an_option_that_makes_no_sense_says_so(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_parts_are_fixed_disjoint_and_together_everything(
     harness: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
