@@ -1,8 +1,7 @@
-"""The suite as a whole: how much of its sweeps runs, the random numbers, and what the garbage collector looks at."""
+"""The suite as a whole: which tests are long, the random numbers, and what the garbage collector looks at."""
 
 import collections
 import gc
-import os
 import random
 import zlib
 
@@ -10,27 +9,32 @@ import numpy
 import pytest
 import torch
 
+from validation.progress import Progress
+
+# For a device that is not there, torch writes the stack down each time that it is seeded, which takes longer than most tests.
+for device in (torch.cuda, torch.mtia, torch.xpu):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
+
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "sweep(n): models of one kind; every n-th case runs, and with NIGHTLY=1 each"
-    )
+    config.addinivalue_line("markers", "long: left to `make test-all`; tests/README.md says which tests are")
+    config.addinivalue_line("markers", "sweep(n): models of one kind; all but every n-th case are long")
+    # In one process alone, the output of tests is captured, and the line would be in it.
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress())
 
 
-@pytest.hookimpl(trylast=True)  # of what `-k` has chosen: one case that is named runs
-def pytest_collection_modifyitems(config, items):
-    """Leave of each sweep every n-th case, unless it is night."""
-    if os.environ.get("NIGHTLY"):
-        return
-    before, kept, left = collections.Counter(), [], []
+@pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
+def pytest_collection_modifyitems(items):
+    """Make all but every n-th case of each sweep long."""
+    before = collections.Counter()
     for item in items:
         function = item.nodeid.partition("[")[0]
         sweep = item.get_closest_marker("sweep")
-        (left if sweep and before[function] % sweep.args[0] else kept).append(item)
+        if sweep and before[function] % sweep.args[0]:
+            item.add_marker(pytest.mark.long)
         before[function] += 1
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = kept
 
 
 def _seed(node):

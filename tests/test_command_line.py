@@ -190,6 +190,7 @@ def test_a_mistake_is_one_line(call: Any, arguments: list[str], status: int, mes
     assert re.search(message, err), err
 
 
+@pytest.mark.long
 def test_letters_that_a_terminal_lacks_are_written_in_others(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(
         "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -201,6 +202,7 @@ def test_letters_that_a_terminal_lacks_are_written_in_others(tmp_path: Path) -> 
     assert rb"gr\xf6\xdfe" in done.stdout
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -39,6 +39,7 @@ def reset():
     torch._dynamo.reset()
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 def test_rewritten_graphs_are_compiled_whole(rewritten):
     traced, inputs, wanted = rewritten
@@ -46,6 +47,7 @@ def test_rewritten_graphs_are_compiled_whole(rewritten):
     torch.testing.assert_close(fast(**inputs)[0], wanted, **TOLERANCE)
 
 
+@pytest.mark.sweep(3)
 @torch.no_grad()
 def test_rewritten_graphs_are_exported(rewritten):
     traced, inputs, wanted = rewritten
@@ -53,6 +55,7 @@ def test_rewritten_graphs_are_exported(rewritten):
     torch.testing.assert_close(exported.module()(**inputs)[0], wanted, **TOLERANCE)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_rewritten_graphs_go_to_onnx(rewritten):
     onnxruntime = pytest.importorskip("onnxruntime", reason="an engine to run it")
@@ -64,6 +67,7 @@ def test_rewritten_graphs_go_to_onnx(rewritten):
     torch.testing.assert_close(torch.from_numpy(session.run(None, named)[0]), wanted, **TOLERANCE)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_an_optimized_module_is_compiled_and_exported_as_its_model():
     model, inputs = small_models.bert()

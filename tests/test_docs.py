@@ -15,6 +15,8 @@ from tests.capture.test_transformers import bert, groupvit, resnet
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+FIRST = ("README.md", "CONTRIBUTING.md", "docs/start.md", "docs/guide.md")
+"""The pages whose examples run in the short run."""
 CODE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
 
@@ -41,7 +43,14 @@ def checkpoints(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search((ROOT / page).read_text())])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page in FIRST else pytest.mark.long)
+        for page in PAGES
+        if CODE.search((ROOT / page).read_text())
+    ],
+)
 def test_documentation(page, checkpoints):
     torch.manual_seed(0)
     text = (ROOT / page).read_text()

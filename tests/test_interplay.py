@@ -55,7 +55,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 # --- torch.compile
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.long
 @every_model
 def test_compiled_in_one_piece(name):
     model, gm, inputs = captured(name)
@@ -65,6 +65,7 @@ def test_compiled_in_one_piece(name):
     torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 def test_compiled_for_free_sizes_it_keeps_its_guards():
     model, gm = captured_free()
     compiled = torch.compile(gm, backend="eager")
@@ -140,6 +141,7 @@ def test_modes_keep_their_meaning_when_compiled(backend):
     assert torch._C._get_flash_sdp_enabled()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor():
     model, x = nn.Sequential(nn.Linear(4, 3), nn.GELU()).eval(), torch.randn(2, 4)
@@ -151,6 +153,7 @@ def test_compiled_by_inductor():
 # --- torch.export and ONNX
 
 
+@pytest.mark.long
 @every_model
 def test_exported(name):
     model, gm, inputs = captured(name)
@@ -174,7 +177,7 @@ def test_exported_with_dynamic_shapes_it_keeps_its_guards():
         torch.export.export(gm, (), text(7), strict=False, dynamic_shapes=wider)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "resnet", "llama"])
 def test_exported_to_onnx(name):
     runtime = pytest.importorskip("onnxruntime")

@@ -99,6 +99,7 @@ def test_groupvit(tmp_path):
     assert same_bits(gm(**inputs), reloaded(gm, tmp_path)(**inputs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, gemma3])
 def test_decoders_with_caches(make, tmp_path):
     from transformers import DynamicCache
@@ -396,6 +397,7 @@ def test_a_graph_module_of_torch_fx(tmp_path):
     assert made(X).keys() == {"out"}
 
 
+@pytest.mark.long
 def test_a_fresh_process_gives_the_same_bits(tmp_path):
     model, inputs = small_models.llama()
     gm = fxopt.MergeLinears()(fxopt.symbolic_trace(model.eval(), list(inputs)))

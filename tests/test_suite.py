@@ -1,12 +1,15 @@
-"""The suite as a whole: of a sweep every n-th case runs, and at night each."""
+"""The suite as a whole: what is long, and how far a run is."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from tests import conftest
+from validation.progress import Progress
 
 
 class Case(SimpleNamespace):
@@ -16,17 +19,38 @@ class Case(SimpleNamespace):
     def get_closest_marker(self, name):
         return None if self.n is None else SimpleNamespace(args=(self.n,))
 
+    def add_marker(self, marker):
+        self.long = marker.name == "long"
 
-@pytest.mark.parametrize(
-    ("nightly", "kept"), [("", ["s[0]", "s[3]", "one", "t[a]"]), ("1", [f"s[{i}]" for i in range(5)])]
-)
-def test_of_a_sweep_every_nth_case_runs_and_at_night_each(monkeypatch, nightly, kept):
-    monkeypatch.setenv("NIGHTLY", nightly)
-    cases = [Case(nodeid=f"s[{i}]", n=3) for i in range(5)]
-    cases += [Case(nodeid="one", n=None), Case(nodeid="t[a]", n=2), Case(nodeid="t[b]", n=2)]
-    left, every = [], list(cases)
-    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
-    conftest.pytest_collection_modifyitems(SimpleNamespace(hook=hook), cases)
-    assert [case.nodeid for case in cases][: len(kept)] == kept
-    assert sorted(case.nodeid for case in (*cases, *left)) == sorted(case.nodeid for case in every)
-    assert bool(left) is not bool(nightly)
+
+def test_of_a_sweep_all_but_every_nth_case_are_long():
+    cases = [Case(nodeid=f"s[{i}]", n=3, long=False) for i in range(5)]
+    cases += [Case(nodeid="one", n=None, long=False), Case(nodeid="t[a]", n=2, long=False)]
+    conftest.pytest_collection_modifyitems(cases)
+    assert [case.nodeid for case in cases if not case.long] == ["s[0]", "s[3]", "one", "t[a]"]
+
+
+def test_how_far_a_run_is():
+    progress = Progress(weight=lambda nodeid: {"a": 1.0, "b": 3.0}[nodeid])
+    assert progress.line() == "collecting for 0 s"
+    progress.pytest_xdist_node_collection_finished(["a", "b"])
+    progress.pytest_xdist_node_collection_finished(["a", "b"])
+    assert progress.line() == "0 of 2 in 0 s"
+    progress._begun -= 10
+    progress.pytest_runtest_logfinish("a")
+    assert progress.line() == "1 of 2 in 10 s, about 30 s left"
+    progress.pytest_runtest_logfinish("b")
+    assert progress.line() == "2 of 2 in 10 s, about 0 s left"
+
+
+@pytest.mark.long
+def test_a_pipe_gets_a_line_now_and_then(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "from validation.progress import Progress\n"
+        "def pytest_configure(config):\n    config.pluginmanager.register(Progress(every=0.2))\n"
+    )
+    (tmp_path / "test_slow.py").write_text("import time\n\ndef test_slow():\n    time.sleep(1)\n")
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
+    command += ["-n", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "\n0 of 1 in " in ran.stdout

@@ -192,6 +192,7 @@ print([p.signature for p in passes])
 """
 
 
+@pytest.mark.long
 def test_signatures_are_the_same_in_every_process():
     outputs = [
         subprocess.run(

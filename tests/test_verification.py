@@ -434,6 +434,7 @@ def test_shapes_come_from_metadata_or_from_example_inputs(shapes):
         ForgetsABias()(graph_module, verify=verify)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "resnet", "llama", "t5"])
 def test_right_passes_are_found_right(name):
     model, inputs = MODELS[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import sys
@@ -17,12 +18,13 @@ from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
 from .judging.subject import TIMING
+from .progress import Progress
 from .records import Case, Outcome, counted
-from .running.controller import Controller, received
+from .running.controller import Controller, case_id, received
 from .running.fleet import Fleet, FleetError
 from .running.pool import Pool
 from .running.run import Runner, in_worker
-from .store import Place, ReportError, seconds_by_group
+from .store import Place, ReportError, seconds_by_case
 from .zoo.build import memory_of
 from .zoo.entry import Entry, judged
 from .zoo.passes import ZooError, passes_of
@@ -89,7 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
             f"no case is chosen: the options leave {len(zoo)} of {counted(len(whole), 'model')}"
         )
     place = _place(config)
-    seconds = seconds_by_group(place.path / "baseline")
+    known = seconds_by_case(place.path / "baseline")
+    seconds = {name: known.get(name, 0.1) for name in cases}
+    of_group: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for name, case in cases.items():
+        of_group[case.model, case.device] += seconds[name]
     limit: float | None = config.getoption("--fx-timeout")
     config.stash[CASES] = cases
     timing: float = config.getoption("--fx-timing") or TIMING
@@ -97,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     arguments: Any = {
         "make": functools.partial(in_worker, zoo, passes, timing),
         "limit": lambda case: limit or entries[case.model].timeout,
-        "expected": lambda group: seconds.get("-".join(group), 0.0),
+        "expected": of_group.__getitem__,
         "judged": lambda record: marked(
             entries[record.case.model], judged(entries[record.case.model].known_failures, record)
         ),
@@ -115,6 +121,12 @@ def pytest_configure(config: pytest.Config) -> None:
         resume=bool(config.getoption("--fx-resume")),
     )
     config.pluginmanager.register(controller, "fxopt-controller")
+
+    def weight(nodeid: str) -> float:
+        case = cases.get(case_id(nodeid))  # none of a test that is no case
+        return seconds[case.id] / (1 if case.timed else config.stash[WORKERS]) if case else 0.0
+
+    config.pluginmanager.register(Progress(weight), "fxopt-progress")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

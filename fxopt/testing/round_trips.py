@@ -92,10 +92,10 @@ def _nodes(gm: GraphModule) -> list[str]:
     return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
 
 
-def _described(gm: GraphModule) -> list[tuple[str, str, str]]:
+def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
     """The values that the metadata of nodes describes: of a capture, of dynamo, and of fx's `ShapeProp`."""
     return [
-        (node.name, key, str([*map(_facts, tensors_in(node.meta[key]))] or node.meta[key]))
+        (node.name, key, [*map(_facts, tensors_in(node.meta[key]))] or str(node.meta[key]))
         for node in gm.graph.nodes
         for key in ("val", "example_value", "tensor_meta")
         if node.meta.get(key) is not None
@@ -197,16 +197,18 @@ def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:
     return [*parameters, *gm.named_buffers(remove_duplicate=False)]
 
 
-def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, bool, str]]:
+def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, bool, object]]:
     return [(name, type(t).__name__, t.requires_grad, _facts(t)) for name, t in _tensors(gm)]
 
 
-def _facts(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tensor.device} {list(tensor.shape)} {_strides(tensor)}"
+def _facts(tensor: Tensor) -> tuple[object, ...]:
+    strides = [*map(_size, tensor.stride())] if tensor.layout == torch.strided else None
+    return tensor.dtype, tensor.device, [*map(_size, tensor.shape)], strides
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout == torch.strided else None
+def _size(size: int | torch.SymInt) -> object:
+    """A size to compare: that of a symbolic one as an expression, whose text takes longer than all else here."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _ties(gm: GraphModule) -> list[list[str]]:

@@ -59,7 +59,7 @@ def decoding(model, kind, length):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("make", [llama, sliding_mistral, gemma3])
 def test_greedy_decoding_with_a_cache_of_the_caller(make, kind):

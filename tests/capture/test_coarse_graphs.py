@@ -86,7 +86,7 @@ ONE_LENGTH = {multimodal.qwen2_vl, multimodal.qwen2_5_vl}
 TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("family", multimodal.FAMILIES, ids=lambda family: family.__name__)
 def test_families_that_read_text_and_images(family):
     torch.manual_seed(0)

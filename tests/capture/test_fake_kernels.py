@@ -26,6 +26,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", LAYERS)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("wrap", [nn.Sequential, lambda layer: layer])
@@ -184,6 +185,7 @@ def test_an_operator_that_torch_has_in_c_takes_any_batch(forward, grad):
             assert forward is splits or fake.is_contiguous() == real.is_contiguous()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_causal", [None, False])
 def test_a_stack_of_transformer_layers_takes_a_causal_mask_of_any_length(is_causal):
     def forward(self, x):

@@ -95,7 +95,7 @@ def assert_same_cache(actual, expected):
             assert torch.equal(mine, value) if torch.is_tensor(value) else mine == value, name
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.long
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2, mistral])
 def test_greedy_decoding(make):
     model = make()
@@ -116,6 +116,7 @@ def decoder():
     return model, prefill, fxopt.symbolic_trace(model, ["input_ids", "attention_mask", "past_key_values"])
 
 
+@pytest.mark.long
 def test_a_sliding_window_that_fills_has_two_graphs():
     model = mistral(window=16)
     prefill = fxopt.symbolic_trace(model, ["input_ids", "attention_mask"])
@@ -148,6 +149,7 @@ def test_a_sliding_window_that_fills_has_two_graphs():
     assert "cumulative_length' is 16; it must be 15" in refused[0]
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder():
     model = t5()
     names = ["encoder_outputs", "attention_mask", "decoder_input_ids"]

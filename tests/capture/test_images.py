@@ -66,6 +66,7 @@ def test_resnet_at_any_image_size(kind):
             torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_segformer_at_other_image_sizes():
     """Its attention over fewer keys computes their number by divisions that leave no rest."""
     config = SegformerConfig(

@@ -134,6 +134,7 @@ def model_of(forward):
     return model
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "forward",
     [

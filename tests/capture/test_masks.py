@@ -46,6 +46,7 @@ def test_the_eager_model_attends_otherwise_where_no_token_is_hidden() -> None:
         assert torch.allclose(*outputs, rtol=0, atol=1e-12) is same
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("specialize", [False, True])
 @pytest.mark.parametrize("hidden", [0, 1])
 def test_attention_is_what_it_is_in_the_eager_model_with_padding_and_without(

@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", CASES)
 def test_metadata_guards_and_memory_are_those_of_every_call_made(name, monkeypatch):
     model, inputs, dimensions = CASES[name]

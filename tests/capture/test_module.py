@@ -80,6 +80,7 @@ def test_copies_are_the_same_graph_under_the_same_names(model):
         }
 
 
+@pytest.mark.long
 def test_a_pickle_opens_in_another_process(tmp_path):
     torch.save(fxopt.trace(Containers().eval(), (X,)), tmp_path / "model.pt")
     script = f"import torch; gm = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(gm(torch.ones(3, 4)).shape)"

@@ -81,6 +81,7 @@ def test_export_examples(case):
         torch.testing.assert_close(traced(*case.example_args), case.model(*case.example_args))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_operators(operators, batch):
     for operator in operators[batch::BATCHES]:

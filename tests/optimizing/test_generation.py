@@ -93,7 +93,7 @@ def no_timing(monkeypatch):
     monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2, t5, whisper])
 def test_greedy_tokens_are_those_of_the_model(make):
     model, inputs = make()

@@ -577,6 +577,7 @@ def small(name):
     return model, {"input_ids": ids, "attention_mask": mask}, sites
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_of_transformers(name):
     model, inputs, sites = small(name)

@@ -13,6 +13,8 @@ from torch import nn
 import fxopt
 from fxopt.passes import available
 
+pytestmark = pytest.mark.long
+
 OWN = os.path.dirname(fxopt.__file__) + os.sep
 
 

@@ -112,6 +112,7 @@ PASSES = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_captures_are_described(name):
     model, inputs = MODELS[name]()

@@ -155,6 +155,7 @@ def test_a_graph_without_shapes_has_no_site():
     rewritten(RemoveRepeatedHeads(), Attends(SPELLINGS["repeat_kv"]), QUERY, KEY, sites=0, trace=fx_trace)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     ("config", "cls"), [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)]

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from validation.bench.__main__ import app
 from validation.bench.ablation import AGAIN, PLAIN
 
+pytestmark = pytest.mark.long
+
 
 def test_each_pass_that_changes_something_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))

@@ -12,6 +12,8 @@ from validation.bench import memory
 from validation.bench.__main__ import app
 from validation.bench.workloads import SMALL
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_each_mode_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

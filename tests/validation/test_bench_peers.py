@@ -133,6 +133,7 @@ def test_first_calls_in_other_processes_stand_in_the_rows(hasty):
     assert rows[1].reason == "it died"
 
 
+@pytest.mark.long
 def test_a_first_call_alone():
     found = first_call_alone("resnet", True, "float32", EAGER, 1)
     assert found.seconds > 0

@@ -23,6 +23,8 @@ from validation.running.pool import Pool
 ray = pytest.importorskip("ray", reason="the extra `fleet` is not installed")
 from ray.cluster_utils import Cluster  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 
 def case(model: str, number: int = 0, does: str = "pass", check: Check = Check.EFFECT) -> Case:
     return Case(model, (does, str(number)), "cpu", check)

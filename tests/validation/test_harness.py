@@ -132,6 +132,7 @@ def test_timed_cases_run_after_all_others_and_alone(harness: Harness) -> None:
     assert (timed.start.to_numpy()[1:] >= timed.stop.to_numpy()[:-1]).all()
 
 
+@pytest.mark.long
 def test_a_model_that_dies_twice_is_not_tried_for_its_other_cases(harness: Harness) -> None:
     harness.zoo("HangInC", "Good", recorded={})
     assert harness.run("-k", "hanginc or effect", "--fx-timeout", "1") == pytest.ExitCode.TESTS_FAILED
@@ -143,6 +144,7 @@ def test_a_model_that_dies_twice_is_not_tried_for_its_other_cases(harness: Harne
     assert set(rows[rows.model == "good"].outcome) <= {"pass", "no-op"}
 
 
+@pytest.mark.long
 def test_a_run_says_which_earlier_one_was_cut(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
     cut = harness.folder / "reports/running/cut.jsonl"
     cut.parent.mkdir(parents=True)
@@ -179,6 +181,7 @@ def test_in_one_process_timed_cases_come_last_and_numbers_are_numbers(harness: H
     assert rows.loc["good-FuseBiasInLinear-cpu-equivalence", "tensors_compared"] == 1
 
 
+@pytest.mark.long
 def test_stopping_at_the_first_failure_keeps_what_ran_and_the_rest_of_the_last_report(
     harness: Harness,
 ) -> None:
@@ -195,6 +198,7 @@ def test_stopping_at_the_first_failure_keeps_what_ran_and_the_rest_of_the_last_r
     assert "Partial: " in (harness.folder / "reports/latest/summary.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGTERM]], ids=["Ctrl-C twice", "timeout"])
 def test_a_run_that_is_stopped_keeps_what_ran_and_ends_the_workers(
     harness: Harness, signals: list[signal.Signals]
@@ -266,6 +270,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
     assert not (harness.folder / "stamps").exists()
 
 
+@pytest.mark.long
 def test_faults_in_a_report_cost_the_run_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +303,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_it_found(
     assert len(harness.records()) == 4
 
 
+@pytest.mark.long
 def test_the_last_failures_alone_run_again_and_the_rest_stays(harness: Harness) -> None:
     harness.zoo("Error", "Good")
     assert harness.run(*ONE_PASS, "-k", "effect or equivalence") == pytest.ExitCode.TESTS_FAILED
@@ -399,6 +405,7 @@ def test_a_model_whose_package_cannot_be_imported_is_skipped_with_the_reason(
     }
 
 
+@pytest.mark.long
 def test_a_model_whose_package_is_there_is_run(harness: Harness) -> None:
     harness.zoo("Good", requires="tests")
     assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK

@@ -28,6 +28,7 @@ def table(harness: Harness) -> pd.DataFrame:
     return rows[same].drop(columns=["memory_peak_mb", "timing_threads"], errors="ignore").sort_index()
 
 
+@pytest.mark.long
 def test_a_run_whose_budget_is_spent_goes_on_where_it_ended(harness: Harness) -> None:
     assert harness.run(*RESUMABLE, "-n", "1", *ONE_PASS) == pytest.ExitCode.OK
     whole = table(harness)
@@ -46,6 +47,7 @@ def test_a_run_whose_budget_is_spent_goes_on_where_it_ended(harness: Harness) ->
     assert not journal.exists()
 
 
+@pytest.mark.long
 def test_what_is_not_chosen_when_a_run_goes_on_is_not_lost(harness: Harness) -> None:
     options = [*RESUMABLE, "-n", "1", *ONE_PASS]
     assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
@@ -58,6 +60,7 @@ def test_what_is_not_chosen_when_a_run_goes_on_is_not_lost(harness: Harness) -> 
     assert not journal.exists()
 
 
+@pytest.mark.long
 def test_a_model_that_was_changed_since_is_not_resumed(harness: Harness) -> None:
     options = [*RESUMABLE, "-n", "1", *ONE_PASS]
     assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
@@ -70,6 +73,7 @@ def test_a_model_that_was_changed_since_is_not_resumed(harness: Harness) -> None
     assert (after["seconds"][done.index] != done).all()
 
 
+@pytest.mark.long
 def test_a_cluster_whose_driver_is_killed_and_restarted_gives_the_table_of_one_machine(
     harness: Harness,
 ) -> None:

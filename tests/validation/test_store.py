@@ -52,14 +52,13 @@ def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
     assert stored[1] is None
 
 
-def test_how_long_models_took_is_summed_over_the_runs_of_a_directory(run, tmp_path):
+def test_how_long_cases_took_is_read_of_the_runs_of_a_directory(run, tmp_path):
     other = dataclasses.replace(CASE, check=Check.PARITY)
-    for name, cases in {"one": [CASE, other], "two": [CASE]}.items():
-        records = [Record(case, Outcome.PASS, seconds=2.0) for case in cases]
-        store.write_table(store.table_of(records, run), tmp_path)
-        (tmp_path / "records.parquet").rename(tmp_path / f"{name}.parquet")
-    assert store.seconds_by_group(tmp_path) == {"bert-cpu": 6.0}
-    assert store.seconds_by_group(tmp_path / "none") == {}
+    for number, case in enumerate([CASE, other]):
+        store.write_table(store.table_of([Record(case, Outcome.PASS, seconds=number + 1.0)], run), tmp_path)
+        (tmp_path / "records.parquet").rename(tmp_path / f"{number}.parquet")
+    assert store.seconds_by_case(tmp_path) == {CASE.id: 1.0, other.id: 2.0}
+    assert store.seconds_by_case(tmp_path / "none") == {}
 
 
 def test_csv_has_the_same_rows(records, run, tmp_path):
@@ -133,7 +132,7 @@ def test_a_broken_run_in_the_history_is_named_and_passed_over(run, tmp_path):
 def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     store.write_table(store.table_of([Record(CASE, Outcome.PASS, seconds=2.0)], run), tmp_path)
-    assert store.seconds_by_group(tmp_path) == {"bert-cpu": 2.0}
+    assert store.seconds_by_case(tmp_path) == {CASE.id: 2.0}
 
 
 def test_an_empty_history_says_what_to_do(tmp_path):

@@ -42,6 +42,7 @@ def found(check: Check, pass_: Transformation, **fields: object) -> Record:
     return Runner([entry], {"Planted": pass_}).run(Case(entry.name, ("Planted",), "cpu", check))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("check", "pass_"), CASES, ids=[f"{check}: {pass_.name}" for check, pass_ in CASES])
 def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> None:
     record = found(check, pass_)
@@ -64,6 +65,7 @@ def test_a_right_pass_is_not(check: Check) -> None:
     assert record.outcome is Outcome.PASS, record.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPORTED)
 def test_what_a_pipeline_makes_must_be_compiled_and_exported(name: str) -> None:
     entry = Entry.model_validate({"name": "wrong-parts", **PARTS})

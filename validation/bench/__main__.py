@@ -6,7 +6,6 @@ import typer
 
 from .ablation import ablation
 from .capture import capture
-from .fleet import fleet
 from .memory import memory
 from .passes import passes, verification
 from .peers import peers
@@ -21,7 +20,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, fleet, memory, passes, peers, presets, profile, verification):
+for command in (ablation, capture, memory, passes, peers, presets, profile, verification):
     app.command()(command)
 
 if __name__ == "__main__":

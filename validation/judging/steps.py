@@ -16,13 +16,14 @@ from torch.fx import GraphModule
 from fxopt.submodules import sharing_copy
 
 from ..timing import in_random_order, ratio, seconds_of, synchronise
+from ..zoo.plan import EXACT
 from .rewritten import sites_of
 from .subject import Subject
 
 FACT, LATENCY = "steps", "latency_steps"
 """The facts in which rows have them: those that compare outputs, and those that are timed."""
 
-FEWEST, SHARE = 7, 0.25
+FEWEST, SHARE = 5, 0.25
 """Rounds go on for this share of the seconds in which pipelines are timed, but there are at least so many: they tell which
 pass it is, not by how much to a percent.
 """
@@ -78,8 +79,9 @@ def note_latency(subject: Subject, pipeline: tuple[str, ...], threads: int) -> N
 
 
 def _is_named(subject: Subject, pipeline: tuple[str, ...]) -> bool:
-    """True of one name for several passes: a full pipeline, or one that the zoo names."""
-    return len(pipeline) == 1 < len(subject.members(pipeline))
+    """True of one name for several passes: a full pipeline, or one that the zoo names; of a large model, `all` has the steps of `exact`."""
+    several = len(pipeline) == 1 < len(subject.members(pipeline))
+    return several and not (subject.entry.large and pipeline == (EXACT,))
 
 
 def noted(text: str) -> list[Step]:

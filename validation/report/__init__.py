@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 MOST_REASONS = 20
 
+PAGE, PAGES = ("report.html", "architectures.md"), "compatibility"
+"""The page of a run, by its name, and the folder with those of its models, which the summary links."""
+
 
 @dataclasses.dataclass
 class Written:
@@ -70,7 +73,7 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     runs = written.attempt(lambda: headline.earlier(table, history), history) or []
     changed = written.attempt(lambda: headline.since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
-    pages = directory / "compatibility"
+    pages = directory / PAGES
     if headline.is_sweep(table):
         views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
@@ -94,16 +97,17 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
 
 
 def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
-    """Failures with their reasons, the counts of each model, the headline, and where the reports are, as plain text."""
+    """Failures with their reasons, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
     problems = tables.problems(table)
     lines = [_failure(row) for row in problems.head(MOST_REASONS).to_dict("records")]
     if len(problems) > MOST_REASONS:
         lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
-    told = [headline.verdict(table), *headline.not_run(table)]
-    parts = ["\n".join(lines), counts.to_string(index=False), "\n".join(told), "\n".join(map(str, files))]
-    return "\n\n".join(filter(None, parts))
+    listed = sorted((f for f in files if f.parent.name != PAGES), key=lambda file: file.name in PAGE)
+    ends = [*map(str, listed), headline.verdict(table)]
+    parts = [lines, [counts.to_string(index=False)], headline.not_run(table), ends]
+    return "\n\n".join(map("\n".join, filter(None, parts)))
 
 
 def _failure(row: dict[Hashable, Any]) -> str:

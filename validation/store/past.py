@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -66,17 +65,16 @@ def history(directory: Path) -> pd.DataFrame:
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 
 
-def seconds_by_group(directory: Path) -> dict[str, float]:
-    """How long the cases of each model on each device took in the runs of a directory, by `<model>-<device>`."""
-    seconds: Counter[str] = Counter()
+def seconds_by_case(directory: Path) -> dict[str, float]:
+    """How long each case took in the runs of a directory, by its id."""
+    seconds: dict[str, float] = {}
     for file in sorted(directory.glob("*.parquet")):
         with contextlib.suppress(ReportError, pa.ArrowException):  # without it, only the order is another
             if "engine" in pq.read_schema(file).names:
                 continue  # a benchmark's table beside the runs
             table = read_run(file)
-            for model, device, took in zip(table["model"], table["device"], table["seconds"], strict=True):
-                seconds[f"{model}-{device}"] += took
-    return dict(seconds)
+            seconds |= dict(zip(table["id"], table["seconds"], strict=True))
+    return seconds
 
 
 def accept(case: str, reason: str, current: Path, baseline: Path) -> None:

@@ -53,7 +53,8 @@ def describe_origin(node: torch.fx.Node) -> str:
 
 
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
-_NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy"}
+# pytest refers to all tests and their results, which takes seconds to look through.
+_NOT_A_MODEL = {*sys.stdlib_module_names, "torch", "numpy", "fxopt", "sympy", "pytest", "_pytest", "pluggy"}
 
 
 def is_model_code(filename: str) -> bool:

@@ -71,7 +71,8 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         "range": _stand_in(range, steps, ()),
     }
     for known in _globals(model):
-        left = {name for name in ("int", "float") if any(_hands_on(code, name) for code in _codes(known))}
+        codes = [*_codes(known)]
+        left = {n for n in ("int", "float") if any(n in c.co_names and _hands_on(c, n) for c in codes)}
         for name in stand_ins.keys() - known.keys() - left:
             known[name] = stand_ins[name]
             patch.callback(known.pop, name, None)
@@ -147,7 +148,7 @@ def _hands_on(code: types.CodeType, name: str) -> bool:
     """Tell whether code gives a type, such as `int`, to others, as `x.to(int)` does, rather than calls it or compares with it."""
     given, before = False, ""  # to nobody yet
     of_type = False  # the stand-in is what `type` gives here, but not an `int` that is held from before
-    for instruction in dis.get_instructions(code) if name in code.co_names else ():
+    for instruction in dis.get_instructions(code):
         loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == name
         of_type = before == "CALL" and "type" in code.co_names if loaded else of_type
         before = instruction.opname
