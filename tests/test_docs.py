@@ -63,6 +63,7 @@ def test_documentation(page, checkpoints):
     assert failed == 0
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name, checkpoints):
     torch.manual_seed(0)

@@ -372,6 +372,7 @@ def _grown(function, args, before, moved, error):
     return False
 
 
+@pytest.mark.long
 def test_smooth():
     assert failures(named(Fact.SMOOTH) + named(Fact.SMOOTH_IN_FIRST), grows) == set()
     probed = unproved(named(Fact.SMOOTH), lambda n, f, args: floating(args) and floating(outcome(f, args)))

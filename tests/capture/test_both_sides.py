@@ -258,6 +258,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", RIGHT)
 def test_each_side_is_taken_as_the_model_takes_it(case):
     forward, joined = RIGHT[case]

@@ -58,6 +58,7 @@ def test_a_leaf_that_fits_nothing_is_an_error(leaves, shown):
     assert f"leaf_modules has {shown}" in str(error.value)
 
 
+@pytest.mark.long
 def test_layers_that_are_leaves_write_into_the_cache():
     model = llama()
     ids, mask = prompt(2, 6)

@@ -83,7 +83,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("case", RIGHT)
 def test_each_branch_is_taken_as_the_model_takes_it(case):
     model = does(RIGHT[case])

@@ -113,6 +113,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("forward", [filled, left_out_when_empty, out_of_range, averaged])
 @pytest.mark.parametrize("free", [None, (ROWS, ROWS)])
 def test_what_writes_nothing_may_be_left_out(forward, free):
@@ -473,6 +474,7 @@ BOTH = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name for name in vars(Different) if not name.startswith("_")])
 def test_what_makes_a_difference_is_refused_or_both_sides_are_in_the_graph(name):
     model = module(

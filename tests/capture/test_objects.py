@@ -319,6 +319,7 @@ def called_at(depth, function):
     return called_at(depth - 1, function) if depth else function()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [list_in_itself, dict_in_itself])
 def test_what_holds_itself_is_one_clear_error(make):
     for model, args in (

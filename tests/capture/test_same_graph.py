@@ -85,6 +85,7 @@ def test_a_size_of_zero_is_refused_where_a_question_sets_it_apart():
     assert right_or_refused(gm, module(causal), -X.abs()) == [True]
 
 
+@pytest.mark.long
 def test_patches_of_images_of_any_size():
     x, model = torch.randn(1, 4, 6, 6), module(images)
     gm = fxopt.trace(model, (x, torch.tensor([[2, 4], [3, 3]])))
@@ -263,6 +264,7 @@ class Kept:
 BOTH = {"constant", "zero", "argument", "call", "order"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [name for name in vars(Kept) if not name.startswith("_")])
 def test_any_difference_leaves_the_decision_open_or_both_sides_in_the_graph(name):
     model = module(getattr(Kept, name), dense=nn.Linear(4, 4))
@@ -276,6 +278,7 @@ def test_any_difference_leaves_the_decision_open_or_both_sides_in_the_graph(name
             fxopt.trace(model, (X,), dynamic_shapes=ROWS)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_loop_that_never_ends_with_one_answer_is_refused(sign):
     def forward(self, x):
@@ -377,6 +380,7 @@ class MaskedByValues(nn.Module):
         return y if y.sum() > -1e9 else x
 
 
+@pytest.mark.long
 def test_sizes_that_meet_in_an_index_alone_are_one_together():
     x, mask, model = torch.randn(2, 5), torch.randn(2, 5), MaskedByValues()
     traced = fxopt.trace(model, (x, mask), specialize=True, dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))

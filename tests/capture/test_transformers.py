@@ -193,6 +193,7 @@ def test_a_module_without_config_is_told_to_use_trace():
         fxopt.symbolic_trace(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [bert, groupvit, convbert])
 def test_copies_move_and_load(make):
     model = make()

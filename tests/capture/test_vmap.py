@@ -166,6 +166,7 @@ def test_a_capture_inside_a_transform_is_refused_and_one_outside_is_transformed(
         assert_same(transform(gm)(X), transform(model)(X))
 
 
+@pytest.mark.long
 def test_a_write_under_vmap_is_kept_in_another_process(tmp_path):
     path = tmp_path / "traced.pickle"
     path.write_bytes(pickle.dumps(fxopt.trace(module_that_writes(), (X,))))

@@ -17,6 +17,7 @@ from tests.before_after import refused, rewritten
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "said"),
     [

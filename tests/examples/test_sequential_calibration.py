@@ -20,7 +20,7 @@ from tests.capture.test_coarse_graphs import ON_VALUES, as_double
 DECODER_LAYERS = ".*DecoderLayer"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("family", multimodal.FAMILIES, ids=lambda family: family.__name__)
 def test_families_layer_by_layer(family):
     """Replayed layer by layer, they give what they give in one piece, bit for bit."""

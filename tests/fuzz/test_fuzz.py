@@ -43,6 +43,7 @@ def test_one_seed_gives_one_program():
     assert example("3:1") != example("3:2")
 
 
+@pytest.mark.long
 def test_most_programs_run_and_many_are_rewritten_and_verified():
     invalid, counts = 0, Counter[str]()
     for number in range(PROGRAMS):
@@ -104,7 +105,7 @@ SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merging._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "name", "planted", "kind"),
     [

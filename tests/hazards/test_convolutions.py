@@ -86,6 +86,7 @@ def other_convolution(other):
     return own_leaves(randomise(model(layer, norm(layer.out_channels)).eval()), [x]), x
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
     "name",

@@ -132,6 +132,7 @@ def test_in_an_autocast_block_around_the_graph_the_dtype_stays(name):
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", PRESERVING)
 def test_one_dtype_for_all(name, dtype):

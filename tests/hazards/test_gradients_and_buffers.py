@@ -46,6 +46,7 @@ REFUSED_MIXES = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "mix"), SAFE_MIXES)
 def test_frozen_parameters_that_are_no_obstacle(name, mix):
     site = SITES[name]

@@ -44,6 +44,7 @@ def renamed(site, pattern):
     return model, list(paths.values())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "tracer"), WITH_LAYERS)
 @pytest.mark.parametrize("pattern", PATHS)
 def test_layers_of_any_name_are_rewritten_and_come_back(pattern, name, tracer):

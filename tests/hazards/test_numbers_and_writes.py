@@ -214,6 +214,7 @@ def test_writes_beside_what_is_a_view_of_a_tensor_and_a_copy_of_a_slice(view):
         unsafe(SITES["merge"], SITES["merge"].model(use), "fx", "may be a view or a copy")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ["conv-norm", "linear-norm", "bias"])
 def test_writes_into_other_outputs_are_no_obstacle(write, name):

@@ -63,6 +63,7 @@ def test_every_pass_has_a_site(cls):
     assert cls().explain(REFERENCE).sites
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_every_order(first, second):
     """Outputs stay; undone in the right order it is exact, in the wrong one too, or an error names the right one."""
@@ -143,6 +144,7 @@ CARRIERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("cls", PASSES)
 def test_undo_after(cls, carrier):
@@ -198,6 +200,7 @@ torch.save(fxopt.undo(module, len(fxopt.history(module))), folder / "all")
 """
 
 
+@pytest.mark.long
 def test_undo_in_another_process_with_another_hash_seed(tmp_path):
     for name, cls in available().items():
         torch.save(cls()(traced()), tmp_path / name)

@@ -54,6 +54,7 @@ def test_a_layer_under_two_names_is_refused_where_both_are_called(_, name, layer
     unsafe(site, model.eval(), tracer, "also called by" if tracer == "fx" else "several names")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "tracer"), TRACED)
 def test_a_layer_of_the_same_values_elsewhere_is_no_obstacle(name, tracer):
     site = SITES[name]
@@ -90,6 +91,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("output", "name", "tracer"), [(o, n, t) for o in OUTPUTS for n, t in TRACED])
 def test_outputs_of_every_kind_keep_their_values(output, name, tracer):
     site = SITES[name]

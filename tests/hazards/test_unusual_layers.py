@@ -79,6 +79,7 @@ def exists(hazard, name, layer):
 CASES = [case for case in crossed(HAZARDS) if exists(*case[:3])]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("hazard", "name", "layer", "tracer"), CASES)
 def test_is_refused(hazard, name, layer, tracer):
     site = SITES[name]

@@ -101,6 +101,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("of", ["fast", "model"])
 @torch.no_grad()
@@ -128,6 +129,7 @@ def shifted(module, args, output):
     return output + 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "change", [name for name in CHANGES if "hook" not in name and name not in ("a forward", "float64")]
 )

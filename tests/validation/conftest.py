@@ -25,7 +25,7 @@ INEXACT = {"ReplaceActivation", "ChangePrecision"}
 
 @pytest.fixture(autouse=True)
 def _collectable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the suite has frozen stays frozen, so that a `Runner` collects in no time; what a test leaves can be collected."""
+    """Keep frozen what the suite has frozen, so that a `Runner` collects in no time; what a test leaves can be collected."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 

@@ -8,6 +8,8 @@ from fxopt.passes import available
 from validation.bench.__main__ import app
 from validation.bench.passes import kind_for, times, traced
 
+pytestmark = pytest.mark.long
+
 WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
 
 

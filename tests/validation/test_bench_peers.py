@@ -32,6 +32,8 @@ from validation.bench.peers import document, plot, replaced
 from validation.bench.workloads import Workload, build
 from validation.timing import cores
 
+pytestmark = pytest.mark.long
+
 TWO_LAYERS = "two layers"
 
 

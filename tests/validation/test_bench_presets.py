@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from validation.bench.__main__ import app
 
+pytestmark = pytest.mark.long
+
 
 def test_each_precision_has_a_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from validation.bench.__main__ import app
 
+pytestmark = pytest.mark.long
+
 
 def test_operators_and_layers_have_rows_with_their_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

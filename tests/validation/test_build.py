@@ -92,6 +92,7 @@ def test_a_padding_mask_has_ragged_rows() -> None:
     assert build.make_inputs(entry(**fields))["x"].sum(1).tolist() == [8, 6, 4, 2]
 
 
+@pytest.mark.long
 def test_a_model_learns_the_digits() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

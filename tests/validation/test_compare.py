@@ -330,6 +330,7 @@ def test_regressions_come_first(changes):
     assert changes(before, after)["regression"].tolist() == [True, False]
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_rows_are_merged_and_compared_in_half_a_minute(run):
     before, after = made_up(run, 100_000, seed=0), made_up(run, 100_000, seed=1)
     started = time.process_time()

@@ -81,6 +81,7 @@ def test_a_culprit_that_is_known_is_not_looked_for_again() -> None:
     assert [each.partition('"""\n')[2] for each in (first.repro,)] == [second.repro.partition('"""\n')[2]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("check", "pass_", "right"),
     [
@@ -116,6 +117,7 @@ def test_a_script_of_a_round_trip(tmp_path: Path) -> None:
     runpy.run_path(str(file))
 
 
+@pytest.mark.long
 def test_of_transformers_weights_and_inputs_are_those_of_the_case(tmp_path: Path) -> None:
     bert = {
         "model": "BertModel",
@@ -162,6 +164,7 @@ def test_a_command_is_of_one_case() -> None:
     assert all(text[model].count(name) == 1 for model, names in ids.items() for name in names)
 
 
+@pytest.mark.long
 def test_a_failure_has_the_command_that_runs_its_case_alone(
     harness: Harness,  # noqa: F811
     capsys: pytest.CaptureFixture[str],

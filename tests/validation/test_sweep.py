@@ -157,6 +157,7 @@ def test_a_sweep_goes_through_the_checks_of_every_model() -> None:
     assert {check for _, check in records} == set(Check) - {Check.PEER, Check.LATENCY}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "outcome", "stage", "reason"),
     [
@@ -183,6 +184,7 @@ def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, rea
         assert others == {Outcome.SKIP}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("pass_", "check", "reason"),
     [
@@ -285,6 +287,7 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.long
 def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: Path) -> None:
     assert harness("--fx-peer", "torch.export") == pytest.ExitCode.TESTS_FAILED
     table = store.read_run(tmp_path / "architectures")

@@ -42,7 +42,7 @@ def found(check: Check, pass_: Transformation, **fields: object) -> Record:
     return Runner([entry], {"Planted": pass_}).run(Case(entry.name, ("Planted",), "cpu", check))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("check", "pass_"), CASES, ids=[f"{check}: {pass_.name}" for check, pass_ in CASES])
 def test_a_wrong_pass_is_caught(check: Check, pass_: Wrong | WrongReverse) -> None:
     record = found(check, pass_)

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 MOST_REASONS = 20
 
-PAGE, PAGES = ("report.html", "architectures.md"), "compatibility"
-"""The page of a run, by its name, and the folder with those of its models, which the summary links."""
+PAGES = ("report.html", "architectures.md")
+"""The page of a run, and of a sweep."""
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     runs = written.attempt(lambda: headline.earlier(table, history), history) or []
     changed = written.attempt(lambda: headline.since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
-    pages = directory / PAGES
+    pages = directory / "compatibility"
     if headline.is_sweep(table):
         views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
@@ -104,7 +104,7 @@ def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
         lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
-    listed = sorted((f for f in files if f.parent.name != PAGES), key=lambda file: file.name in PAGE)
+    listed = sorted(files, key=lambda file: file.name in PAGES)
     ends = [*map(str, listed), headline.verdict(table)]
     parts = [lines, [counts.to_string(index=False)], headline.not_run(table), ends]
     return "\n\n".join(map("\n".join, filter(None, parts)))
