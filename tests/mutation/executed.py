@@ -1,113 +1,171 @@
-"""The tests that execute a line: of one run of all tests under coverage.py, which takes some half an hour."""
+"""A pytest plugin that notes which lines each test executes, and what the test costs: `-p tests.mutation.executed`.
+
+`EXECUTED` in the environment names the SQLite file. Processes that tests start note their lines as well: they load
+`children/sitecustomize.py`. It stands on `sys.monitoring` (Python 3.12): a line reports once a test, at a few percent of
+the time, where coverage.py doubles it (its core on `sys.monitoring` does not tell tests apart).
+"""
 
 from __future__ import annotations
 
-import ast
-import itertools
+import collections
+import contextlib
+import functools
 import os
-import subprocess
+import sqlite3
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import time
 from pathlib import Path
 
-import coverage
-import filelock
+import pytest
 
-from tests.mutation.fault import ROOT, Fault
-from tests.mutation.listing import FOLDER
+from tests.mutation.children import sitecustomize
 
-DATA = FOLDER / "coverage"
-
-FIRST = 40
-"""Tests that are collected at once, before all others: mostly one of them sees the fault."""
-
-
-class TestsError(Exception):
-    """The tests fail without a fault, so that a failing test would say nothing of one."""
+CHILDREN = Path(sitecustomize.__file__).parent
+TABLES = """
+create table if not exists test (nodeid text, seconds real, outcome text);
+create table if not exists line (nodeid text, file text, lines blob);
+"""
 
 
-def run_all(workers: str = "auto") -> None:
-    """Run all tests and note which lines each executes, if the code or a test has changed since that was done.
+class Recorder:
+    """Writes a row into `test` for each test, and one into `line` for each of its files: bit n is line n."""
 
-    Raises:
-        TestsError: one fails.
-    """
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{DATA}.lock"):  # other parts of the list wait for it
-        files = (file for folder in ("fxopt", "tests") for file in (ROOT / folder).rglob("*.py"))
-        if not DATA.exists() or DATA.stat().st_mtime < max(file.stat().st_mtime for file in files):
-            _run_all(workers)
+    def __init__(self, database):
+        self._database, self._of_children = database, Path(f"{database}.{os.getpid()}.lines")
+        self._lines = collections.defaultdict(int)
+        self._of_fixtures, self._outcome = {}, ""
+        os.environ["EXECUTED_LINES"] = str(self._of_children)
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(CHILDREN), os.environ.get("PYTHONPATH")))
+        )
+        sitecustomize.listen(self._note)
+
+    def _note(self, file, number):
+        self._lines[file] |= 1 << number
+
+    @contextlib.contextmanager
+    def _apart(self):
+        """Collect the lines that are executed here apart from others."""
+        before, self._lines = self._lines, collections.defaultdict(int)
+        sys.monitoring.restart_events()
+        try:
+            yield self._lines
+        finally:
+            self._lines = before
+
+    def _write(self, nodeid, lines, seconds, outcome):
+        with contextlib.closing(sqlite3.connect(self._database, timeout=60)) as database, database:
+            database.execute("insert into test values (?, ?, ?)", (nodeid, seconds, outcome))
+            rows = (
+                (nodeid, file, bits.to_bytes(bits.bit_length() // 8 + 1, "little"))
+                for file, bits in lines.items()
+            )
+            database.executemany("insert into line values (?, ?, ?)", rows)
+
+    def pytest_collection_finish(self):
+        """Lines of imports belong to no test."""
+        self._write("", self._lines, _spent(), "collected")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        """Write the rows of one test, its own processes included."""
+        self._outcome, started = "passed", _spent()
+        with self._apart() as lines:
+            result = yield
+        for fixtures in item._fixtureinfo.name2fixturedefs.values():
+            for fixture in fixtures:
+                _add(lines, self._of_fixtures.get(fixture, {}))
+        if self._of_children.exists():
+            for row in self._of_children.read_text().splitlines():
+                file, number = row.split("\t")
+                lines[file] |= 1 << int(number)
+            os.truncate(self._of_children, 0)  # a process of another test may hold it open
+        self._write(item.nodeid, lines, _spent() - started, self._outcome)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        """What a fixture of many tests executes counts for each of them."""
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._apart() as lines:
+            result = yield
+        _add(self._of_fixtures.setdefault(fixturedef, collections.defaultdict(int)), lines)
+        return result
+
+    def pytest_runtest_logreport(self, report):
+        """Keep what became of the test."""
+        if not report.passed:
+            self._outcome = report.outcome
 
 
-def _run_all(workers: str) -> None:
-    DATA.unlink(missing_ok=True)
-    options = ["-q", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider"]
-    noted = ["--cov=fxopt", "--cov-context=test", "--cov-report="]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *noted, "tests"],
-        cwd=ROOT,
-        env={**os.environ, "COVERAGE_FILE": str(DATA), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    if done.returncode:
-        DATA.unlink(missing_ok=True)
-        raise TestsError("tests fail without a fault, so that one that fails with it would say nothing")
+def _spent():
+    return time.process_time() + sum(os.times()[2:4])
+
+
+def _add(lines, more):
+    for file, bits in more.items():
+        lines[file] |= bits
 
 
 class Executed:
-    """The tests that execute a line, those first that execute least: they say most, and soonest."""
+    """What was recorded: the tests that execute a line."""
 
-    def __init__(self, data: Path = DATA) -> None:
-        self._data = coverage.CoverageData(str(data))
-        self._data.read()
-        self._files = {file: self._data.contexts_by_lineno(file) for file in self._data.measured_files()}
-        self._size = Counter(
-            test for lines in self._files.values() for contexts in lines.values() for test in _tests(contexts)
-        )
+    def __init__(self, database):
+        self._rows = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+        passed = self._rows.execute("select nodeid, seconds from test where outcome = 'passed'")
+        self._seconds = dict(passed)
+        self._size = collections.Counter()
+        for test, lines in self._rows.execute("select nodeid, lines from line"):
+            self._size[test] += int.from_bytes(lines).bit_count()
 
-    def stages(self, fault: Fault, chosen: Callable[[str], bool] = lambda test: True) -> Iterator[list[str]]:
-        """The tests that execute the lines of a fault, and then those that execute any line of its file.
+    @functools.lru_cache(maxsize=None)  # noqa: B019: there is one of these objects
+    def _lines(self, file):
+        lines = collections.defaultdict(int)
+        for test, bits in self._rows.execute("select nodeid, lines from line where file = ?", (file,)):
+            if test in self._seconds:
+                lines[test] |= int.from_bytes(bits, "little")
+        return lines
 
-        The second are for what runs at import, or in the first test alone that asks for it.
+    def _executing(self, mutant):
+        lines = self._lines(mutant.file)
+        masks = (sum(1 << line for line in some) for some in mutant.lines)
+        found = ([test for test, bits in lines.items() if bits & mask] for mask in masks)
+        return next(filter(None, found), []) if mutant.in_function else []
+
+    def at_import(self, mutant):
+        """Whether modules have to be imported with it: it is outside functions, or no test executes it later."""
+        return not self._executing(mutant)
+
+    def tests(self, mutant, limit, without=()):
+        """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
+
+        Those come first that cost little and execute little else than its file; and of each file of tests first one, then
+        a second: they are much alike.
         """
-        lines = self._files.get(str(ROOT / fault.path), {})
-        span = statement_of(fault, (ROOT / fault.path).read_text(encoding="utf-8"))
-        near = self._sorted(test for line in span for test in _tests(lines.get(line, ())) if chosen(test))
-        of_file = self._sorted(
-            test for contexts in lines.values() for test in _tests(contexts) if chosen(test)
-        )
-        tests = list(dict.fromkeys([*near, *of_file]))
-        for some in (tests[:FIRST], tests[FIRST : len(near)], tests[max(FIRST, len(near)) :]):
-            if some:
-                yield some
-
-    def _sorted(self, tests: Iterable[str]) -> list[str]:
-        return sorted(set(tests), key=lambda test: (self._size[test], test))
-
-
-def _tests(contexts: Iterable[str]) -> Iterator[str]:
-    """The tests of contexts such as `tests/test_graph.py::test_users|run`; what runs at import has an empty one."""
-    return (context.rpartition("|")[0] for context in contexts if context)
-
-
-def statement_of(fault: Fault, source: str) -> range:
-    """The lines of what a fault changes, from the beginning of the innermost statement around it."""
-    old, new = fault.old, fault.new
-    same = _alike(old, new)
-    behind = _alike(old[same:][::-1], new[same:][::-1])
-    at = source.index(old)
-    first, last = (source.count("\n", 0, at + end) + 1 for end in (same, len(old) - behind))
-    around = [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.stmt) and node.lineno <= first and last <= (node.end_lineno or 0)
-    ]
-    return range(max(around, default=first), last + 1)
+        lines = self._lines(mutant.file)
+        tests = {*(self._executing(mutant) or lines)} - {*without}
+        price = {
+            test: (self._seconds[test] + 0.02) * self._size[test] / (lines[test].bit_count() + 1)
+            for test in tests
+        }
+        of_file, turn = collections.Counter(), {}
+        for test in sorted(tests, key=price.__getitem__):
+            file = test.partition("::")[0]
+            turn[test] = (of_file[file], price[test])
+            of_file[file] += 1
+        chosen, spent = [], 0.0
+        for test in sorted(tests, key=turn.__getitem__):
+            if not chosen or spent + self._seconds[test] <= limit:
+                chosen.append(test)
+                spent += self._seconds[test]
+        return chosen, spent
 
 
-def _alike(text: str, other: str) -> int:
-    """How many characters both begin with."""
-    return sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    )
+def pytest_configure(config):
+    """Record in the process that runs the tests."""
+    database = os.environ["EXECUTED"]
+    with contextlib.closing(sqlite3.connect(database, timeout=60)) as connection:
+        connection.executescript(TABLES)
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(database))
