@@ -1,8 +1,8 @@
 """Plants faults in fxopt and validation, and runs the tests that execute them: `python -m tests.mutation [path ...]`.
 
-The faults are those that the operators make of the files, in an order that the seed draws. Verdicts are appended to a file
-as they are made, and those that are there are not made again. At the end the score of each folder and what survived are
-written to `reports/mutation/mutation.md`.
+The faults are those that the operators make of the files, in an order that the seed draws. Verdicts are appended to
+`reports/mutation/verdicts.jsonl`, and those that are there are not made again. At the end the score of each folder and
+what survived are written to `reports/mutation/mutation.md`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import random
 import subprocess
 import sys
 import tomllib
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.mutation.executed import Executed
-from tests.mutation.forks import Say, in_fork, run_afresh, run_items
+from tests.mutation.forks import NOT_PLANTED, TIME_LIMIT, FirstFailure, in_fork
 from tests.mutation.operators import Mutant, mutants
 from tests.mutation.planting import ROOT, functions_by_file
-from tests.mutation.report import CAUGHT, SURVIVED, UNTESTED, Verdict, page, read
+from tests.mutation.report import BROKEN, CAUGHT, SURVIVED, UNTESTED, Verdict, page, read
 
 FOLDER = ROOT / "reports" / "mutation"
+EXECUTED = FOLDER / "executed.db"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+
 LIMIT = 20
 """CPU seconds of tests that each mutant is shown."""
 
-Run = Callable[[Sequence[str], Mutant | None, Say], int]
+OPTIONS = ["-q", "-s", "-p", "no:cacheprovider"]
 
 
 def main() -> int:
@@ -38,153 +39,133 @@ def main() -> int:
     options = _options()
     FOLDER.mkdir(parents=True, exist_ok=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    executed = options.executed or FOLDER / "executed.db"
-    if not executed.exists():
-        _record(executed, options.jobs)
+    if not EXECUTED.exists():
+        _record(options.jobs)
     sample, marked = _sample(options.paths or ["fxopt", "validation"], options.sample, options.seed)
-    print(f"{len(sample)} mutants, and {marked} that are marked as equivalent", flush=True)
-    known = read(options.verdicts, sample)
+    print(f"{len(sample)} mutants; {marked} others are marked as equivalent", flush=True)
+    known = read(FOLDER, sample)
     to_do = [mutant for mutant in sample if mutant.key not in known]
-    workers = list[int]()
-    for number in range(options.jobs if to_do else 0):
+    workers = []
+    for number in range(min(options.jobs, len(to_do))):
         workers.append(os.fork())
         if not workers[-1]:
-            status = 1
-            try:
-                _judge(
-                    to_do[number :: options.jobs], Judge(Executed(executed), options.limit, options.verdicts)
-                )
-                status = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-    broken = [worker for worker in workers if os.waitpid(worker, 0)[1]]
-    text, score = page(options.seed, sample, read(options.verdicts, sample), marked)
+            _Judge().judge(to_do[number :: options.jobs])
+            os._exit(0)
+    for worker in workers:
+        os.waitpid(worker, 0)
+    text, score = page(options.seed, sample, read(FOLDER, sample), marked)
     (FOLDER / "mutation.md").write_text(text, encoding="utf-8")
     print(text)
-    return int(bool(broken) or score < options.least)
+    return int(score < options.least)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("paths", nargs="*", help="files or folders of fxopt and validation; default: all")
+    parser.add_argument("paths", nargs="*", help="files or folders; default: fxopt and validation")
     parser.add_argument("--sample", type=int, help="how many mutants; default: all")
     parser.add_argument(
-        "--seed", type=int, default=0, help="draws their order: a larger sample begins with a smaller one"
+        "--seed", type=int, default=0, help="a larger sample begins with a smaller one of its seed"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, of some 2 GiB each")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT, help="CPU seconds of tests that each mutant is shown"
-    )
-    parser.add_argument(
-        "--least", type=float, default=0, help="the score below which this command fails: 0.8"
-    )
-    parser.add_argument(
-        "--executed", type=Path, help="the record of an earlier run of all tests, for the same code"
-    )
-    parser.add_argument(
-        "--verdicts", type=Path, default=FOLDER / "verdicts.jsonl", help="where they are kept"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, each of some 2 GiB")
+    parser.add_argument("--least", type=float, default=0, help="the score below which the command fails")
     return parser.parse_args()
 
 
-def _record(database: Path, jobs: int) -> None:
-    """Run all tests once, and note which lines each executes."""
+def _record(jobs: int) -> None:
+    """Run all tests once, and record which lines each executes."""
     print("one run of all tests, to see which executes which line", flush=True)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.mutation.executed"]
-    command = [sys.executable, "-m", "pytest", *options, "-n", str(jobs), "--dist", "worksteal", "tests"]
-    unfinished = database.with_suffix(".unfinished")
+    options = [*OPTIONS[:1], "-p", "tests.mutation.executed", "-n", str(jobs), "--dist", "worksteal", "tests"]
+    unfinished = EXECUTED.with_suffix(".unfinished")
     unfinished.unlink(missing_ok=True)
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "EXECUTED": str(unfinished)}, check=False)
-    unfinished.rename(database)
+    environment = {**os.environ, "EXECUTED": str(unfinished)}
+    subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment, check=False)
+    unfinished.rename(EXECUTED)
 
 
 def _sample(paths: Sequence[str], size: int | None, seed: int) -> tuple[list[Mutant], int]:
-    """The first mutants in the order of the seed, and how many of these files are marked as equivalent."""
+    """The first mutants in the order of the seed, and how many are marked as equivalent."""
     files = sorted(
-        file
-        for path in (ROOT / path for path in paths)
-        for file in ([path] if path.is_file() else path.rglob("*.py"))
+        {file for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*.py")] if file.is_file()}
     )
     found = [
-        each
+        mutant
         for file in files
-        for each in mutants(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
+        for mutant in mutants(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
     ]
     marks = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
-    marked = {(mark["hash"], mark["change"]) for mark in marks}
+    marked = {(mark["function"], mark["change"]) for mark in marks}
     left = [mutant for mutant in found if (mutant.function[1], mutant.change) not in marked]
     random.Random(seed).shuffle(left)
     return left[:size], len(found) - len(left)
 
 
-class Judge:
-    """Runs the tests that execute a mutant, and writes the verdict."""
+class _Judge:
+    """Writes for each mutant whether a test fails with it that passes without it.
 
-    def __init__(self, executed: Executed, limit: float, verdicts: Path) -> None:
-        self.executed = executed
-        self._limit, self._verdicts = limit, verdicts
+    It is a plugin of pytest, too: instead of all tests that are collected it runs some in forks.
+    """
+
+    def __init__(self) -> None:
+        self._executed = Executed(EXECUTED)
         self._sound, self._unsound = set[str](), set[str]()
 
-    def tests(self, mutant: Mutant) -> tuple[list[str], float]:
-        """The tests to run, and the CPU seconds that they take."""
-        return self.executed.tests(mutant, self._limit, self._unsound)
-
-    def __call__(self, mutant: Mutant, run: Run) -> None:
-        """Write whether a test fails with the mutant that passes without it."""
-        outcome, by = None, ""
-        while outcome is None:
-            tests, seconds = self.tests(mutant)
-            status, by = in_fork(lambda say: run(tests, mutant, say), seconds, mutant) if tests else (5, "")
-            if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-                outcome = UNTESTED
-            elif not status:
-                outcome = SURVIVED
-            elif not by or self._passes_without(by, run):
-                outcome, by = CAUGHT, by or f"ends with {status}"
-        verdict = Verdict(mutant.key, outcome, by, len(tests))
-        with self._verdicts.open("a", encoding="utf-8") as file:
-            file.write(verdict.to_json() + "\n")
-        print(f"{outcome:9} {mutant}"[:150], flush=True)
-
-    def _passes_without(self, test: str, run: Run) -> bool:
-        if test not in self._sound | self._unsound:
-            status, _ = in_fork(lambda say: run([test], None, say), self._limit, None)
-            (self._unsound if status else self._sound).add(test)
-        return test in self._sound
-
-
-def _judge(sample: Sequence[Mutant], judge: Judge) -> None:
-    """Judge mutants of what runs at import, each in a process that imports it, and then those of functions."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: these are idle
-    _import_others()
-    at_import = [mutant for mutant in sample if judge.executed.at_import(mutant)]
-    for mutant in at_import:
-        judge(mutant, run_afresh)
-    rest = [mutant for mutant in sample if mutant not in at_import]
-    files = {test.partition("::")[0] for mutant in rest for test in judge.tests(mutant)[0]}
-    pytest.main(["-q", "-s", "-p", "no:cacheprovider", *sorted(files)], plugins=[_Loop(rest, judge)])
-
-
-class _Loop:
-    """Runs tests that are collected once, in forks, instead of all of them."""
-
-    def __init__(self, sample: Sequence[Mutant], judge: Judge) -> None:
-        self._sample, self._judge = sample, judge
+    def judge(self, sample: Sequence[Mutant]) -> None:
+        """Judge mutants of what runs at import, each in a process that imports it; and then those of functions."""
+        _import_others()
+        self._items, self._functions = dict[str, pytest.Item](), {}
+        self._rest = [mutant for mutant in sample if not self._executed.at_import(mutant)]
+        for mutant in sample:
+            if mutant not in self._rest:
+                self._judge(mutant)
+        files = {
+            test.partition("::")[0] for each in self._rest for test in self._executed.tests(each, LIMIT)[0]
+        }
+        pytest.main([*OPTIONS, *sorted(files)], plugins=[self])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        items = {item.nodeid: item for item in session.items}
-        functions = functions_by_file()
-        for mutant in self._sample:
-
-            def run(tests: Sequence[str], planted: Mutant | None, say: Say, file: str = mutant.file) -> int:
-                return run_items(
-                    [items[test] for test in tests if test in items], planted, functions[file], say
-                )
-
-            self._judge(mutant, run)
+        """Judge the mutants of functions that are imported now."""
+        self._items = {item.nodeid: item for item in session.items}
+        self._functions = functions_by_file()
+        for mutant in self._rest:
+            self._judge(mutant)
         return True
+
+    def _judge(self, mutant: Mutant) -> None:
+        outcome, failed, tests = "", "", list[str]()
+        while not outcome:
+            tests, seconds = self._executed.tests(mutant, LIMIT, self._unsound)
+            status, failed = (
+                self._run(tests, seconds, mutant) if tests else (pytest.ExitCode.NO_TESTS_COLLECTED, "")
+            )
+            if status == pytest.ExitCode.TESTS_FAILED and not self._passes(failed):
+                continue
+            outcomes = {0: SURVIVED, pytest.ExitCode.NO_TESTS_COLLECTED: UNTESTED, NOT_PLANTED: BROKEN}
+            outcome = outcomes.get(status, CAUGHT)
+            failed = failed or "time limit" * (status == TIME_LIMIT)
+        Verdict(mutant.key, outcome, failed, len(tests)).append(FOLDER)
+        print(f"{outcome:9}{mutant.file}:{mutant.line} {' '.join(mutant.change.split())}"[:150], flush=True)
+
+    def _passes(self, test: str) -> bool:
+        """Whether a test passes without a fault, alone."""
+        if test not in self._sound | self._unsound:
+            (self._unsound if self._run([test], LIMIT, None)[0] else self._sound).add(test)
+        return test in self._sound
+
+    def _run(self, tests: Sequence[str], seconds: float, mutant: Mutant | None) -> tuple[int, str]:
+        functions = self._functions.get(mutant.file, ()) if mutant else ()
+
+        def run(first_failure: FirstFailure) -> int:
+            if not self._items:
+                os.environ["NIGHTLY"] = "1"  # a case of a sweep that is named runs
+                return int(pytest.main([*OPTIONS, *tests], plugins=[first_failure]))
+            items = [self._items[test] for test in tests]
+            items[0].config.pluginmanager.register(first_failure)
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            return 0
+
+        return in_fork(run, seconds, mutant, functions)
 
 
 def _import_others() -> None:

@@ -1,8 +1,9 @@
-"""The faults that can be planted: each replaces one expression or statement of a syntax tree by another one."""
+"""The faults that can be planted: each puts another expression or statement in place of one in a syntax tree."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import copy
 import dataclasses
 import hashlib
@@ -11,21 +12,95 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-STEPS_OF_UNDO = re.compile("undo|undone|restore|_back$|reset")
-KEEPS_VALUES = {
-    *("clone", "contiguous", "copied", "copy", "deepcopy", "detach", "dict", "frozenset", "list", "reversed"),
-    *("set", "sorted", "tuple", "abs", "items", "values"),
-}
-"""Calls of one value that often give an equal one, so that the code runs on without them."""
+# What is done: the code -> what takes its place. Capital letters stand for any expression.
+RULES = """
+negate: not A -> A
+negate: A == B -> A != B
+negate: A != B -> A == B
+negate: A is B -> A is not B
+negate: A is not B -> A is B
+negate: A in B -> A not in B
+negate: A not in B -> A in B
+off by one: A < B -> A <= B
+off by one: A <= B -> A < B
+off by one: A > B -> A >= B
+off by one: A >= B -> A > B
+off by one: A[B:C] -> A[:C]
+off by one: A[B:C] -> A[B:]
+off by one: A[B:] -> A
+off by one: A[:B] -> A
+swap operands: A < B -> B < A
+swap operands: A > B -> B > A
+swap operands: A - B -> B - A
+swap operands: A / B -> B / A
+swap operands: A // B -> B // A
+swap operands: A % B -> B % A
+swap operands: A ** B -> B ** A
+swap operands: A @ B -> B @ A
+swap operands: (A, B) -> (B, A)
+swap operands: A(B, C) -> A(C, B)
+swap operands: A(B, C, D) -> A(C, B, D)
+swap branches: A if B else C -> C if B else A
+another operation: A + B -> A - B
+another operation: A - B -> A + B
+another operation: A * B -> A // B
+another operation: A / B -> A * B
+another operation: A // B -> A * B
+another operation: A & B -> A | B
+another operation: A | B -> A & B
+another operation: -A -> A
+another operation: ~A -> A
+another operation: any -> all
+another operation: all -> any
+another operation: min -> max
+another operation: max -> min
+forget a call: A.clone() -> A
+forget a call: A.contiguous() -> A
+forget a call: A.detach() -> A
+forget a call: A.copy() -> A
+forget a call: A.values() -> A
+forget a call: copy.copy(A) -> A
+forget a call: copy.deepcopy(A) -> A
+forget a call: copied(A) -> A
+forget a call: abs(A) -> A
+forget a call: dict(A) -> A
+forget a call: frozenset(A) -> A
+forget a call: list(A) -> A
+forget a call: reversed(A) -> A
+forget a call: set(A) -> A
+forget a call: sorted(A) -> A
+forget a call: tuple(A) -> A
+forget a guard: raise A -> pass
+forget a guard: raise A from B -> pass
+another exception: raise A -> raise ArithmeticError
+another exception: raise A from B -> raise ArithmeticError
+forget a refusal: yield Refusal(A, B) -> pass
+drop a statement: A -> pass
+drop a statement: A.x = B -> pass
+drop a statement: A[B] = C -> pass
+drop a statement: A += B -> pass
+drop a statement: A |= B -> pass
+drop a statement: del A[B] -> pass
+drop a statement: continue -> pass
+drop a statement: break -> pass
+"""
 
-OTHER = {
-    **{ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn},
-    **{ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In},
+LISTS = {
+    (ast.Call, "keywords"): "drop an argument",
+    (ast.Dict, "keys"): "drop an element",
+    (ast.List, "elts"): "drop an element",
+    (ast.Set, "elts"): "drop an element",
+    (ast.Tuple, "elts"): "drop an element",
 }
-NEXT = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-INVERSE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult}
-INVERSE |= {ast.Div: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
-DUAL = {"any": "all", "all": "any", "min": "max", "max": "min"}
+"""Lists of which one is left out."""
+
+UNDOES = re.compile("undo|undone|restore|_back$|reset")
+HARMLESS = {None, "encoding", "frozen", "slots", "stacklevel", "strict"}
+"""Keywords without which code that is right does the same; None is `**options`."""
+
+TYPED = {"getattr", "hasattr", "isinstance", "issubclass", "setattr", "functools.partial"}
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +110,11 @@ class Mutant:
     Attributes:
         file: relative to the repository.
         line: where the changed code begins.
-        operator: what is done to it, in a word or two.
-        before: the code, as `ast.unparse` writes it.
+        operator: what is done.
+        before: the code.
         after: what takes its place.
-        lines: those that a test has to execute to see it; the second range where there is none for the first.
-        function: its qualified name, and a hash of its syntax tree: a mark of an equivalent mutant falls with it.
+        lines: those that a test has to execute to see it, and those of the statement around.
+        function: the name of the outermost function around it, and a hash of its syntax tree.
         in_function: whether it is in the body of a function.
         number: of the file's mutants.
     """
@@ -56,262 +131,205 @@ class Mutant:
 
     @property
     def change(self) -> str:
-        """What is done."""
+        """What is done: a mark of an equivalent mutant has it, and the hash of the function."""
         return f"{self.operator}: {self.before} -> {self.after}"
 
     @property
     def key(self) -> str:
-        """Names it among all, as long as its function stays as it is."""
-        return f"{self.file} {self.function[0]} {self.function[1]} {self.line} {self.number} {self.change}"
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {' '.join(self.change.split())}"
+        """Names it among all, as long as its function stays as it is and where it is."""
+        return f"{self.file}:{self.line} {self.function[1]} {self.number} {self.operator}"
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
     """All mutants of a file, in the order of the source."""
-    return [mutant for mutant, _ in _planted(file, ast.parse(source))]
+    return [mutant for mutant, *_ in _planted(file, ast.parse(source))]
 
 
 def mutated(mutant: Mutant, source: str) -> ast.Module:
     """The tree of the file with the mutant in it.
 
-    What it replaces stays there, out of reach: so functions have the variables that they had, and their code can be
-    exchanged in place.
+    What it replaces stays beside it, out of reach: so functions keep the variables that they had, and code can be exchanged
+    in a function that is there.
     """
     tree = ast.parse(source)
-    _, place = next(itertools.islice(_planted(mutant.file, tree), mutant.number, None))
+    _, owner, field, index, old, new = next(
+        itertools.islice(_planted(mutant.file, tree), mutant.number, None)
+    )
     never = ast.Constant(False)
-    if isinstance(place.old, ast.stmt):
-        put: ast.AST = ast.If(never, [place.old], [place.new])
+    both = ast.If(never, [old], [new]) if isinstance(old, ast.stmt) else ast.IfExp(never, old, new)
+    ast.copy_location(both, old)
+    if index is None:
+        setattr(owner, field, both)
     else:
-        put = ast.IfExp(never, place.old, place.new)
-    place.put(ast.copy_location(put, place.old))
+        getattr(owner, field)[index] = both
     return ast.fix_missing_locations(tree)
 
 
-@dataclasses.dataclass
-class _Place:
-    owner: ast.AST
-    field: str
-    index: int | None
-    old: ast.AST
-    new: ast.AST
-
-    def put(self, node: ast.AST) -> None:
-        if self.index is None:
-            setattr(self.owner, self.field, node)
-        else:
-            getattr(self.owner, self.field)[self.index] = node
-
-
-def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Mutant, _Place]]:
+def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
+    """Each mutant, with where it is in the tree: owner, field, index, the old node, and the new one."""
     number = itertools.count()
-    for owner, field, index, old, within, in_function in _places(tree, [], False):
-        for operator, new in (_of_statement if isinstance(old, ast.stmt) else _of_expression)(old, within):
-            place = _Place(owner, field, index, old, new)
-            before, after = _text(old), _text(new)
-            if before != after:
-                heads = before.partition("\n")[0], after.partition("\n")[0]
-                before, after = heads if heads[0] != heads[1] else (before, after)
-                lines = (_lines(old), _lines(old if isinstance(old, ast.stmt) else within[-1]))
-                found = (file, old.lineno, operator, before, after, lines, _function(within), in_function)
-                yield Mutant(*found, next(number)), place
-
-
-_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_COLLECTS = ast.Call | ast.Compare | ast.For | ast.comprehension | ast.Starred | ast.BinOp
-
-
-def _places(node: ast.AST, within: list[ast.AST], in_function: bool) -> Iterator[tuple[Any, ...]]:
-    """Each statement and expression to replace, where it is, the statements around it, and whether a function runs it."""
-    if isinstance(node, ast.stmt):
-        within = [*within, node]
-    for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "pattern", "ctx", "type_params", "bases"):
-            continue
-        inside = in_function or (field == "body" and isinstance(node, _FUNCTIONS))
-        for index, child in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(child, ast.AST) or _is_left_alone(child):
+    for owner, field, index, old, around, in_function in _places(tree, [], False):
+        seen = set[str]()
+        for operator, new in _faults(owner, field, old, around):
+            before, after = (ast.unparse(ast.fix_missing_locations(copy.copy(node))) for node in (old, new))
+            if before == after or after in seen:
                 continue
-            several = isinstance(child, ast.Tuple) and not isinstance(
-                node, _COLLECTS
-            )  # values, each of its own kind
-            if isinstance(child, ast.stmt | ast.expr) and not several:
-                yield node, field, index if isinstance(value, list) else None, child, within, inside
-            yield from _places(child, within, inside)
+            seen.add(after)
+            within = old if isinstance(old, ast.stmt) else around[-1]
+            lines = _lines(old), _lines(within)
+            found = (file, old.lineno, operator, before, after, lines, _function(around), in_function)
+            yield Mutant(*found, next(number)), owner, field, index, old, new
+
+
+def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterator[tuple[Any, ...]]:
+    """Each statement and expression that may be replaced, where it is, and the statements around it."""
+    around = [*around, node] if isinstance(node, ast.stmt) else around
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "pattern", "type_params", "bases"):
+            continue
+        inside = in_function or (field == "body" and isinstance(node, FUNCTIONS))
+        several = isinstance(value, list)
+        for index, child in enumerate(value if several else [value]):
+            if isinstance(child, ast.AST) and not _is_left_alone(child):
+                if isinstance(child, ast.stmt | ast.expr):
+                    yield node, field, index if several else None, child, around, inside
+                yield from _places(child, around, inside)
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    """Texts, checks for the type checker, and what is no code."""
+    """Texts, checks for the type checker, and what gets a value."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    names = (
+        ast.unparse(node.targets[0]) in ("__all__", "__slots__") if isinstance(node, ast.Assign) else False
+    )
+    for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+    return text or names or for_types or stored or isinstance(node, ast.JoinedStr | ast.Assert)
+
+
+def _faults(owner: ast.AST, field: str, node: Any, around: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    functions = [each for each in around if isinstance(each, ast.FunctionDef)]
+    yield from _of_condition(owner, field)
+    for operator, pattern, new in _RULES[type(node)]:
+        found = dict[str, ast.AST]()
+        if _matches(pattern, node, found) and not (
+            isinstance(owner, ast.Subscript) and isinstance(node, ast.Tuple)
+        ):
+            if ast.unparse(found.get("A", node)) in TYPED and operator == "swap operands":
+                continue  # any test sees it
+            if operator == "drop a statement" and any(UNDOES.search(each.name) for each in functions):
+                operator = "forget an undo"
+            yield operator, _Filled(found).visit(copy.deepcopy(new))
+    for (kind, name), operator in LISTS.items():
+        values = getattr(node, name) if type(node) is kind and not isinstance(owner, ast.Subscript) else ()
+        for index, value in enumerate(values if len(values) > 1 or kind is ast.Call else ()):
+            if getattr(value, "arg", "") not in HARMLESS:
+                lists = {each: getattr(node, each) for each in (name, "values") if hasattr(node, each)}
+                yield (
+                    operator,
+                    _with(node, **{each: of[:index] + of[index + 1 :] for each, of in lists.items()}),
+                )
     match node:
-        case ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(ast.Constant()):
-            return True
-        case ast.If(ast.Name("TYPE_CHECKING")) | ast.Assign([ast.Name("__all__" | "__slots__")]):
-            return True
-    return False
-
-
-def _of_statement(node: ast.stmt, within: list[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    in_undo = any(isinstance(each, ast.FunctionDef) and STEPS_OF_UNDO.search(each.name) for each in within)
-    drop = "forget an undo" if in_undo else "drop a statement"
-    match node:
-        case ast.If(test, body, orelse):
-            yield "drop a condition", _with(node, test=ast.Constant(True))
-            yield _forgotten(body[-1]), _with(node, test=ast.Constant(False))
-            if orelse:
-                yield "swap branches", _with(node, body=orelse, orelse=body)
-        case ast.While(test) if not isinstance(test, ast.Constant):
-            yield "never true", _with(node, test=ast.Constant(False))
-        case ast.Raise(exc) if exc is not None:
-            yield "forget a guard", ast.Pass()
-            yield (
-                "another exception",
-                _with(node, exc=ast.Call(ast.Name("BaseException", ast.Load()), [], [])),
-            )
-        case ast.Expr(ast.Yield(ast.Call(ast.Name("Refusal")))):
-            yield "forget a refusal", ast.Pass()
-        case ast.Expr() | ast.AugAssign() | ast.Delete() | ast.Continue() | ast.Break():
-            yield drop, ast.Pass()
-        case ast.Assign([ast.Attribute() | ast.Subscript()]):
-            yield drop, ast.Pass()
-        case ast.Assign([ast.Name(name)], value) if _reads(value, name):
-            yield drop, ast.Pass()
-        case ast.With(items, body):
-            if all(item.optional_vars is None for item in items):
-                yield drop, ast.If(ast.Constant(True), body, [])
-        case ast.Try(body, handlers, orelse, finalbody):
-            if finalbody:
-                left = [*body, *orelse] if not handlers else [_with(node, finalbody=[])]
-                yield "forget an undo", ast.If(ast.Constant(True), left, [])
-            if handlers and (len(handlers) > 1 or finalbody):
-                for number in range(len(handlers)):
-                    yield "another exception", _with(node, handlers=_without(handlers, number))
-            elif handlers:
-                yield "another exception", ast.If(ast.Constant(True), [*body, *orelse], [])
-
-
-def _of_expression(node: ast.expr, within: list[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    match node:
-        case ast.IfExp(test, body, orelse):
-            yield "drop a condition", body
-            yield "forget a refusal" if _refuses(body) else "never true", orelse
-        case ast.BoolOp(_, values):
-            for number in range(len(values)):
-                left = _without(values, number)
-                yield "drop a condition", left[0] if len(left) == 1 else _with(node, values=left)
-        case ast.UnaryOp(ast.Not(), operand):
-            yield "negate", operand
-        case ast.UnaryOp(ast.USub() | ast.Invert(), operand) if not isinstance(operand, ast.Constant):
-            yield "drop a sign", operand
-        case ast.Compare(_, [op]) if type(op) in OTHER:
-            yield "negate", _with(node, ops=[OTHER[type(op)]()])
-        case ast.Compare(left, [op], [right]) if type(op) in NEXT:
-            yield "off by one", _with(node, ops=[NEXT[type(op)]()])
-            yield "swap operands", _with(node, left=right, comparators=[left])
-        case ast.BinOp(left, op, right):
-            if type(op) in INVERSE and within[1:]:  # elsewhere it may be a union of types
-                yield "another operation", _with(node, op=INVERSE[type(op)]())
-            if not isinstance(op, ast.Mult | ast.BitAnd | ast.BitOr | ast.BitXor):
-                yield "swap operands", _with(node, left=right, right=left)
         case ast.Constant(bool(value)):
             yield "another constant", ast.Constant(not value)
-        case ast.Constant(int(value)):
+        case ast.Constant(int(value) | float(value)):
             yield "off by one", ast.Constant(value + 1)
-        case ast.Constant(float(value)):
-            yield "another constant", ast.Constant(value * 2 + 1)
-        case ast.Subscript(_, ast.Slice(lower, upper), ast.Load()):
-            for bound in ("lower", "upper"):
-                if getattr(node.slice, bound) is not None:
-                    yield "off by one", _with(node, slice=_with(node.slice, **{bound: None}))
-        case ast.Call():
-            yield from _of_call(node)
-        case ast.Tuple(elts, ast.Load()) | ast.List(elts, ast.Load()) | ast.Set(elts):
-            if len(elts) > 1:
-                for number in range(len(elts)):
-                    yield "drop an element", _with(node, elts=_without(elts, number))
-        case ast.Dict(keys, values) if len(keys) > 1:
-            for number in range(len(keys)):
-                yield (
-                    "drop an element",
-                    _with(node, keys=_without(keys, number), values=_without(values, number)),
-                )
-        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-            for number, each in enumerate(node.generators):
-                for condition in range(len(each.ifs)):
-                    fewer = [*node.generators]
-                    fewer[number] = _with(each, ifs=_without(each.ifs, condition))
-                    yield "drop a condition", _with(node, generators=fewer)
-
-
-def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    match node:
-        case ast.Call(ast.Name(name), args, []) if name in DUAL:
-            yield "another function", _with(node, func=ast.Name(DUAL[name], ast.Load()))
-        case ast.Call(ast.Name(name) | ast.Attribute(_, name), [ast.expr() as value], []) if (
-            name in KEEPS_VALUES
+        case ast.Assign([ast.Name(name)], value) if name in (
+            getattr(each, "id", "") for each in ast.walk(value)
         ):
-            if not isinstance(value, ast.Starred | ast.GeneratorExp):
-                yield "forget a call", value
-        case ast.Call(ast.Attribute(value, name), [], []) if name in KEEPS_VALUES:
-            yield "forget a call", value
-    match node.args:
-        case [ast.Name() | ast.Attribute() as one, ast.Name() | ast.Attribute() as two, *more]:
-            yield "swap operands", _with(node, args=[two, one, *more])
-    for number, keyword in enumerate(node.keywords):
-        if keyword.arg not in (None, "encoding", "frozen", "slots", "stacklevel", "strict"):
-            yield "drop an argument", _with(node, keywords=_without(node.keywords, number))
+            yield "drop a statement", ast.Pass()
+        case ast.With(items, body) if not any(item.optional_vars for item in items):
+            yield "drop a statement", ast.If(ast.Constant(True), body, [])
+        case ast.Try(body, [], _, [_, *_]):
+            yield "forget an undo", ast.If(ast.Constant(True), body, [])
+        case ast.If(_, body, [_, *_] as orelse):
+            yield "swap branches", _with(node, body=orelse, orelse=body)
+        case ast.Return(ast.Call()) if functions and "None" in ast.unparse(functions[-1].returns or node):
+            yield "forget a refusal", ast.Return(ast.Constant(None))
 
 
-def _forgotten(last: ast.stmt) -> str:
-    match last:
-        case ast.Raise():
-            return "forget a guard"
-        case ast.Return(value) | ast.Expr(ast.Yield(value)) if _refuses(value):
-            return "forget a refusal"
-    return "never true"
+def _of_condition(owner: Any, field: str) -> Iterator[tuple[str, ast.AST]]:
+    """A condition that always holds, and one that never does: what it guards is forgotten."""
+    if field == "ifs" or isinstance(owner, ast.BoolOp):
+        yield "drop a condition", ast.Constant(not isinstance(getattr(owner, "op", None), ast.Or))
+    if field == "test":
+        yield "drop a condition", ast.Constant(True)
+        last = owner.body if isinstance(owner, ast.IfExp) else owner.body[-1]
+        forgotten = (
+            "forget a guard" if isinstance(last, ast.Raise) else "forget a refusal" if _refuses(last) else ""
+        )
+        yield forgotten or "never true", ast.Constant(False)
+    if field == "type" and isinstance(owner, ast.ExceptHandler):
+        yield "another exception", ast.Name("ArithmeticError", ast.Load())
 
 
-def _refuses(value: ast.expr | None) -> bool:
-    """Whether the value is a refusal, or its reason: words."""
-    match value:
-        case ast.Call(ast.Name("Refusal")) | ast.JoinedStr() | ast.BinOp(ast.JoinedStr()):
-            return True
-        case ast.Constant(str(text)):
-            return " " in text
-    return False
+def _refuses(node: Any) -> bool:
+    """Whether a refusal is given, or its reason: words."""
+    while isinstance(node, ast.Return | ast.Expr | ast.Yield):
+        node = node.value
+    words = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    return (
+        words
+        or isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) == "Refusal")
+    )
+
+
+def _parsed() -> dict[type[ast.AST], list[tuple[str, ast.AST, ast.AST]]]:
+    """The rules, by the type of node that they apply to: a call of `A` that stands alone is a statement."""
+    rules = collections.defaultdict(list)
+    for line in RULES.strip().splitlines():
+        operator, code = line.split(": ", 1)
+        old, new = (ast.parse(f"async def f(): {side}").body[0].body[0] for side in code.split(" -> "))
+        if isinstance(old, ast.Expr) and not isinstance(new, ast.Pass):
+            old, new = old.value, new.value
+        rules[type(old)].append((operator, old, new))
+    return rules
+
+
+def _matches(pattern: Any, node: Any, found: dict[str, Any]) -> bool:
+    if isinstance(pattern, ast.Name) and len(pattern.id) == 1:
+        return isinstance(found.setdefault(pattern.id, node), ast.expr)
+    if isinstance(pattern, list):
+        pairs = zip(pattern, node, strict=False)
+        return len(pattern) == len(node) and all(_matches(one, other, found) for one, other in pairs)
+    if not isinstance(pattern, ast.AST):
+        return pattern in (node, "x")  # any attribute
+    fields = (each for each in pattern._fields if each != "type_comment")
+    return type(pattern) is type(node) and all(
+        _matches(getattr(pattern, each), getattr(node, each), found) for each in fields
+    )
+
+
+class _Filled(ast.NodeTransformer):
+    """The code of a rule with what its letters stand for."""
+
+    def __init__(self, found: dict[str, ast.AST]) -> None:
+        self._found = found
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._found.get(node.id, node)
+
+
+_RULES = _parsed()
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
     changed = copy.copy(node)
-    for name, value in fields.items():
-        setattr(changed, name, value)
+    vars(changed).update(fields)
     return changed
 
 
-def _without(values: list[ast.AST], number: int) -> list[ast.AST]:
-    return [*values[:number], *values[number + 1 :]]
+def _lines(node: Any) -> range:
+    """The lines of an expression or a statement; of one that has others within it those before them."""
+    body = getattr(node, "body", None)
+    return range(
+        node.lineno, max(node.lineno, body[0].lineno - 1 if isinstance(body, list) else node.end_lineno) + 1
+    )
 
 
-def _reads(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
-
-
-def _text(node: ast.AST) -> str:
-    return ast.unparse(ast.fix_missing_locations(copy.copy(node)))
-
-
-def _lines(node: ast.AST) -> range:
-    """The lines of an expression or a statement, of the one that has others within it those before them."""
-    inner = getattr(node, "body", None)
-    last = inner[0].lineno if isinstance(inner, list) else node.end_lineno + 1
-    return range(node.lineno, max(last, node.lineno + 1))
-
-
-def _function(within: list[ast.AST]) -> tuple[str, str]:
-    named = [
-        each for each in within if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    ]
-    outer = [each for each in named if not isinstance(each, ast.ClassDef)][:1] or within[:1]
-    digest = hashlib.sha256("".join(map(ast.dump, outer)).encode()).hexdigest()[:12]
-    return ".".join(each.name for each in named), digest
+def _function(around: list[ast.stmt]) -> tuple[str, str]:
+    functions = [each for each in around if isinstance(each, ast.FunctionDef)]
+    outermost = (functions or around)[:1]
+    digest = hashlib.sha256("".join(map(ast.dump, outermost)).encode()).hexdigest()[:12]
+    return getattr(outermost[0] if outermost else None, "name", ""), digest

@@ -6,12 +6,12 @@ import collections
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation.operators import Mutant
 
-CAUGHT, SURVIVED, UNTESTED = "caught", "SURVIVED", "UNTESTED"
+CAUGHT, SURVIVED, UNTESTED, BROKEN = "caught", "SURVIVED", "UNTESTED", "BROKEN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Verdict:
 
     Attributes:
         mutant: its key.
-        outcome: `CAUGHT`; `SURVIVED` where no test failed that was run; `UNTESTED` where none executes its line.
-        by: the first test that failed, or how the process ended.
-        tests: how many it was shown.
+        outcome: `CAUGHT`; `SURVIVED` where no test failed that was run; `UNTESTED` where none executes its line;
+            `BROKEN` where the fault could not be planted.
+        by: the first test that failed, if one did.
+        tests: how many were to run.
     """
 
     mutant: str
@@ -30,12 +31,15 @@ class Verdict:
     by: str
     tests: int
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+    def append(self, folder: Path) -> None:
+        """Write it into the folder's file."""
+        with (folder / "verdicts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(self)) + "\n")
 
 
-def read(file: Path, sample: Iterable[Mutant]) -> dict[str, Verdict]:
-    """The verdicts on these mutants that are written in a file, by their keys."""
+def read(folder: Path, sample: Sequence[Mutant]) -> dict[str, Verdict]:
+    """The verdicts on these mutants that are in the folder's file, by their keys."""
+    file = folder / "verdicts.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     verdicts = {verdict.mutant: verdict for verdict in (Verdict(**json.loads(line)) for line in lines)}
     return {mutant.key: verdicts[mutant.key] for mutant in sample if mutant.key in verdicts}
@@ -43,33 +47,30 @@ def read(file: Path, sample: Iterable[Mutant]) -> dict[str, Verdict]:
 
 def page(seed: int, sample: Sequence[Mutant], verdicts: dict[str, Verdict], marked: int) -> tuple[str, float]:
     """The page of a run in Markdown, and the score."""
-    judged = [(mutant, verdicts[mutant.key]) for mutant in sample if mutant.key in verdicts]
-    missed = [(mutant, verdict) for mutant, verdict in judged if verdict.outcome != CAUGHT]
-    score = 1 - len(missed) / len(judged) if judged else 0.0
+    judged = [mutant for mutant in sample if mutant.key in verdicts]
+    missed = [mutant for mutant in judged if verdicts[mutant.key].outcome != CAUGHT]
+    caught = len(judged) - len(missed)
     lines = [
         "# Planted faults",
         "",
-        f"{datetime.date.today()}, seed {seed}: {len(judged) - len(missed)} of {len(judged)} mutants caught ({score:.0%}). "
-        f"{marked} more are marked as equivalent.",
+        f"{datetime.date.today()}: {caught} of {len(judged)} mutants caught, the first in the order of seed {seed}; "
+        f"{marked} others are marked as equivalent.",
     ]
-    for name, of in (("folder", _folder), ("operator", lambda mutant: mutant.operator)):
-        all_of, missed_of = (
-            collections.Counter(of(mutant) for mutant, _ in some) for some in (judged, missed)
-        )
-        lines += ["", f"| {name} | caught | of | score |", "|---|---|---|---|"]
-        for each, count in sorted(all_of.items()):
-            caught = count - missed_of[each]
-            lines.append(f"| {each} | {caught} | {count} | {caught / count:.0%} |")
-    lines += ["", "| not caught | operator | before | after | tests |", "|---|---|---|---|---|"]
-    for mutant, verdict in sorted(missed, key=lambda pair: (pair[0].file, pair[0].line)):
-        cells = (f"{mutant.file}:{mutant.line}", mutant.operator, _cell(mutant.before), _cell(mutant.after))
-        lines.append(f"| {' | '.join(cells)} | {verdict.tests or 'none'} |")
-    return "\n".join(lines) + "\n", score
+    for title, name in (("folder", _folder), ("operator", lambda mutant: mutant.operator)):
+        of, not_caught = (collections.Counter(map(name, some)) for some in (judged, missed))
+        lines += ["", f"| {title} | caught | of |", "|---|---|---|"]
+        lines += [f"| {each} | {of[each] - not_caught[each]} | {of[each]} |" for each in sorted(of)]
+    lines += ["", "| line | outcome | tests | operator | before | after |", "|---|---|---|---|---|---|"]
+    for mutant in sorted(missed, key=lambda mutant: (mutant.file, mutant.line)):
+        verdict = verdicts[mutant.key]
+        cells = (f"{mutant.file}:{mutant.line}", verdict.outcome, verdict.tests, mutant.operator)
+        lines.append(f"| {' | '.join(map(str, cells))} | {_code(mutant.before)} | {_code(mutant.after)} |")
+    return "\n".join(lines) + "\n", caught / len(judged) if judged else 0.0
 
 
 def _folder(mutant: Mutant) -> str:
     return "/".join(mutant.file.split("/")[:-1][:2])
 
 
-def _cell(text: str) -> str:
-    return "`" + " ".join(text.split())[:80].replace("|", "\\|").replace("`", "'") + "`"
+def _code(text: str) -> str:
+    return f"`{' '.join(text.split())[:80]}`".replace("|", "\\|")
