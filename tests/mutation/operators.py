@@ -6,6 +6,7 @@ import ast
 import collections
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -75,6 +76,11 @@ forget a guard: raise A from B -> pass
 another exception: raise A -> raise ArithmeticError
 another exception: raise A from B -> raise ArithmeticError
 forget a refusal: yield Refusal(A, B) -> pass
+forget a refusal: reason = A -> reason = None
+forget a refusal: obstacle = A -> obstacle = None
+another constant: "lower" -> "higher"
+another constant: "higher" -> "lower"
+another constant: Outcome.FAIL -> Outcome.PASS
 drop a statement: A -> pass
 drop a statement: A.x = B -> pass
 drop a statement: A[B] = C -> pass
@@ -177,7 +183,7 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
             seen.add(after)
             within = old if isinstance(old, ast.stmt) else around[-1]
             lines = _lines(old), _lines(within)
-            found = (file, old.lineno, operator, before, after, lines, _function(around), in_function)
+            found = (file, old.lineno, operator, before, after, lines, _function(around or [old]), in_function)
             yield Mutant(*found, next(number)), owner, field, index, old, new
 
 
@@ -209,7 +215,7 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 def _faults(owner: ast.AST, field: str, node: Any, around: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
-    yield from _of_condition(owner, field)
+    yield from _of_place(owner, field, node)
     for operator, pattern, new in _RULES[type(node)]:
         found = dict[str, ast.AST]()
         if _matches(pattern, node, found) and not (
@@ -232,8 +238,10 @@ def _faults(owner: ast.AST, field: str, node: Any, around: list[ast.stmt]) -> It
     match node:
         case ast.Constant(bool(value)):
             yield "another constant", ast.Constant(not value)
-        case ast.Constant(int(value) | float(value)):
+        case ast.Constant(int(value)):
             yield "off by one", ast.Constant(value + 1)
+        case ast.Constant(float(value)):
+            yield "another constant", ast.Constant(1000 * value or 1.0)
         case ast.Assign([ast.Name(name)], value) if name in (
             getattr(each, "id", "") for each in ast.walk(value)
         ):
@@ -248,8 +256,8 @@ def _faults(owner: ast.AST, field: str, node: Any, around: list[ast.stmt]) -> It
             yield "forget a refusal", ast.Return(ast.Constant(None))
 
 
-def _of_condition(owner: Any, field: str) -> Iterator[tuple[str, ast.AST]]:
-    """A condition that always holds, and one that never does: what it guards is forgotten."""
+def _of_place(owner: Any, field: str, node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """A condition that always holds, or never: what it guards is forgotten; a loop over one; what nothing raises is caught."""
     if field == "ifs" or isinstance(owner, ast.BoolOp):
         yield "drop a condition", ast.Constant(not isinstance(getattr(owner, "op", None), ast.Or))
     if field == "test":
@@ -259,6 +267,8 @@ def _of_condition(owner: Any, field: str) -> Iterator[tuple[str, ast.AST]]:
             "forget a guard" if isinstance(last, ast.Raise) else "forget a refusal" if _refuses(last) else ""
         )
         yield forgotten or "never true", ast.Constant(False)
+    if field == "iter":
+        yield "first alone", _Filled({"A": node}).visit(ast.parse("tuple(A)[:1]", mode="eval").body)
     if field == "type" and isinstance(owner, ast.ExceptHandler):
         yield "another exception", ast.Name("ArithmeticError", ast.Load())
 
@@ -330,6 +340,10 @@ def _lines(node: Any) -> range:
 
 def _function(around: list[ast.stmt]) -> tuple[str, str]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
-    outermost = (functions or around)[:1]
-    digest = hashlib.sha256("".join(map(ast.dump, outermost)).encode()).hexdigest()[:12]
-    return getattr(outermost[0] if outermost else None, "name", ""), digest
+    outermost = (functions or around)[0]
+    return getattr(outermost, "name", ""), _digest(outermost)
+
+
+@functools.lru_cache(maxsize=2)
+def _digest(node: ast.AST) -> str:
+    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:12]

@@ -35,6 +35,8 @@ return {a: 1, **b}                   | drop an element: {a: 1, **b} -> {a: 1}
 return copy.deepcopy(a)              | forget a call: copy.deepcopy(a) -> a
 return any(a)                        | another operation: any -> all
 return 2                             | off by one: 2 -> 3
+return 1e-3                          | another constant: 0.001 -> 1.0
+for a in b: a()                      | first alone: b -> tuple(b)[:1]
 return True                          | another constant: True -> False
 raise A(a) from b                    | forget a guard: raise A(a) from b -> pass
 yield Refusal(a, b)                  | forget a refusal: yield Refusal(a, b) -> pass
