@@ -183,7 +183,16 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
             seen.add(after)
             within = old if isinstance(old, ast.stmt) else around[-1]
             lines = _lines(old), _lines(within)
-            found = (file, old.lineno, operator, before, after, lines, _function(around or [old]), in_function)
+            found = (
+                file,
+                old.lineno,
+                operator,
+                before,
+                after,
+                lines,
+                _function(around or [old]),
+                in_function,
+            )
             yield Mutant(*found, next(number)), owner, field, index, old, new
 
 
