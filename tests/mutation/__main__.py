@@ -22,10 +22,11 @@ from tests.mutation.executed import Executed
 from tests.mutation.forks import NOT_PLANTED, TIME_LIMIT, FirstFailure, in_fork
 from tests.mutation.operators import Mutant, mutants
 from tests.mutation.planting import ROOT, functions_by_file
-from tests.mutation.report import BROKEN, CAUGHT, SURVIVED, UNTESTED, Verdict, page, read
+from tests.mutation.report import BROKEN, CAUGHT, SURVIVED, UNTESTED, append, page, read
 
 FOLDER = ROOT / "reports" / "mutation"
 EXECUTED = FOLDER / "executed.db"
+VERDICTS = FOLDER / "verdicts.jsonl"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 LIMIT = 20
@@ -43,7 +44,7 @@ def main() -> int:
         _record(options.jobs)
     sample, marked = _sample(options.paths or ["fxopt", "validation"], options.sample, options.seed)
     print(f"{len(sample)} mutants; {marked} others are marked as equivalent", flush=True)
-    known = read(FOLDER, sample)
+    known = {*read(VERDICTS)["key"]}
     to_do = [mutant for mutant in sample if mutant.key not in known]
     workers = []
     for number in range(min(options.jobs, len(to_do))):
@@ -53,7 +54,9 @@ def main() -> int:
             os._exit(0)
     for worker in workers:
         os.waitpid(worker, 0)
-    text, score = page(options.seed, sample, read(FOLDER, sample), marked)
+    verdicts = read(VERDICTS)
+    title = f"seed {options.seed}; {marked} others are marked as equivalent"
+    text, score = page(verdicts[verdicts["key"].isin([mutant.key for mutant in sample])], title)
     (FOLDER / "mutation.md").write_text(text, encoding="utf-8")
     print(text)
     return int(score < options.least)
@@ -143,7 +146,7 @@ class _Judge:
             outcomes = {0: SURVIVED, pytest.ExitCode.NO_TESTS_COLLECTED: UNTESTED, NOT_PLANTED: BROKEN}
             outcome = outcomes.get(status, CAUGHT)
             failed = failed or "time limit" * (status == TIME_LIMIT)
-        Verdict(mutant.key, outcome, failed, len(tests)).append(FOLDER)
+        append(VERDICTS, mutant, outcome, failed, len(tests))
         print(f"{outcome:9}{mutant.file}:{mutant.line} {' '.join(mutant.change.split())}"[:150], flush=True)
 
     def _passes(self, test: str) -> bool:

@@ -123,13 +123,17 @@ def test_code_is_exchanged_in_functions_that_are_there_and_in_modules_to_come(mo
 
 
 def test_a_process_that_a_test_starts_has_the_fault():
-    file = "tests/mutation/report.py"
+    file = "pytest_fxopt.py"
     found = mutants(file, (ROOT / file).read_text(encoding="utf-8"))
-    number = next(mutant.number for mutant in found if mutant.change == "off by one: 2 -> 3")
-    environment = {**os.environ, "PYTHONPATH": f"{CHILDREN}{os.pathsep}{ROOT}", "MUTANT": f"{file}:{number}"}
-    code = "import types; from tests.mutation.report import _folder; print(_folder(types.SimpleNamespace(file='a/b/c/d')))"
+    numbers = [m.number for m in found if m.function[0] == "_part" and m.change == "off by one: 2 -> 3"]
+    code = "import pytest_fxopt; print(pytest_fxopt._part('3/10'))"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{CHILDREN}{os.pathsep}{ROOT}",
+        "MUTANT": f"{file}:{numbers[-1]}",
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
-    assert done.stdout == b"a/b/c\n"
+    assert done.stdout == b"(3, 3)\n"
 
 
 def test_the_first_test_that_fails_ends_the_process(monkeypatch):
@@ -221,18 +225,16 @@ def test_lines_are_recorded_with_their_test(tmp_path):
 
 
 def test_the_page_has_the_score_of_each_folder_and_what_survived(tmp_path):
-    sample = mutants("fxopt/passes/x.py", "def f(a):\n return a < 1\n")[:3]
-    for mutant, outcome in zip(sample, (report.CAUGHT, report.SURVIVED), strict=False):
-        report.Verdict(mutant.key, outcome, "", 5).append(tmp_path)
-    text, score = report.page(7, sample, report.read(tmp_path, sample), 4)
-    assert score == 0.5
+    sample = mutants("fxopt/passes/x.py", "def f(a):\n return a < 1\n")
+    for mutant, outcome in zip(sample, (report.SURVIVED, report.SURVIVED, report.CAUGHT), strict=False):
+        report.append(tmp_path / "verdicts.jsonl", mutant, outcome, "", 5)
+    report.append(tmp_path / "verdicts.jsonl", sample[0], report.CAUGHT, "a test", 5)  # again
+    text, score = report.page(report.read(tmp_path / "verdicts.jsonl"), "seed 7")
+    assert score == 2 / 3
     lines = text.splitlines()
-    assert "1 of 2 mutants caught, the first in the order of seed 7; 4 others" in lines[2]
-    assert "| fxopt/passes | 1 | 2 |" in lines
-    assert (
-        f"| fxopt/passes/x.py:2 | SURVIVED | 5 | {sample[1].operator} | `{sample[1].before}` | `{sample[1].after}` |"
-        in lines
-    )
+    assert lines[2].endswith(": 2 of 3 caught; seed 7.")
+    assert "| fxopt/passes | 2 | 3 |" in lines
+    assert lines[-1].startswith("| fxopt/passes/x.py:2 | SURVIVED | 5 | ")
 
 
 def test_equivalent_mutants_have_reasons():
