@@ -125,15 +125,17 @@ def test_code_is_exchanged_in_functions_that_are_there_and_in_modules_to_come(mo
 def test_a_process_that_a_test_starts_has_the_fault():
     file = "pytest_fxopt.py"
     found = mutants(file, (ROOT / file).read_text(encoding="utf-8"))
-    numbers = [m.number for m in found if m.function[0] == "_part" and m.change == "off by one: 2 -> 3"]
+    number = next(
+        mutant.number for mutant in found if mutant.change.startswith("swap operands: (int(found[1])")
+    )
     code = "import pytest_fxopt; print(pytest_fxopt._part('3/10'))"
     environment = {
         **os.environ,
         "PYTHONPATH": f"{CHILDREN}{os.pathsep}{ROOT}",
-        "MUTANT": f"{file}:{numbers[-1]}",
+        "MUTANT": f"{file}:{number}",
     }
     done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
-    assert done.stdout == b"(3, 3)\n"
+    assert done.stdout == b"(10, 3)\n"
 
 
 def test_the_first_test_that_fails_ends_the_process(monkeypatch):
