@@ -91,19 +91,14 @@ drop a statement: continue -> pass
 drop a statement: break -> pass
 """
 
-LISTS = {
-    (ast.Call, "keywords"): "drop an argument",
-    (ast.Dict, "keys"): "drop an element",
-    (ast.List, "elts"): "drop an element",
-    (ast.Set, "elts"): "drop an element",
-    (ast.Tuple, "elts"): "drop an element",
-}
+LISTS = {"keywords": "drop an argument", "keys": "drop an element", "elts": "drop an element"}
 """Lists of which one is left out."""
 
 UNDOES = re.compile("undo|undone|restore|_back$|reset")
 HARMLESS = {None, "encoding", "frozen", "slots", "stacklevel", "strict"}
 """Keywords without which code that is right does the same; None is `**options`."""
 
+# Functions of arguments of different kinds: any test sees these exchanged.
 TYPED = {"getattr", "hasattr", "isinstance", "issubclass", "setattr", "functools.partial"}
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -213,37 +208,35 @@ def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterato
 
 def _is_left_alone(node: ast.AST) -> bool:
     """Texts, checks for the type checker, and what gets a value."""
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    names = (
-        ast.unparse(node.targets[0]) in ("__all__", "__slots__") if isinstance(node, ast.Assign) else False
-    )
-    for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-    stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
-    return text or names or for_types or stored or isinstance(node, ast.JoinedStr | ast.Assert)
+    match node:
+        case (
+            ast.JoinedStr()
+            | ast.Assert()
+            | ast.Expr(ast.Constant())
+            | ast.Assign([ast.Name("__all__" | "__slots__")])
+        ):
+            return True
+    return isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
 
 
 def _faults(owner: ast.AST, field: str, node: Any, around: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
     yield from _of_place(owner, field, node)
-    for operator, pattern, new in _RULES[type(node)]:
+    indexes = isinstance(owner, ast.Subscript) and isinstance(node, ast.Tuple)
+    for operator, pattern, new in () if indexes else _RULES[type(node)]:
         found = dict[str, ast.AST]()
-        if _matches(pattern, node, found) and not (
-            isinstance(owner, ast.Subscript) and isinstance(node, ast.Tuple)
-        ):
-            if ast.unparse(found.get("A", node)) in TYPED and operator == "swap operands":
-                continue  # any test sees it
+        if _matches(pattern, node, found) and ast.unparse(found.get("A", node)) not in TYPED:
             if operator == "drop a statement" and any(UNDOES.search(each.name) for each in functions):
                 operator = "forget an undo"
             yield operator, _Filled(found).visit(copy.deepcopy(new))
-    for (kind, name), operator in LISTS.items():
-        values = getattr(node, name) if type(node) is kind and not isinstance(owner, ast.Subscript) else ()
-        for index, value in enumerate(values if len(values) > 1 or kind is ast.Call else ()):
+    for name in LISTS if isinstance(node, ast.expr) and not isinstance(owner, ast.Subscript) else ():
+        values = getattr(node, name, ())
+        for index, value in enumerate(values if len(values) > 1 or name == "keywords" else ()):
             if getattr(value, "arg", "") not in HARMLESS:
-                lists = {each: getattr(node, each) for each in (name, "values") if hasattr(node, each)}
-                yield (
-                    operator,
-                    _with(node, **{each: of[:index] + of[index + 1 :] for each, of in lists.items()}),
-                )
+                lists = {each: [*getattr(node, each)] for each in (name, "values") if hasattr(node, each)}
+                for each in lists.values():
+                    del each[index]
+                yield LISTS[name], _with(node, **lists)
     match node:
         case ast.Constant(bool(value)):
             yield "another constant", ast.Constant(not value)
