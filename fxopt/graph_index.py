@@ -84,8 +84,7 @@ class GraphIndex:
 
         With a guard, the sizes in `node.meta["val"]` are valid in every run.
         """
-        calls = self.calls_like(nn.Module)
-        return next((call for call in calls if getattr(self.module(call), "checks_inputs", False)), None)
+        return next((n for n in self.calls_like(nn.Module) if hasattr(self.module(n), "checks_inputs")), None)
 
     def inexact(self, node: Node, kind: type[nn.Module]) -> str | None:
         """Return a reason if the module that `node` calls is not exactly a `kind`: a subclass may compute something else."""

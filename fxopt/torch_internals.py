@@ -8,11 +8,10 @@ with names joined by commas, makes fxopt do without these names: tests and `fxop
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -200,12 +199,14 @@ used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes canno
 
 # --- states in which nothing but torch's own layers may run
 
-_STATES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("torch._C._functorch.peek_interpreter_stack", lambda ask: ask() is not None),
-    ("torch._C._get_tracing_state", lambda ask: ask() is not None),
-    ("torch.utils._python_dispatch._get_current_dispatch_mode", lambda ask: ask() is not None),
-)
-_QUESTIONS = [functools.partial(is_on, private(name, PLAIN, lambda: True)) for name, is_on in _STATES]
+_QUESTIONS = [
+    private(name, PLAIN, lambda: True)
+    for name in (
+        "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._get_tracing_state",
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+    )
+]
 _LEVEL = attribute(forward_ad, "_current_level", PLAIN, lambda module: 0)
 has_any_global_hook = private("torch.nn.modules.module._has_any_global_hook", PLAIN, lambda: True)
 
@@ -217,7 +218,7 @@ def cannot_tell() -> str:
 
 def is_transforming() -> bool:
     """Tell whether torch traces, transforms or redirects the calls of this thread."""
-    return _LEVEL(forward_ad) >= 0 or any(question() for question in _QUESTIONS)
+    return _LEVEL(forward_ad) >= 0 or any(ask() is not None for ask in _QUESTIONS)
 
 
 # --- kernels

@@ -19,20 +19,9 @@ from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 Trace = Callable[[nn.Module, Sequence[torch.Tensor]], GraphModule]
 
 
-known: list[Callable[[GraphModule, Sequence[torch.Tensor]], object]] = []
-"""The planted faults that the validation of sites sees are counted with metadata, without which it sees nothing."""
-
-
 def fx_trace(model: nn.Module, inputs: Sequence[torch.Tensor]) -> GraphModule:
-    """A graph without metadata, unless `known` gives it some."""
-    return described(torch.fx.symbolic_trace(model), inputs)
-
-
-def described(traced: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
-    """The graph itself, with the metadata that `known` gives it."""
-    for give in known:
-        give(traced, inputs)
-    return traced
+    """A graph without metadata."""
+    return torch.fx.symbolic_trace(model)
 
 
 def fxopt_trace(model: nn.Module, inputs: Sequence[torch.Tensor]) -> GraphModule:

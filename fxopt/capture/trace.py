@@ -59,8 +59,9 @@ def trace(
             holds the side of a branch that does not raise, with a check, or both sides; else the forward is refused.
         verify: run the model and the graph twice each on copies of the example inputs, from one state of the random
             generators, and compare outputs, buffers, written inputs and, in training, gradients. The copy of the model
-            shares its parameters; nothing that the user has is changed. False where the inputs only have the right
-            shapes, or where four forwards cost too much. A warning says so where the model cannot be judged.
+            shares its parameters; nothing that the user has is changed. It takes little more memory than one run of the
+            model: in training with its backward, in eval mode without keeping activations. False where the inputs only
+            have the right shapes, or where four forwards cost too much. A warning says so where the model cannot be judged.
 
     Returns:
         A `TracedModule`, a `torch.fx.GraphModule` that takes the inputs by the names of the forward's

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import warnings
+import weakref
 from typing import ClassVar
 
 import numpy
@@ -262,6 +263,75 @@ def test_a_gradient_that_only_the_graph_has_must_be_zero():
         )
         assert difference(none, zero) is None
         assert difference(none, one) == "gradient of w is a Tensor, not a NoneType"
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.zeros(5000), torch.zeros(5000).index_fill(0, torch.tensor(4999), 1e-3)),
+        (torch.arange(5000.0), torch.arange(5000.0).index_fill(0, torch.tensor([0, 1]), 99.0)),
+        (torch.zeros(5000).index_fill(0, torch.tensor(7), torch.nan), torch.zeros(5000)),
+        (torch.zeros(5000).index_fill(0, torch.tensor(7), torch.inf), torch.full((5000,), torch.nan)),
+        (torch.full((5000,), 2**60), torch.full((5000,), 2**60).index_fill(0, torch.tensor(70), 2**60 + 1)),
+        (torch.zeros(5000, dtype=torch.bool), torch.zeros(5000).index_fill(0, torch.tensor(0), 1).bool()),
+    ],
+)
+def test_one_number_among_many_differs(left, right):
+    for condensed in (False, True):
+        one, other, again = (
+            Outcome({"output": list(contents_of(v, condensed))}) for v in (left, right, left.clone())
+        )
+        assert difference(one, other) == "output has other values"
+        assert difference(one, again) is None
+
+
+class Watched(nn.Tanh):
+    """A layer that notes how many calls of its kind have a history in memory, and whether they keep what backward needs."""
+
+    histories: ClassVar[list] = []
+    alive: ClassVar[list] = []
+    kept: ClassVar[list] = []
+
+    def forward(self, x):
+        y = super().forward(x)
+        if type(y) is torch.Tensor:
+            y.grad_fn.metadata[self] = mark = Plain()
+            self.histories.append(weakref.ref(mark))
+            self.alive.append(sum(history() is not None for history in self.histories))
+            try:
+                self.kept.append(y.grad_fn._saved_result is not None)
+            except TypeError:
+                self.kept.append(False)
+        return y
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_activations_of_one_run_are_in_memory_at_a_time(training):
+    for noted in (Watched.histories, Watched.alive, Watched.kept):
+        noted.clear()
+    model = nn.Sequential(nn.Linear(4, 4), *(Watched() for _ in range(8))).train(training)
+    fxopt.trace(model, (X,), leaf_modules=Watched)
+    assert len(Watched.alive) == 4 * 8
+    assert max(Watched.alive) == 8
+    assert set(Watched.kept) == {training}  # in eval mode no backward follows
+
+
+class Slope(nn.Module):
+    """Computes a gradient in its forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.tanh().sum(), x)[0]
+
+
+def test_a_forward_that_reads_its_activations_is_compared_in_eval_mode():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxopt.trace(Made(lambda self, x: self.layer(x), layer=Slope()).eval(), (X,), leaf_modules=Slope)
+    asks = Made(lambda self, x: self.layer(x) * (1 + torch.compiler.is_compiling()), layer=Slope()).eval()
+    with pytest.raises(fxopt.TraceError, match="asks whether it is being compiled"):
+        fxopt.trace(asks, (X,), leaf_modules=Slope)
 
 
 def test_inputs_of_two_dtypes_share_memory_in_the_copies_as_well():

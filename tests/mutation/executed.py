@@ -1,113 +1,165 @@
-"""The tests that execute a line: of one run of all tests under coverage.py, which takes some half an hour."""
+"""A pytest plugin that records which lines each test executes, and what it costs: `-p tests.mutation.executed`.
+
+`EXECUTED` in the environment names the SQLite file. Processes that tests start record their lines, too: they import
+`children/sitecustomize.py`. The plugin stands on `sys.monitoring` (Python 3.12): a line reports once a test, which costs a
+few percent. coverage.py doubles the time: its core on `sys.monitoring` does not tell tests apart.
+"""
 
 from __future__ import annotations
 
-import ast
-import itertools
+import collections
+import contextlib
+import functools
 import os
-import subprocess
+import sqlite3
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import time
 from pathlib import Path
 
-import coverage
-import filelock
+import pytest
 
-from tests.mutation.fault import ROOT, Fault
-from tests.mutation.listing import FOLDER
+from tests.mutation.children import sitecustomize
 
-DATA = FOLDER / "coverage"
+FILES = 6
+"""Files of tests that are imported anew for a mutant of what runs at import."""
 
-FIRST = 40
-"""Tests that are collected at once, before all others: mostly one of them sees the fault."""
-
-
-class TestsError(Exception):
-    """The tests fail without a fault, so that a failing test would say nothing of one."""
-
-
-def run_all(workers: str = "auto") -> None:
-    """Run all tests and note which lines each executes, if the code or a test has changed since that was done.
-
-    Raises:
-        TestsError: one fails.
-    """
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{DATA}.lock"):  # other parts of the list wait for it
-        files = (file for folder in ("fxopt", "tests") for file in (ROOT / folder).rglob("*.py"))
-        if not DATA.exists() or DATA.stat().st_mtime < max(file.stat().st_mtime for file in files):
-            _run_all(workers)
-
-
-def _run_all(workers: str) -> None:
-    DATA.unlink(missing_ok=True)
-    options = ["-q", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider"]
-    noted = ["--cov=fxopt", "--cov-context=test", "--cov-report="]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *noted, "tests"],
-        cwd=ROOT,
-        env={**os.environ, "COVERAGE_FILE": str(DATA), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    if done.returncode:
-        DATA.unlink(missing_ok=True)
-        raise TestsError("tests fail without a fault, so that one that fails with it would say nothing")
+CHILDREN = str(Path(sitecustomize.__file__).parent)
 
 
 class Executed:
-    """The tests that execute a line, those first that execute least: they say most, and soonest."""
+    """What was recorded: the tests that execute a line."""
 
-    def __init__(self, data: Path = DATA) -> None:
-        self._data = coverage.CoverageData(str(data))
-        self._data.read()
-        self._files = {file: self._data.contexts_by_lineno(file) for file in self._data.measured_files()}
-        self._size = Counter(
-            test for lines in self._files.values() for contexts in lines.values() for test in _tests(contexts)
-        )
+    def __init__(self, database):
+        self._rows = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+        self._seconds = dict(self._rows.execute("select nodeid, seconds from test where outcome = 'passed'"))
+        self._size = collections.Counter()
+        for test, lines in self._rows.execute("select nodeid, lines from line"):
+            self._size[test] += int.from_bytes(lines).bit_count()
 
-    def stages(self, fault: Fault, chosen: Callable[[str], bool] = lambda test: True) -> Iterator[list[str]]:
-        """The tests that execute the lines of a fault, and then those that execute any line of its file.
+    @functools.cache  # noqa: B019 (there is one of these objects)
+    def _lines(self, file):
+        lines = collections.Counter()
+        for test, bits in self._rows.execute("select nodeid, lines from line where file = ?", (file,)):
+            if test in self._seconds:
+                lines[test] |= int.from_bytes(bits, "little")
+        return lines
 
-        The second are for what runs at import, or in the first test alone that asks for it.
+    def _executing(self, mutant):
+        lines = self._lines(mutant.file)
+        masks = (sum(1 << line for line in some) for some in mutant.lines if mutant.in_function)
+        found = ([test for test, bits in lines.items() if bits & mask] for mask in masks)
+        return next(filter(None, found), [])
+
+    def at_import(self, mutant):
+        """Whether modules have to be imported with it: it is outside functions, or no test executes it later."""
+        return not self._executing(mutant)
+
+    def tests(self, mutant, limit, without=()):
+        """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
+
+        First come those that cost little, and execute little else than the file.
         """
-        lines = self._files.get(str(ROOT / fault.path), {})
-        span = statement_of(fault, (ROOT / fault.path).read_text(encoding="utf-8"))
-        near = self._sorted(test for line in span for test in _tests(lines.get(line, ())) if chosen(test))
-        of_file = self._sorted(
-            test for contexts in lines.values() for test in _tests(contexts) if chosen(test)
-        )
-        tests = list(dict.fromkeys([*near, *of_file]))
-        for some in (tests[:FIRST], tests[FIRST : len(near)], tests[max(FIRST, len(near)) :]):
-            if some:
-                yield some
-
-    def _sorted(self, tests: Iterable[str]) -> list[str]:
-        return sorted(set(tests), key=lambda test: (self._size[test], test))
-
-
-def _tests(contexts: Iterable[str]) -> Iterator[str]:
-    """The tests of contexts such as `tests/test_graph.py::test_users|run`; what runs at import has an empty one."""
-    return (context.rpartition("|")[0] for context in contexts if context)
+        lines = self._lines(mutant.file)
+        executing = self._executing(mutant)
+        tests = [test for test in executing or lines if test not in without]
+        tests.sort(key=lambda test: (0.02 + self._seconds[test]) * self._size[test] / lines[test].bit_count())
+        files = list(dict.fromkeys(map(_file, tests)))[: None if executing else FILES]
+        chosen, spent = [], 0.0
+        for test in tests:
+            seconds = self._seconds[test]
+            if _file(test) in files and (not chosen or spent + seconds <= limit):
+                chosen.append(test)
+                spent += seconds
+        return chosen, spent
 
 
-def statement_of(fault: Fault, source: str) -> range:
-    """The lines of what a fault changes, from the beginning of the innermost statement around it."""
-    old, new = fault.old, fault.new
-    same = _alike(old, new)
-    behind = _alike(old[same:][::-1], new[same:][::-1])
-    at = source.index(old)
-    first, last = (source.count("\n", 0, at + end) + 1 for end in (same, len(old) - behind))
-    around = [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.stmt) and node.lineno <= first and last <= (node.end_lineno or 0)
-    ]
-    return range(max(around, default=first), last + 1)
+def _file(test):
+    return test.partition("::")[0]
 
 
-def _alike(text: str, other: str) -> int:
-    """How many characters both begin with."""
-    return sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    )
+class Recorder:
+    """Writes a row into `test` for each test, and one into `line` for each file that it executes: bit n is line n."""
+
+    def __init__(self, database):
+        self._database, self._of_children = database, Path(f"{database}.{os.getpid()}")
+        self._lines, self._of_fixtures, self._outcome = collections.Counter(), {}, ""
+        paths = (CHILDREN, os.environ.get("PYTHONPATH"))
+        os.environ |= {
+            "EXECUTED_LINES": str(self._of_children),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        sitecustomize.listen(self._note)
+
+    def _note(self, file, number):
+        self._lines[file] |= 1 << number
+
+    @contextlib.contextmanager
+    def _apart(self):
+        """Collect the lines that are executed here apart from others."""
+        before, self._lines = self._lines, collections.Counter()
+        sys.monitoring.restart_events()
+        try:
+            yield self._lines
+        finally:
+            self._lines = before
+
+    def _write(self, test, seconds, outcome, lines):
+        rows = [
+            (test, file, bits.to_bytes(bits.bit_length() // 8 + 1, "little")) for file, bits in lines.items()
+        ]
+        with contextlib.closing(sqlite3.connect(self._database, timeout=60)) as database, database:
+            database.execute("insert into test values (?, ?, ?)", (test, seconds, outcome))
+            database.executemany("insert into line values (?, ?, ?)", rows)
+
+    def pytest_collection_finish(self):
+        """Lines that run when modules are imported belong to no test."""
+        self._write("", _spent(), "collected", self._lines)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        """Write the rows of one test."""
+        self._outcome, started = "passed", _spent()
+        with self._apart() as lines:
+            result = yield
+        for fixture in (each for some in item._fixtureinfo.name2fixturedefs.values() for each in some):
+            _add(lines, self._of_fixtures.get(fixture, {}))
+        if self._of_children.exists():
+            for row in self._of_children.read_text().splitlines():
+                file, number = row.split("\t")
+                lines[file] |= 1 << int(number)
+            os.truncate(self._of_children, 0)  # processes of this test may still have it open
+        self._write(item.nodeid, _spent() - started, self._outcome, lines)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        """What a fixture of many tests executes counts for each of them."""
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._apart() as lines:
+            result = yield
+        _add(self._of_fixtures.setdefault(fixturedef, collections.Counter()), lines)
+        return result
+
+    def pytest_runtest_logreport(self, report):
+        """Keep what becomes of the test."""
+        if not report.passed:
+            self._outcome = report.outcome
+
+
+def _spent():
+    return time.process_time() + sum(os.times()[2:4])
+
+
+def _add(lines, more):
+    for file, bits in more.items():
+        lines[file] |= bits
+
+
+def pytest_configure(config):
+    """Record in the processes that run tests."""
+    with contextlib.closing(sqlite3.connect(os.environ["EXECUTED"], timeout=60)) as database:
+        database.execute("create table if not exists test (nodeid, seconds, outcome)")
+        database.execute("create table if not exists line (nodeid, file, lines)")
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(os.environ["EXECUTED"]))

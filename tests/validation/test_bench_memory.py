@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from validation.bench import memory
 from validation.bench.__main__ import app
+from validation.bench.workloads import SMALL
 
 pytestmark = pytest.mark.long
 
@@ -29,3 +30,10 @@ def test_each_mode_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = result.output.splitlines()
     assert sum("high" in line for line in lines) == sum("low" in line for line in lines) == 1
     assert CliRunner().invoke(app, ["memory", "--models", "nothing"]).exit_code == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_captures_have_a_row_in_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(memory, "VERIFIED", {"bert": SMALL["bert"]})
+    assert memory.memory_table().row_count == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpointing
 
+from fxopt.capture.patches.checkpoints import reentrant_checkpoint
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.tensor_data import contains
@@ -16,19 +19,29 @@ from fxopt.capture.runtime import modes
 Function = torch.autograd.Function
 
 
-def patch_apply(patch: Patches, apply: Callable[..., Any], recorder: Recorder) -> None:
-    """Let `apply(cls, plain, *args)` take the calls of `cls.apply` in the forward; `plain` is torch's own method.
+def patch_apply(patch: Patches, recorder: Recorder) -> None:
+    """Write one node for each call of `cls.apply` in the forward.
 
     A reference that was taken earlier, as in `double = Double.apply`, is torch's method itself. Such a call is seen at
-    the forward of its class, and kept as one node, too.
+    the forward of its class.
     """
-    plain = vars(Function)["apply"]
+    plain, thread = vars(Function)["apply"], threading.get_ident()
 
     @functools.wraps(Function.apply)
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, plain.__get__(None, cls), *args, **kwargs)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if patch.active() and cls is checkpointing.CheckpointFunction:
+            return reentrant_checkpoint(recorder, args[0], args[2:])
+        if threading.get_ident() == thread and recorder.below:
+            recorder.fail(
+                f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
+                "where a graph cannot keep its backward"
+            )
+        bound = plain.__get__(None, cls)
+        if not patch.active():
+            return bound(*args, **kwargs)
+        return _call(recorder, cls, bound, args, kwargs)
 
-    patch.set(Function, "apply", classmethod(applied))
+    patch.set(Function, "apply", classmethod(apply))
     for cls in _subclasses(Function):
         if isinstance(vars(cls).get("forward"), staticmethod):
             _patch_forward(patch, cls, recorder)
@@ -48,7 +61,7 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
             )
         context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
         call = functools.partial(forward, *context)
-        return call_autograd_function(recorder, cls, call, args[len(context) :], kwargs)
+        return _call(recorder, cls, call, args[len(context) :], kwargs)
 
     seen.original = forward  # type: ignore[attr-defined]
     patch.set(cls, "forward", staticmethod(seen))
@@ -60,9 +73,7 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(subclass)
 
 
-def call_autograd_function(
-    recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
-import torch.utils.checkpoint as checkpointing
 
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_code
-from fxopt.capture.patches.autograd_functions import call_autograd_function, patch_apply
-from fxopt.capture.patches.checkpoints import patch_checkpointing, reentrant_checkpoint
+from fxopt.capture.patches.autograd_functions import patch_apply
+from fxopt.capture.patches.checkpoints import patch_checkpointing
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
@@ -49,7 +47,7 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     """Report to `recorder` what torch does not."""
     _inference_mode(patch, recorder.switches)
     _sdpa_kernel(patch, recorder.switches, recorder.memo)
-    _autograd_function(patch, recorder)
+    patch_apply(patch, recorder)
     _compilation(patch)
     _transforms(patch, recorder.below_transforms)
     patch_checkpointing(patch, recorder.fail)
@@ -85,24 +83,6 @@ def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> Non
             switches.leave(block)
         else:
             switches.enter(block, modes.enter_sdpa_kernel, [b.name for b in backends], set_priority)
-
-
-def _autograd_function(patch: Patches, recorder: Recorder) -> None:
-    thread = threading.get_ident()
-
-    def apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if patch.active() and cls is checkpointing.CheckpointFunction:
-            return reentrant_checkpoint(recorder, args[0], args[2:])
-        if threading.get_ident() == thread and recorder.below:
-            recorder.fail(
-                f"the autograd.Function {cls.__qualname__} is called under a transform of torch.func, such as vmap, "
-                "where a graph cannot keep its backward"
-            )
-        if not patch.active():
-            return plain(*args, **kwargs)
-        return call_autograd_function(recorder, cls, plain, args, kwargs)
-
-    patch_apply(patch, apply, recorder)
 
 
 def _compilation(patch: Patches) -> None:

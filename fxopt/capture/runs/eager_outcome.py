@@ -33,10 +33,6 @@ class Outcome:
     error: Exception | None = None
     gradient_error: Exception | None = None
 
-    @property
-    def succeeded(self) -> bool:
-        return self.error is None and self.gradient_error is None
-
 
 @dataclasses.dataclass(frozen=True)
 class Content:
@@ -57,27 +53,24 @@ def outcome_of(
     condensed: bool,
 ) -> Outcome:
     """Call a model or a graph, and in training its backward; `condensed` keeps a small part of the numbers of large tensors."""
-    computed, gradient_error = None, None
+    gradient_error = None
     try:
-        output = call(examples.values)
+        values = {"output": call(examples.values), "input": examples.values}
     except Exception as raised:
         return Outcome({}, error=raised)
-    if gradients:
-        try:
-            computed = _gradients(output, examples, module)
-        except Exception as raised:
-            gradient_error = raised
-    values = {"output": output, "input": examples.values}
+    try:
+        values |= {"gradient of": _gradients(values["output"], examples, module)} if gradients else {}
+    except Exception as raised:
+        gradient_error = raised
     values |= {f"buffer {name}": b for name, b in module.named_buffers(remove_duplicate=False)}
-    values |= {} if computed is None else {"gradient of": computed}
     contents = {kind: list(contents_of(value, condensed)) for kind, value in values.items()}
-    return Outcome(contents, _sharing([examples.values, output]), gradient_error=gradient_error)
+    return Outcome(contents, _sharing([examples.values, values["output"]]), gradient_error=gradient_error)
 
 
 def difference(expected: Outcome, found: Outcome) -> str | None:
     """The first thing in which an outcome is not as expected, in words; None where there is none."""
-    if found.error is not None:
-        return f"raises {named(found.error)}"
+    if error := expected.error or found.error:
+        return f"raises {named(error)}"
     if expected.gradient_error is None and found.gradient_error is not None:
         return f"backward, which raises {named(found.gradient_error)}"
     for kind, left in expected.contents.items():
@@ -109,12 +102,7 @@ def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict
     if not outputs or not named:
         return dict.fromkeys(named)
     generator = torch.Generator().manual_seed(0)
-    weights = [
-        torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device)
-        if t.dtype.is_floating_point or t.dtype.is_complex
-        else None
-        for t in outputs
-    ]
+    weights = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
     computed = torch.autograd.grad(outputs, list(named.values()), weights, allow_unused=True)
     return dict(zip(named, computed, strict=True))
 
@@ -134,20 +122,20 @@ def contents_of(value: Any, condensed: bool, where: str = "") -> Iterator[tuple[
 
 
 def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
-    numbers = _comparable(tensor.detach())
+    numbers = comparable(tensor.detach())
     rounded = numbers.is_floating_point() or numbers.is_complex()
     # Half the digits of a dtype: other kernels, or other runs, add in another order.
     limit = torch.finfo(numbers.dtype).eps ** 0.5 if rounded else 0.0
     traits = {name: getattr(tensor, name) for name in ("dtype", "layout", "device")}
     traits |= {"shape": tuple(tensor.shape), "strides": _strides(tensor)}
     if condensed and type(numbers) is torch.Tensor and numbers.numel() >= _LARGE:
-        numbers, limit = _condensed(numbers), limit / _BLOCK**0.5
+        numbers, limit = condensed_numbers(numbers), limit / _BLOCK**0.5
     else:
         numbers = numbers.clone()  # it may be a buffer, into which the next call writes
     return Content(type(tensor), traits, tensor.requires_grad, numbers, limit)
 
 
-def _condensed(numbers: torch.Tensor) -> torch.Tensor:
+def condensed_numbers(numbers: torch.Tensor) -> torch.Tensor:
     """A random sum of each block of numbers, which differs where one of them does."""
     flat = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
     flat = flat.flatten().view(torch.int32) if flat.dtype is torch.int64 else flat.flatten()
@@ -155,7 +143,7 @@ def _condensed(numbers: torch.Tensor) -> torch.Tensor:
     weights = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).to(flat.device, wide)
     sums = []
     for part in flat.split(_PART):
-        padded = torch.nn.functional.pad(part.to(wide), (0, -len(part) % _BLOCK))
+        padded = torch.nn.functional.pad(part.to(wide), (0, _BLOCK - len(part) % _BLOCK))
         largest = float(padded.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
         finite = padded.nan_to_num(3 * largest, 2 * largest, -2 * largest)
         sums.append(finite.view(-1, _BLOCK) @ weights)
@@ -193,7 +181,7 @@ def _content_difference(left: Content, right: Content) -> str | None:
     return "has other values"
 
 
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor of a dtype that `==` knows: not of 8 bits floating, nor of many bits without a sign."""
     if tensor.is_nested:
         return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
@@ -206,17 +194,10 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_numbers(left: torch.Tensor, right: torch.Tensor, limit: float) -> bool:
-    if left.shape != right.shape:
-        return False
-    same = (left == right) | (left.isnan() & right.isnan())
-    if bool(same.all()):
-        return True
-    if not limit or not bool(left[~same].isfinite().all()):
-        return False
-    wide = torch.complex128 if left.is_complex() else torch.float64
-    distance = (left[~same].to(wide) - right[~same].to(wide)).abs().max()
-    largest = left[left.isfinite()].abs().max().double()
-    return bool(distance <= limit * largest)
+    if torch.equal(left, right) or left.shape != right.shape:
+        return left.shape == right.shape
+    largest = float(left.abs().nan_to_num(0.0, 0.0, 0.0).max()) if limit else 0.0
+    return bool(torch.isclose(left, right, rtol=0.0, atol=limit * largest, equal_nan=True).all())
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:

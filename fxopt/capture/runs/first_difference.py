@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
+from fxopt.capture.runs.eager_outcome import comparable, condensed_numbers
 from fxopt.capture.torch_internals import IS_COMPILING, IS_EXPORTING, DisableTorchFunction, call_impl_of
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
@@ -128,9 +129,6 @@ def _digests(value: Any) -> list[Digest]:
 
 
 def _digest(tensor: torch.Tensor) -> Digest:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return str(tensor.layout), tuple(tensor.shape)
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).flatten()
-    order = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
-    sums = torch.stack([wide.sum(), (wide * order.to(wide.dtype)).sum()]).tolist()
-    return tensor.dtype, tuple(tensor.shape), *map(repr, sums)
+    sums = condensed_numbers(comparable(tensor))
+    order = torch.arange(1, len(sums) + 1, device=sums.device)
+    return tensor.dtype, tuple(tensor.shape), repr(float((sums * order).sum()))
