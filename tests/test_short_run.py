@@ -14,8 +14,10 @@ from pathlib import Path
 import fxopt
 
 ROOT = Path(__file__).resolve().parents[1]
-FEWEST, MANY = 10, 16
-"""The letters of a text in a test that names a refusal, and the letters that both have in a row if the text is longer."""
+FEWEST, MANY, TELLING = 10, 16, 14
+"""The letters of a text in a short test that names a refusal; those that both have in a row, if the text is longer; and the
+letters of a text in a long test, where fewer are words that stand anywhere.
+"""
 
 UNNAMED = {
     "which is kept in float32, uses it as well"
@@ -72,7 +74,7 @@ def statements() -> tuple[set[ast.stmt], set[ast.stmt]]:
 def texts(found: Iterable[ast.stmt]) -> set[str]:
     """The texts in statements; of a pattern, the longest part without its signs."""
     parts = (re.split(r"[][\\(){}|^$?+*]|\.[*+]", text) for text in set[str]().union(*map(constants, found)))
-    return {longest.strip() for each in parts if len(longest := max(each, key=len)) >= FEWEST}
+    return {longest.strip() for each in parts if len(longest := max(each, key=len)) >= TELLING}
 
 
 def parsed(*folders: str) -> Iterator[list[ast.AST]]:

@@ -85,7 +85,6 @@ def test_a_size_of_zero_is_refused_where_a_question_sets_it_apart():
     assert right_or_refused(gm, module(causal), -X.abs()) == [True]
 
 
-@pytest.mark.long
 def test_patches_of_images_of_any_size():
     x, model = torch.randn(1, 4, 6, 6), module(images)
     gm = fxopt.trace(model, (x, torch.tensor([[2, 4], [3, 3]])))

@@ -32,8 +32,6 @@ from validation.bench.peers import document, plot, replaced
 from validation.bench.workloads import Workload, build
 from validation.timing import cores
 
-pytestmark = pytest.mark.long
-
 TWO_LAYERS = "two layers"
 
 
@@ -47,6 +45,7 @@ def everyone():
     yield from (("bfloat16", "eager bfloat16", "llama-decode"), ("int8", "torch.ao int8", "bert"))
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("precision", "name", "model"), list(everyone()))
 def test_an_engine_gives_what_the_model_gives(precision, name, model):
     if name == "torch.compile" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -81,6 +80,7 @@ def test_torch_compile_does_not_change_the_settings_of_others():
     assert (torch._inductor.config.freezing, torch._inductor.config.force_disable_caches) == before
 
 
+@pytest.mark.long
 def test_threads_of_onnxruntime_do_not_spin(monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     sessions = []
@@ -142,6 +142,7 @@ def test_a_first_call_alone():
     assert 5e7 < found.resident <= found.peak or sys.platform != "linux"
 
 
+@pytest.mark.long
 def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch):
     class Connection(list):
         send = list.append
@@ -225,6 +226,7 @@ def test_measuring_anew_replaces_the_rows_of_that_case_alone():
     assert len(replaced(pd.DataFrame(), old)) == 4
 
 
+@pytest.mark.long
 def test_the_command_writes_its_reports(tmp_path, hasty):
     arguments = ["peers", "--small", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
     result = CliRunner().invoke(
