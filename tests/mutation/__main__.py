@@ -150,7 +150,7 @@ class _Judge:
         print(f"{outcome:9}{mutant.file}:{mutant.line} {' '.join(mutant.change.split())}"[:150], flush=True)
 
     def _passes(self, test: str) -> bool:
-        """Whether a test passes without a fault, alone."""
+        """Tell whether a test passes without a fault, alone."""
         if test not in self._sound | self._unsound:
             (self._unsound if self._run([test], LIMIT, None)[0] else self._sound).add(test)
         return test in self._sound

@@ -27,7 +27,7 @@ CHILDREN = str(Path(sitecustomize.__file__).parent)
 
 
 class Executed:
-    """What was recorded: the tests that execute a line."""
+    """Reads the record: the tests that execute a line."""
 
     def __init__(self, database):
         self._rows = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
@@ -51,7 +51,7 @@ class Executed:
         return next(filter(None, found), [])
 
     def at_import(self, mutant):
-        """Whether modules have to be imported with it: it is outside functions, or no test executes it later."""
+        """Tell whether modules have to be imported with it: it is outside functions, or no test executes it later."""
         return not self._executing(mutant)
 
     def tests(self, mutant, limit, without=()):
@@ -133,7 +133,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
-        """What a fixture of many tests executes counts for each of them."""
+        """Count the lines of a fixture of many tests for each of them."""
         if fixturedef.scope == "function":
             return (yield)
         with self._apart() as lines:

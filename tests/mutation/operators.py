@@ -132,7 +132,7 @@ class Mutant:
 
     @property
     def change(self) -> str:
-        """What is done: a mark of an equivalent mutant has it, and the hash of the function."""
+        """Says what is done: a mark of an equivalent mutant has it, and the hash of the function."""
         return f"{self.operator}: {self.before} -> {self.after}"
 
     @property
@@ -276,7 +276,7 @@ def _of_place(owner: Any, field: str, node: ast.AST) -> Iterator[tuple[str, ast.
 
 
 def _refuses(node: Any) -> bool:
-    """Whether a refusal is given, or its reason: words."""
+    """Tell whether a refusal is given, or its reason: words."""
     while isinstance(node, ast.Return | ast.Expr | ast.Yield):
         node = node.value
     words = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
