@@ -115,7 +115,8 @@ class Mutant:
         before: the code.
         after: what takes its place.
         lines: those that a test has to execute to see it, and those of the statement around.
-        function: the name of the outermost function around it, and a hash of its syntax tree.
+        name: of the outermost function; or of the class, or of what gets a value, if there is none.
+        digest: of the syntax tree of what is called so: a mark of an equivalent mutant falls with it.
         in_function: whether it is in the body of a function.
         number: of the file's mutants.
     """
@@ -126,19 +127,20 @@ class Mutant:
     before: str
     after: str
     lines: tuple[range, range]
-    function: tuple[str, str]
+    name: str
+    digest: str
     in_function: bool
     number: int
 
     @property
     def change(self) -> str:
-        """Says what is done: a mark of an equivalent mutant has it, and the hash of the function."""
+        """Says what is done: a mark of an equivalent mutant has it, and the digest of the function."""
         return f"{self.operator}: {self.before} -> {self.after}"
 
     @property
     def key(self) -> str:
         """Names it among all, as long as its function stays as it is and where it is."""
-        return f"{self.file}:{self.line} {self.function[1]} {self.number} {self.operator}"
+        return f"{self.file}:{self.line} {self.digest} {self.number} {self.operator}"
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
@@ -185,7 +187,7 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
                 before,
                 after,
                 lines,
-                _function(around or [old]),
+                *_function(around or [old]),
                 in_function,
             )
             yield Mutant(*found, next(number)), owner, field, index, old, new
@@ -343,7 +345,8 @@ def _lines(node: Any) -> range:
 def _function(around: list[ast.stmt]) -> tuple[str, str]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
     outermost = (functions or around)[0]
-    return getattr(outermost, "name", ""), _digest(outermost)
+    name = getattr(outermost, "name", "") or ast.unparse(outermost).split()[0]
+    return name, _digest(outermost)
 
 
 @functools.lru_cache(maxsize=2)
