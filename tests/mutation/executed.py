@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import sqlite3
 import sys
@@ -66,17 +67,22 @@ class Executed:
     def tests(self, mutant, limit, without=()):
         """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
 
-        First come those that cost little, and execute little else than the file.
+        Those come first that cost little and execute little else than the file: of each file of tests one, then a second.
         """
         lines = self._lines(mutant.file)
         executing = self._executing(mutant)
-        tests = [test for test in executing or self._using(mutant) if test not in without]
-        tests.sort(
-            key=lambda test: (0.02 + self._seconds[test]) * self._size[test] / (1 + lines[test].bit_count())
+        tests = {*(executing or self._using(mutant))} - {*without}
+        price = {
+            test: (0.02 + self._seconds[test]) * self._size[test] / (1 + lines[test].bit_count())
+            for test in tests
+        }
+        turns = collections.defaultdict(itertools.count)
+        ordered = sorted(
+            (next(turns[_file(test)]), price[test], test) for test in sorted(tests, key=price.get)
         )
-        files = list(dict.fromkeys(map(_file, tests)))[: None if executing else FILES]
+        files = [*dict.fromkeys(_file(test) for *_, test in ordered)][: None if executing else FILES]
         chosen, spent = [], 0.0
-        for test in tests:
+        for *_, test in ordered:
             seconds = self._seconds[test]
             if _file(test) in files and (not chosen or spent + seconds <= limit):
                 chosen.append(test)
