@@ -67,7 +67,8 @@ class Executed:
     def tests(self, mutant, limit, without=()):
         """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
 
-        Those come first that cost little and execute little else than the file: of each file of tests one, then a second.
+        Those come first that cost little and execute little else than the file; of those in
+        one file that execute the same lines of the function first one, then a second.
         """
         lines = self._lines(mutant.file)
         executing = self._executing(mutant)
@@ -76,9 +77,10 @@ class Executed:
             test: (0.02 + self._seconds[test]) * self._size[test] / (1 + lines[test].bit_count())
             for test in tests
         }
-        turns = collections.defaultdict(itertools.count)
+        turns, span = collections.defaultdict(itertools.count), sum(1 << line for line in mutant.span)
         ordered = sorted(
-            (next(turns[_file(test)]), price[test], test) for test in sorted(tests, key=price.get)
+            (next(turns[_file(test), lines[test] & span]), price[test], test)
+            for test in sorted(tests, key=price.get)
         )
         files = [*dict.fromkeys(_file(test) for *_, test in ordered)][: None if executing else FILES]
         chosen, spent = [], 0.0

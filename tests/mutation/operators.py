@@ -117,6 +117,7 @@ class Mutant:
         lines: those that a test has to execute to see it, and those of the statement around.
         name: of the outermost function; or of the class, or of what gets a value, if there is none.
         digest: of the syntax tree of what is called so: a mark of an equivalent mutant falls with it.
+        span: its lines.
         in_function: whether it is in the body of a function.
         number: of the file's mutants.
     """
@@ -129,6 +130,7 @@ class Mutant:
     lines: tuple[range, range]
     name: str
     digest: str
+    span: range
     in_function: bool
     number: int
 
@@ -342,11 +344,11 @@ def _lines(node: Any) -> range:
     )
 
 
-def _function(around: list[ast.stmt]) -> tuple[str, str]:
+def _function(around: list[ast.stmt]) -> tuple[str, str, range]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
     outermost = (functions or around)[0]
     name = getattr(outermost, "name", "") or ast.unparse(outermost).split()[0]
-    return name, _digest(outermost)
+    return name, _digest(outermost), range(outermost.lineno, outermost.end_lineno + 1)
 
 
 @functools.lru_cache(maxsize=2)
