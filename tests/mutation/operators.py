@@ -119,6 +119,7 @@ class Mutant:
         digest: of the syntax tree of what is called so: a mark of an equivalent mutant falls with it.
         span: its lines.
         in_function: whether it is in the body of a function.
+        nth: of those in the function that do the same.
         number: of the file's mutants.
     """
 
@@ -132,12 +133,14 @@ class Mutant:
     digest: str
     span: range
     in_function: bool
+    nth: int
     number: int
 
     @property
     def change(self) -> str:
         """Says what is done: a mark of an equivalent mutant has it, and the digest of the function."""
-        return f"{self.operator}: {self.before} -> {self.after}"
+        again = f" ({self.nth})" if self.nth > 1 else ""
+        return f"{self.operator}: {self.before} -> {self.after}{again}"
 
     @property
     def key(self) -> str:
@@ -172,7 +175,7 @@ def mutated(mutant: Mutant, source: str) -> ast.Module:
 
 def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
     """Each mutant, with where it is in the tree: owner, field, index, the old node, and the new one."""
-    number = itertools.count()
+    number, times = itertools.count(), collections.Counter()
     for owner, field, index, old, around, in_function in _places(tree, [], False):
         seen = set[str]()
         for operator, new in _faults(owner, field, old, around):
@@ -180,19 +183,12 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
             if before == after or after in seen:
                 continue
             seen.add(after)
-            within = old if isinstance(old, ast.stmt) else around[-1]
-            lines = _lines(old), _lines(within)
-            found = (
-                file,
-                old.lineno,
-                operator,
-                before,
-                after,
-                lines,
-                *_function(around or [old]),
-                in_function,
-            )
-            yield Mutant(*found, next(number)), owner, field, index, old, new
+            lines = _lines(old), _lines(old if isinstance(old, ast.stmt) else around[-1])
+            name, digest, span = _function(around or [old])
+            times[digest, operator, before, after] += 1
+            nth = times[digest, operator, before, after]
+            what = (file, old.lineno, operator, before, after, lines, name, digest, span, in_function, nth)
+            yield Mutant(*what, next(number)), owner, field, index, old, new
 
 
 def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterator[tuple[Any, ...]]:
