@@ -96,8 +96,8 @@ def _sample(paths: Sequence[str], size: int | None, seed: int) -> tuple[list[Mut
         for mutant in mutants(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
     ]
     marks = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
-    marked = {(mark["function"], mark["change"]) for mark in marks}
-    left = [mutant for mutant in found if (mutant.function[1], mutant.change) not in marked]
+    marked = {(mark["digest"], mark["change"]) for mark in marks}
+    left = [mutant for mutant in found if (mutant.digest, mutant.change) not in marked]
     random.Random(seed).shuffle(left)
     return left[:size], len(found) - len(left)
 

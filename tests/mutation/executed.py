@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import sqlite3
 import sys
@@ -50,6 +51,15 @@ class Executed:
         found = ([test for test, bits in lines.items() if bits & mask] for mask in masks)
         return next(filter(None, found), [])
 
+    def _using(self, mutant):
+        """The tests that execute a line that names a constant, or those of the file that names a class most."""
+        lines = self._lines(mutant.file)
+        text = _text(mutant.file).splitlines()
+        mask = sum(1 << number for number, line in enumerate(text, 1) if mutant.name in line)
+        most = max({*map(_file, self._seconds)}, key=lambda file: (_text(file).count(mutant.name), file))
+        in_most = (test for test in self._seconds if _file(test) == most and mutant.name in _text(most))
+        return {*(test for test, bits in lines.items() if bits & mask), *in_most} or lines
+
     def at_import(self, mutant):
         """Tell whether modules have to be imported with it: it is outside functions, or no test executes it later."""
         return not self._executing(mutant)
@@ -57,15 +67,24 @@ class Executed:
     def tests(self, mutant, limit, without=()):
         """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
 
-        First come those that cost little, and execute little else than the file.
+        Those come first that cost little and execute little else than the file; of those in
+        one file that execute the same lines of the function first one, then a second.
         """
         lines = self._lines(mutant.file)
         executing = self._executing(mutant)
-        tests = [test for test in executing or lines if test not in without]
-        tests.sort(key=lambda test: (0.02 + self._seconds[test]) * self._size[test] / lines[test].bit_count())
-        files = list(dict.fromkeys(map(_file, tests)))[: None if executing else FILES]
+        tests = {*(executing or self._using(mutant))} - {*without}
+        price = {
+            test: (0.02 + self._seconds[test]) * self._size[test] / (1 + lines[test].bit_count())
+            for test in tests
+        }
+        turns, span = collections.defaultdict(itertools.count), sum(1 << line for line in mutant.span)
+        ordered = sorted(
+            (next(turns[_file(test), lines[test] & span]), price[test], test)
+            for test in sorted(tests, key=price.get)
+        )
+        files = [*dict.fromkeys(_file(test) for *_, test in ordered)][: None if executing else FILES]
         chosen, spent = [], 0.0
-        for test in tests:
+        for *_, test in ordered:
             seconds = self._seconds[test]
             if _file(test) in files and (not chosen or spent + seconds <= limit):
                 chosen.append(test)
@@ -75,6 +94,12 @@ class Executed:
 
 def _file(test):
     return test.partition("::")[0]
+
+
+@functools.cache
+def _text(file):
+    path = Path(sitecustomize.ROOT, file)
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 class Recorder:

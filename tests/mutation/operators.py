@@ -115,8 +115,11 @@ class Mutant:
         before: the code.
         after: what takes its place.
         lines: those that a test has to execute to see it, and those of the statement around.
-        function: the name of the outermost function around it, and a hash of its syntax tree.
+        name: of the outermost function; or of the class, or of what gets a value, if there is none.
+        digest: of the syntax tree of what is called so: a mark of an equivalent mutant falls with it.
+        span: its lines.
         in_function: whether it is in the body of a function.
+        nth: of those in the function that do the same.
         number: of the file's mutants.
     """
 
@@ -126,19 +129,23 @@ class Mutant:
     before: str
     after: str
     lines: tuple[range, range]
-    function: tuple[str, str]
+    name: str
+    digest: str
+    span: range
     in_function: bool
+    nth: int
     number: int
 
     @property
     def change(self) -> str:
-        """Says what is done: a mark of an equivalent mutant has it, and the hash of the function."""
-        return f"{self.operator}: {self.before} -> {self.after}"
+        """Says what is done: a mark of an equivalent mutant has it, and the digest of the function."""
+        again = f" ({self.nth})" if self.nth > 1 else ""
+        return f"{self.operator}: {self.before} -> {self.after}{again}"
 
     @property
     def key(self) -> str:
         """Names it among all, as long as its function stays as it is and where it is."""
-        return f"{self.file}:{self.line} {self.function[1]} {self.number} {self.operator}"
+        return f"{self.file}:{self.line} {self.digest} {self.number} {self.operator}"
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
@@ -168,7 +175,7 @@ def mutated(mutant: Mutant, source: str) -> ast.Module:
 
 def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
     """Each mutant, with where it is in the tree: owner, field, index, the old node, and the new one."""
-    number = itertools.count()
+    number, times = itertools.count(), collections.Counter()
     for owner, field, index, old, around, in_function in _places(tree, [], False):
         seen = set[str]()
         for operator, new in _faults(owner, field, old, around):
@@ -176,19 +183,12 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
             if before == after or after in seen:
                 continue
             seen.add(after)
-            within = old if isinstance(old, ast.stmt) else around[-1]
-            lines = _lines(old), _lines(within)
-            found = (
-                file,
-                old.lineno,
-                operator,
-                before,
-                after,
-                lines,
-                _function(around or [old]),
-                in_function,
-            )
-            yield Mutant(*found, next(number)), owner, field, index, old, new
+            lines = _lines(old), _lines(old if isinstance(old, ast.stmt) else around[-1])
+            name, digest, span = _function(around or [old])
+            times[digest, operator, before, after] += 1
+            nth = times[digest, operator, before, after]
+            what = (file, old.lineno, operator, before, after, lines, name, digest, span, in_function, nth)
+            yield Mutant(*what, next(number)), owner, field, index, old, new
 
 
 def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterator[tuple[Any, ...]]:
@@ -340,10 +340,11 @@ def _lines(node: Any) -> range:
     )
 
 
-def _function(around: list[ast.stmt]) -> tuple[str, str]:
+def _function(around: list[ast.stmt]) -> tuple[str, str, range]:
     functions = [each for each in around if isinstance(each, ast.FunctionDef)]
     outermost = (functions or around)[0]
-    return getattr(outermost, "name", ""), _digest(outermost)
+    name = getattr(outermost, "name", "") or ast.unparse(outermost).split()[0]
+    return name, _digest(outermost), range(outermost.lineno, outermost.end_lineno + 1)
 
 
 @functools.lru_cache(maxsize=2)

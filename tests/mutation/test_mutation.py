@@ -241,5 +241,5 @@ def test_the_page_has_the_score_of_each_folder_and_what_survived(tmp_path):
 
 def test_equivalent_mutants_have_reasons():
     for mark in tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", []):
-        assert mark.keys() == {"in", "function", "change", "reason"}
+        assert mark.keys() == {"in", "digest", "change", "reason"}
         assert len(mark["reason"].split()) > 3
