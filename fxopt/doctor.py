@@ -25,7 +25,7 @@ def examine(harness: Callable[[], str]) -> tuple[dict[str, Any], list[str]]:
         "python": sys.version.split()[0],
         **{name: _version(name) for name in OF_INTEREST},
     }
-    facts["torch"] = f"{torch.__version__}, {torch_internals.how_tested()}"
+    facts["this torch is"] = torch_internals.how_tested()
     absent = list(torch_internals.missing())
     facts["private names of torch"] = (
         "; ".join(map(str, absent)) or f"this torch has all {len(torch_internals.ROWS)} that fxopt uses"

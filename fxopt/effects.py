@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of, hooks_of
 from fxopt.submodules import parts
-from fxopt.torch_internals import OpOverload, OpOverloadPacket, buffers_of, modules_of, schema_of
+from fxopt.torch_internals import OpOverload, OpOverloadPacket, modules_of, schema_of
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -71,7 +71,7 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield part.weight
         elif part.training:
-            yield from buffers_of(part).values()
+            yield from part.buffers(recurse=False)
 
 
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import check, peek_interpreter_stack
 from fxopt.capture.fakes.module_tree import LeafModules, leaves
 from fxopt.capture.patches.interception import lock
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.capture.torch_internals import check, peek_interpreter_stack
 from fxopt.errors import TraceError
 from fxopt.objects import why_no_inputs
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from fxopt import effects, operators
+from fxopt.capture.capture_internals import set_grad_enabled
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
-from fxopt.capture.torch_internals import set_grad_enabled
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in

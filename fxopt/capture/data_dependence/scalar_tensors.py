@@ -16,9 +16,9 @@ import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
 
+from fxopt.capture.capture_internals import FloorDiv, unset_fake_temporarily
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.torch_internals import FloorDiv, unset_fake_temporarily
 from fxopt.memory import version_of
 from fxopt.objects import mapped
 from fxopt.torch_internals import FakeTensor

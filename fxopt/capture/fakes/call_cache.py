@@ -17,12 +17,12 @@ from typing import Any
 import sympy
 import torch
 
-from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
-from fxopt.capture.torch_internals import (
+from fxopt.capture.capture_internals import (
     free_unbacked_symbols,
     is_any_autocast_enabled,
     peek_interpreter_stack,
 )
+from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
 from fxopt.torch_internals import (

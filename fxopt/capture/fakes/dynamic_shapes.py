@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from fxopt.capture.torch_internals import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
+from fxopt.capture.capture_internals import DimDynamic, StatelessSymbolicContext, free_unbacked_symbols
 from fxopt.errors import TraceError
 
 SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)

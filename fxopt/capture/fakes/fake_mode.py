@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fxopt.capture import torch_internals as internals
+from fxopt.capture import capture_internals as internals
+from fxopt.capture.capture_internals import in_kernel_invocation_manager, is_contiguous_or_false
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
-from fxopt.capture.torch_internals import in_kernel_invocation_manager, is_contiguous_or_false
 from fxopt.errors import TraceError
 from fxopt.torch_internals import FakeTensor, FakeTensorMode, schema_of
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import sympy
 
-from fxopt.capture.fakes.size_facts import SizeFacts
-from fxopt.capture.fakes.size_one_trials import SizeOneTrials
-from fxopt.capture.torch_internals import (
+from fxopt.capture.capture_internals import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     TensorProperty,
@@ -23,6 +21,8 @@ from fxopt.capture.torch_internals import (
     free_unbacked_symbols,
     int_oo,
 )
+from fxopt.capture.fakes.size_facts import SizeFacts
+from fxopt.capture.fakes.size_one_trials import SizeOneTrials
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"

@@ -9,10 +9,10 @@ from typing import Any
 import sympy
 from torch.export import Dim
 
+from fxopt.capture.capture_internals import Min
 from fxopt.capture.fakes.dynamic_shapes import is_hint
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.runtime.size_guards import SizeGuard, python_expression
-from fxopt.capture.torch_internals import Min
 from fxopt.errors import TraceError
 
 # A sympy condition on sizes, and the line of the model that needs it.

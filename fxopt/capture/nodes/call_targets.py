@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from fxopt.capture.torch_internals import get_qualified_name
+from fxopt.capture.capture_internals import get_qualified_name
 from fxopt.errors import TraceError
 from fxopt.objects import find
 from fxopt.operators import is_write_name

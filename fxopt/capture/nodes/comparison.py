@@ -11,11 +11,11 @@ from typing import Any
 import sympy
 import torch
 
+from fxopt.capture.capture_internals import FloorDiv, SymT, expression_of, symbol_is_type
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.input_specs import dtype_kind, same_parts, same_value
-from fxopt.capture.torch_internals import FloorDiv, SymT, expression_of, symbol_is_type
 from fxopt.graph import function_name
 from fxopt.operators import is_write_name
 

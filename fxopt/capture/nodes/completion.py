@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxopt.capture.torch_internals import custom_builtins
+from fxopt.capture.capture_internals import custom_builtins
 from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import is_functorch_wrapped_tensor
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.nodes.call_targets import importable
@@ -23,7 +24,6 @@ from fxopt.capture.nodes.shared_memory import Origin, OutOfSightError, SharedMem
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RunningCode, describe_location, model_frame, stack_trace
 from fxopt.capture.runtime.checks import check_value
-from fxopt.capture.torch_internals import is_functorch_wrapped_tensor
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of, version_of
 from fxopt.objects import is_open, mapped, tensors_in

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from fxopt.capture.torch_internals import (
+from fxopt.capture.capture_internals import (
     DisableTorchFunction,
     PythonReferenceAnalysis,
     ShapeEnv,

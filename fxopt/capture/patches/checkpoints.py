@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
+from fxopt.capture.capture_internals import CHECKPOINT
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
-from fxopt.capture.torch_internals import CHECKPOINT
 from fxopt.objects import tensors_in
 
 

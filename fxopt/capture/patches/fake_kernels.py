@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.patches.replaced import Patches
-from fxopt.capture.torch_internals import (
+from fxopt.capture.capture_internals import (
     BATCH_NORM,
     DISPATCH_KEYS,
     IS_CAUSAL,
@@ -20,6 +19,7 @@ from fxopt.capture.torch_internals import (
     run_for_key_of,
     take_along_dim,
 )
+from fxopt.capture.patches.replaced import Patches
 from fxopt.torch_internals import FakeTensor
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fxopt.capture.capture_internals import IS_COMPILING, IS_EXPORTING
 from fxopt.capture.patches.fake_kernels import patch_kernels
 from fxopt.capture.patches.mask_loops import patch_loops
 from fxopt.capture.patches.python_numbers import patch_numbers
@@ -21,7 +22,6 @@ from fxopt.capture.patches.tensor_types import patch_types
 from fxopt.capture.patches.torch_functions import patch_torch
 from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
-from fxopt.capture.torch_internals import IS_COMPILING, IS_EXPORTING
 
 lock = threading.RLock()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import SYMBOLIC, SymNode, float_operations, size_functions
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
@@ -21,7 +22,6 @@ from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS
 from fxopt.capture.nodes.source_location import is_model_code, makes_calls
 from fxopt.capture.patches.replaced import Patches
-from fxopt.capture.torch_internals import SYMBOLIC, SymNode, float_operations, size_functions
 from fxopt.torch_internals import FakeTensor
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)

@@ -12,6 +12,15 @@ import torch.autograd.function
 import torch.autograd.graph
 import torch.nn.attention
 
+from fxopt.capture.capture_internals import (
+    SDPA_KERNEL,
+    STANCE,
+    TRANSFORMS,
+    VJP,
+    DynamoStance,
+    parse_to,
+    push_saved_tensors_hooks,
+)
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_code
@@ -22,15 +31,6 @@ from fxopt.capture.recording.mode_switches import ModeSwitches
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.runtime import modes
-from fxopt.capture.torch_internals import (
-    SDPA_KERNEL,
-    STANCE,
-    TRANSFORMS,
-    VJP,
-    DynamoStance,
-    parse_to,
-    push_saved_tensors_hooks,
-)
 from fxopt.memory import storage_of
 from fxopt.torch_internals import FakeTensor
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from fxopt import effects
+from fxopt.capture.capture_internals import cond, free_unbacked_symbols, sdpa_dense
 from fxopt.capture.nodes.comparison import is_call
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 from fxopt.capture.runtime import checks, modes
 from fxopt.capture.runtime.conditional import Conditional
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.capture.torch_internals import cond, free_unbacked_symbols, sdpa_dense
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in

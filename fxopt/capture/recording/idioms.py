@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import istft as whole_istft
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
-from fxopt.capture.torch_internals import istft as whole_istft
 from fxopt.errors import TraceError
 
 # torch takes these types of Python for dtypes.

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.runtime import modes
-from fxopt.capture.torch_internals import (
+from fxopt.capture.capture_internals import (
     dispatch_mode_stack,
     enter_autocast,
     function_mode_stack,
@@ -20,6 +18,8 @@ from fxopt.capture.torch_internals import (
     pop_function_mode,
     set_grad_enabled,
 )
+from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.runtime import modes
 from fxopt.errors import TraceError
 
 # The modes that are entered, the last one last, and what leaves that.

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.export import Dim
 
+from fxopt.capture.capture_internals import ConstantSource, DimDynamic
 from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
@@ -42,7 +43,6 @@ from fxopt.capture.runtime.input_specs import (
     structure_keys,
 )
 from fxopt.capture.runtime.size_guards import python_expression
-from fxopt.capture.torch_internals import ConstantSource, DimDynamic
 from fxopt.errors import TraceError
 from fxopt.objects import entries, is_mutable, key_kind, rebuilt
 

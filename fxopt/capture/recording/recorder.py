@@ -12,6 +12,14 @@ import torch
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from fxopt.capture.capture_internals import (
+    LIFT_FRESH,
+    GuardOnDataDependentSymNode,
+    PreDispatchTorchFunctionMode,
+    call_impl_of,
+    parametrizations_cached,
+    pop_mode_temporarily,
+)
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
 from fxopt.capture.fakes.call_cache import CallCache
@@ -32,14 +40,6 @@ from fxopt.capture.recording.torch_call import (
     with_schema,
 )
 from fxopt.capture.runtime.input_specs import same_objects
-from fxopt.capture.torch_internals import (
-    LIFT_FRESH,
-    GuardOnDataDependentSymNode,
-    PreDispatchTorchFunctionMode,
-    call_impl_of,
-    parametrizations_cached,
-    pop_mode_temporarily,
-)
 from fxopt.effects import is_write
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in

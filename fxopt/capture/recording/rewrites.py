@@ -15,6 +15,16 @@ from typing import Any
 import sympy
 import torch
 
+from fxopt.capture.capture_internals import (
+    LIFT_FRESH,
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    is_contiguous_or_false,
+    set_grad_enabled,
+    torch_assert,
+    unset_fake_temporarily,
+)
 from fxopt.capture.data_dependence.branch_decisions import ARRAYS, READS
 from fxopt.capture.data_dependence.scalar_tensors import TAKES_SIZES
 from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
@@ -25,16 +35,6 @@ from fxopt.capture.recording.higher_order import expand
 from fxopt.capture.recording.recorder import Recorder, Rewrite
 from fxopt.capture.recording.tensor_data import FROM_DATA, make_from_data, make_legacy, torch_keywords
 from fxopt.capture.recording.torch_call import Call
-from fxopt.capture.torch_internals import (
-    LIFT_FRESH,
-    HigherOrderOperator,
-    enter_autocast,
-    exit_autocast,
-    is_contiguous_or_false,
-    set_grad_enabled,
-    torch_assert,
-    unset_fake_temporarily,
-)
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import FakeTensor, storage_identity

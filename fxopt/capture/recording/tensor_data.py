@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import unset_fake_temporarily
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.idioms import with_torch_values
 from fxopt.capture.recording.indexing import are_numbers
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
-from fxopt.capture.torch_internals import unset_fake_temporarily
 from fxopt.memory import version_of
 
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from fxopt.capture.capture_internals import side_effectful_functions
 from fxopt.capture.nodes.source_location import makes_calls
-from fxopt.capture.torch_internals import side_effectful_functions
 from fxopt.effects import is_write
 from fxopt.torch_internals import OpOverloadPacket
 

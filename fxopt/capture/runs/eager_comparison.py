@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxopt.capture.capture_internals import detect_fake_mode
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.eager_outcome import Outcome, difference, named, outcome_of
 from fxopt.capture.runs.first_difference import exporting, likely_cause, parting_place
 from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.capture.torch_internals import detect_fake_mode
 from fxopt.errors import GuardError, TraceError
 from fxopt.objects import tensors_in
 

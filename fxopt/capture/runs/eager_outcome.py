@@ -1,4 +1,4 @@
-"""What one call of a model leaves: outputs, inputs, buffers, gradients; and where two calls differ.
+"""The results of one call of a model: outputs, inputs, buffers, gradients; and where two calls differ.
 
 An outcome holds no tensor that has a history, so that the activations of a run are gone before the next one.
 """
@@ -22,7 +22,7 @@ _LARGE, _BLOCK, _PART = 2**12, 2**6, 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call has left, or the error that it raised; that of backward where gradients were asked for.
+    """The results of a call, or the error that it raised; that of backward where gradients were asked for.
 
     `contents` has by kind ("output", "input", "buffer NAME", "gradient of") the places in the value with what is there, and
     `shared` for each tensor in inputs and output the first one that has the same memory.
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What is compared of one value; the numbers of two tensors may be apart by `limit`, relative to the largest."""
+    """The compared parts of one value; the numbers of two tensors may be apart by `limit`, relative to the largest."""
 
     kind: type
     traits: dict[str, Any]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxopt.capture.capture_internals import IS_COMPILING, IS_EXPORTING, DisableTorchFunction, call_impl_of
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
 from fxopt.capture.runs.eager_outcome import comparable, condensed_numbers
-from fxopt.capture.torch_internals import IS_COMPILING, IS_EXPORTING, DisableTorchFunction, call_impl_of
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import COMPILED

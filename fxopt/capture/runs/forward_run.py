@@ -11,6 +11,13 @@ from typing import Any
 
 import torch
 
+from fxopt.capture.capture_internals import (
+    DataDependentOutputException,
+    GuardOnDataDependentSymNode,
+    enable_python_dispatcher,
+    set_grad_enabled,
+    shapes_config,
+)
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import DataDependentBranch, PlaceError
 from fxopt.capture.data_dependence.example_run import ExampleRun
@@ -37,13 +44,6 @@ from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
-from fxopt.capture.torch_internals import (
-    DataDependentOutputException,
-    GuardOnDataDependentSymNode,
-    enable_python_dispatcher,
-    set_grad_enabled,
-    shapes_config,
-)
 from fxopt.errors import TraceError
 
 # A stack with more functions of the model than this is one that does not end.

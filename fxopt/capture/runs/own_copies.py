@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxopt.capture.capture_internals import make_subclass
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
 from fxopt.capture.recording.random_state import PythonRandomState
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.capture.torch_internals import make_subclass
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import REGISTRIES, buffers_of, storage_identity
 

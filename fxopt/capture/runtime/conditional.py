@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.torch_internals import cond
+from fxopt.capture.capture_internals import cond
 from fxopt.torch_internals import FakeTensor
 
 

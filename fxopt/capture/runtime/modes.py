@@ -17,7 +17,7 @@ import torch
 from torch.fx.node import has_side_effect
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fxopt.capture import torch_internals as internals
+from fxopt.capture import capture_internals as internals
 
 _thread = threading.local()
 

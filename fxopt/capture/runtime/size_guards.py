@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.torch_internals import PythonPrinter
+from fxopt.capture.capture_internals import PythonPrinter
 
 
 class SizeExpression:

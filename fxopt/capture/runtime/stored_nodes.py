@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
+from fxopt.capture.capture_internals import get_qualified_name
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.conditional import Conditional
-from fxopt.capture.torch_internals import get_qualified_name
 from fxopt.effects import is_write
 from fxopt.objects import find, is_found
 
