@@ -97,8 +97,8 @@ def _sample(paths: Sequence[str], size: int | None, seed: int) -> tuple[list[Mut
     ]
     marks = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
     marked = {(mark["digest"], mark["change"]) for mark in marks}
+    random.Random(seed).shuffle(found)  # before some are marked: the others keep their order
     left = [mutant for mutant in found if (mutant.digest, mutant.change) not in marked]
-    random.Random(seed).shuffle(left)
     return left[:size], len(found) - len(left)
 
 

@@ -58,6 +58,14 @@ def test_a_fault_is_made(row):
     assert change in made
 
 
+def test_a_mark_tells_faults_apart_that_read_alike():
+    one, other = (
+        mutant for mutant in mutants("x.py", "def f(a):\n return a[0] + g(0)") if mutant.before == "0"
+    )
+    assert (one.change, other.change) == ("off by one: 0 -> 1", "off by one: 0 -> 1 (2)")
+    assert one.digest == other.digest != mutants("x.py", "def f(a):\n return a[0]")[0].digest
+
+
 @pytest.mark.parametrize(
     "code",
     ["f(f'{a + 1}')", "assert a < b", "'''Text.'''", "def g(a: int | None): ...", "__all__ = ['a', 'b']"],
