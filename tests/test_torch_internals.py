@@ -18,7 +18,7 @@ from fxopt.torch_internals import ROWS, how_tested
 
 FXOPT = Path(fxopt.__file__).parent
 NAMES = sorted(ROWS)
-BATCHES = [NAMES[start::16] for start in range(16)]
+BATCHES = [NAMES[start::32] for start in range(32)]
 
 
 def run_without(*names: str) -> dict[str, dict[str, str]]:
@@ -31,7 +31,7 @@ def run_without(*names: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("names", BATCHES, ids=lambda names: names[0].rpartition(".")[2])
 def test_what_needs_an_absent_name_says_so_and_all_else_is_right(names: list[str]) -> None:
     for name, outcomes in run_without(*names).items():
