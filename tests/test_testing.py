@@ -184,6 +184,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.a.table = torch.ones(2)  # a tensor that is neither parameter nor buffer
         self.register_buffer("kept", torch.ones(1))
         self.register_buffer("lost", torch.ones(1), persistent=False)
 
@@ -217,6 +218,7 @@ DAMAGES = {
     "attributes: a.in_features differs": lambda gm: setattr(gm.a, "in_features", 5),
     "attributes: was_fused differs": lambda gm: setattr(gm, "was_fused", True),
     "attributes: norm.table differs": lambda gm: setattr(gm.norm, "table", {"a": [torch.ones(1)]}),
+    "attributes: a.table differs": lambda gm: setattr(gm.a, "table", torch.zeros(2)),
     "tensors: .*weight": transpose,
     "nodes: ": retarget,
     "nodes:": lambda gm: setattr(next(iter(gm.graph.nodes)), "name", "renamed"),

@@ -512,6 +512,7 @@ ROUNDS = {
     "minus": lambda x: x * (0.0 - x.shape[0] * 0.1),
     "output": lambda x: (x, x.shape[0] * 0.1 * 3.0 * (x.shape[0] * 0.1 * 3.0)),
     "tens": lambda x: x * round(x.shape[0] * 1.7, -1) * round(x.shape[0], 1),
+    "whole": lambda x: x * round(x.shape[0]),
     "round": lambda x: x[: round(x.shape[0] * 0.35)] * round(x.shape[0] * 0.35, 1),
 }
 

@@ -36,7 +36,7 @@ OPTIONS = ["-q", "-s", "-p", "no:cacheprovider"]
 
 
 def main() -> int:
-    """Do what the command line says; return 1 where the score is lower than it asks for."""
+    """Do what the command line says; return 1 where a process died, or the score is lower than asked for."""
     options = _options()
     FOLDER.mkdir(parents=True, exist_ok=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -52,14 +52,13 @@ def main() -> int:
         if not workers[-1]:
             _Judge().judge(to_do[number :: options.jobs])
             os._exit(0)
-    for worker in workers:
-        os.waitpid(worker, 0)
+    failed = sum([os.waitpid(worker, 0)[1] for worker in workers])
     verdicts = read(VERDICTS)
     title = f"seed {options.seed}; {marked} others are marked as equivalent"
     text, score = page(verdicts[verdicts["key"].isin([mutant.key for mutant in sample])], title)
     (FOLDER / "mutation.md").write_text(text, encoding="utf-8")
     print(text)
-    return int(score < options.least)
+    return int(failed > 0 or score < options.least)
 
 
 def _options() -> argparse.Namespace:

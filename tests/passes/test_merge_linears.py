@@ -106,6 +106,13 @@ def test_groups_by_bias_and_gradients():
     assert after.get_parameter("fxopt_merged_q_k_o_p.bias")[-5:].tolist() == [0] * 5
 
 
+def test_groups_by_gradients_of_the_weight_alone():
+    model = Heads(lambda m, x: (m.q(x), m.k(x), m.v(x)))
+    model.v.weight.requires_grad_(False)
+    after = rewritten(MergeLinears(), model, X, sites=1)
+    assert [node.target for node in MergeLinears().get_transformed_nodes(after)] == ["fxopt_merged_q_k"]
+
+
 def test_training_would_give_a_bias_to_a_layer_without_one():
     model = Heads(lambda m, x: (m.q(x), m.k(x), m.o(x), m.p(x)))
     model.o, model.p = nn.Linear(8, 2, bias=False), nn.Linear(8, 3, bias=False)
