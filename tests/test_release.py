@@ -31,7 +31,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @pytest.mark.long
 def test_fxopt_works_with_torch_alone():
-    assert project()["dependencies"] == ["safetensors[numpy]>=0.5", "torch>=2.11"]
+    assert project()["dependencies"] == ["safetensors[numpy]>=0.5", "torch>=2.12"]
     needed = closure(["safetensors", "numpy", "torch"])
     owners = importlib.metadata.packages_distributions()
     missing = {name for name, distributions in owners.items() if not needed & set(map(normal, distributions))}

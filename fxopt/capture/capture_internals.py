@@ -130,7 +130,7 @@ TRANSFORMS = [
 ]
 _COMPILED_PARTS = "forwards that call compiled functions are refused"
 STANCE = _place("torch._dynamo.eval_frame._stance", _COMPILED_PARTS)
-DynamoStance = private("torch._dynamo.eval_frame.DynamoStance", _COMPILED_PARTS, lambda stance: None)
+DynamoStance = private("torch._dynamo.eval_frame.DynamoStance", _COMPILED_PARTS, None)
 VJP = _place("torch._functorch.eager_transforms._vjp_with_argnums")
 CHECKPOINT = _place("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
 IS_CAUSAL = _place(

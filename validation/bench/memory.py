@@ -73,7 +73,8 @@ def memory_table() -> Table:
             sizes, seconds = zip(*measured, strict=True)
             table.add_row(
                 *(name, "training" if training else "eval", *(f"{size / 1e6:.0f}" for size in sizes)),
-                *(f"{sizes[2] / sizes[0]:.2f}", *(f"{each:.1f}" for each in seconds)),
+                f"{sizes[2] / sizes[0]:.2f}" if sizes[0] else "-",  # a small model may fit what is there
+                *(f"{each:.1f}" for each in seconds),
             )
     return table
 

@@ -87,7 +87,8 @@ def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> Non
 
 def _compilation(patch: Patches) -> None:
     """Keep Dynamo, which would capture by itself, from running: what is compiled in the model runs as it is written."""
-    patch.set(*STANCE, DynamoStance("force_eager"))
+    if DynamoStance is not None:
+        patch.set(*STANCE, DynamoStance("force_eager"))
 
     @patch(torch, "compile")
     def leave_as_it_is(original: Any, model: Any = None, **options: Any) -> Any:
