@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from fxopt.errors import TraceError
 from fxopt.torch_internals import ROWS, attribute, private
@@ -132,7 +133,10 @@ _COMPILED_PARTS = "forwards that call compiled functions are refused"
 STANCE = _place("torch._dynamo.eval_frame._stance", _COMPILED_PARTS)
 DynamoStance = private("torch._dynamo.eval_frame.DynamoStance", _COMPILED_PARTS, None)
 VJP = _place("torch._functorch.eager_transforms._vjp_with_argnums")
-CHECKPOINT = _place("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+_generator = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_generator}_impl"):  # from torch 2.14 on
+    _generator += "_impl"
+CHECKPOINT = _place(f"torch.utils.checkpoint.{_generator}")
 IS_CAUSAL = _place(
     "torch.nn.modules.transformer._detect_is_causal_mask", "layers of nn.Transformer with masks are refused"
 )
