@@ -12,7 +12,6 @@ from fxopt.errors import TraceError
 from fxopt.torch_internals import ROWS, attribute, private
 
 _NO_CAPTURE = "models cannot be captured"
-_NO_REPLACEMENT: Any = object()
 Place = tuple[Any, str]
 
 
