@@ -107,7 +107,7 @@ _FOR_COMPILED = enter_inference_mode, exit_inference_mode, sdpa_backends, switch
         "torch.nn.attention._sdpa_kernel",
     )
 ]
-SWITCHES_COMPILED = None not in _FOR_COMPILED
+SWITCHES_COMPILED = None not in _FOR_COMPILED and torch.__version__ >= (2, 13)  # Dynamo 2.12 rejects their calls
 SDPA_KERNEL = _place("torch.nn.attention._sdpa_kernel")
 IS_COMPILING = _place("torch.compiler._is_compiling_flag", "models take the branches of eager mode")
 IS_EXPORTING = _place("torch.compiler._is_exporting_flag", "models take the branches of eager mode")
@@ -162,6 +162,7 @@ relu, batch_norm, as_strided, convolution = (
     for name in ("relu", "_native_batch_norm_legit_no_training", "as_strided", "convolution")
 )
 _SIZES = "free sizes are fixed, or refused, where an operator gets them"
+FLOOR_DIVISION = _place("torch._meta_registrations.div_rtn", _SIZES)
 ctc_loss = private("torch.ops.aten._ctc_loss.Tensor", _SIZES, None)
 cdist = private("torch.ops.aten._cdist_forward", _SIZES, None)
 take_along_dim = private("torch._refs.take_along_dim", _SIZES, None)

@@ -12,6 +12,7 @@ import torch
 from fxopt.capture.capture_internals import (
     BATCH_NORM,
     DISPATCH_KEYS,
+    FLOOR_DIVISION,
     IS_CAUSAL,
     cdist,
     dispatch_cache_of,
@@ -46,6 +47,7 @@ def patch_kernels(patch: Patches) -> None:
         return given is True if in_layer else detect(mask, given, size)
 
     patch.set(owner, name, is_causal)
+    patch.set(*FLOOR_DIVISION, lambda x, y: x // y)  # torch 2.12 asks for the sign of a remainder
     _cumulative_average(patch)
 
 
@@ -83,7 +85,9 @@ def _first_step(
     first, *state = step_by_step(input.select(time, 0).unsqueeze(time), hx, params, *options)
     first = first.transpose(0, time)
     steps = first.expand(input.shape[time], *first.shape[1:]).clone(memory_format=torch.contiguous_format)
-    return (steps.transpose(0, time), *state)
+    given = hx if isinstance(hx, (list, tuple)) else [hx]
+    last = (made.reshape(each.shape) for made, each in zip(state, given, strict=True))  # torch 2.12 adds a dimension
+    return (steps.transpose(0, time), *last)
 
 
 def _distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, mode: int | None = None) -> torch.Tensor:
