@@ -41,7 +41,7 @@ def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, c
 @has_side_effect
 def enter_inference_mode(mode: bool) -> Any:
     """Enter `torch.inference_mode`; the result goes to `leave`."""
-    if internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling():
+    if internals.INFERENCE_COMPILED and torch.compiler.is_dynamo_compiling():
         return internals.enter_inference_mode(mode)
     return _enter(torch.inference_mode(mode))
 
@@ -50,7 +50,7 @@ def enter_inference_mode(mode: bool) -> Any:
 def enter_sdpa_kernel(backends: list[str], set_priority: bool) -> Any:
     """Enter `torch.nn.attention.sdpa_kernel` with backends by name; the result goes to `leave`."""
     chosen = [getattr(SDPBackend, name) for name in backends]
-    if internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling() and not set_priority:
+    if internals.SDPA_COMPILED and torch.compiler.is_dynamo_compiling() and not set_priority:
         previous = internals.sdpa_backends()
         internals.switch_sdpa_backends(chosen)
         return previous
@@ -64,7 +64,7 @@ def leave(context: Any) -> None:
         internals.switch_sdpa_backends(context)
     elif torch.compiler.is_dynamo_compiling() and isinstance(context, torch.autocast):
         internals.exit_autocast(context)
-    elif internals.SWITCHES_COMPILED and torch.compiler.is_dynamo_compiling():
+    elif internals.INFERENCE_COMPILED and torch.compiler.is_dynamo_compiling():
         internals.exit_inference_mode(context)
     else:
         if context in _entered():  # not there when it was entered inside compiled code
