@@ -2,7 +2,7 @@
 
 From the environment: FUZZ_SECONDS (60), FUZZ_SEED (0), FUZZ_GRAPHS (a limit; none). One seed gives the same
 programs everywhere; how far a run gets depends on the machine. A fault is reduced and written to FUZZ_OUT
-(reports/fuzz) as a script that runs by itself.
+(reports/fuzz) as a script for the root of the repository.
 """
 
 from __future__ import annotations

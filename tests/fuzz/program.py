@@ -1,4 +1,4 @@
-"""A generated model as source text: it can be built, cut down, and written out as a script of its own."""
+"""A generated model as source text: it can be built and cut down."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Program:
         return dataclasses.replace(self, body=body, returns=renamed(self.returns))
 
 
-# What the text of a program may name; the same lines head the script of a found fault.
+# What the text of a program may name.
 PREAMBLE = '''\
 import copy
 import operator
