@@ -8,6 +8,7 @@ what survived are written to `reports/mutation/mutation.md`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import subprocess
@@ -50,15 +51,17 @@ def main() -> int:
     for number in range(min(options.jobs, len(to_do))):
         workers.append(os.fork())
         if not workers[-1]:
-            _Judge().judge(to_do[number :: options.jobs])
-            os._exit(0)
-    failed = sum([os.waitpid(worker, 0)[1] for worker in workers])
+            os._exit(_Judge().judge(to_do[number :: options.jobs]))
+    failures = [os.waitpid(worker, 0)[1] for worker in workers]
+    if any(failures):
+        print(f"a process ended before its last mutant: is {EXECUTED} older than the tests?")
+        return 1
     verdicts = read(VERDICTS)
     title = f"seed {options.seed}; {marked} others are marked as equivalent"
     text, score = page(verdicts[verdicts["key"].isin([mutant.key for mutant in sample])], title)
     (FOLDER / "mutation.md").write_text(text, encoding="utf-8")
     print(text)
-    return int(failed > 0 or score < options.least)
+    return int(score < options.least)
 
 
 def _options() -> argparse.Namespace:
@@ -98,7 +101,9 @@ def _sample(paths: Sequence[str], size: int | None, seed: int) -> tuple[list[Mut
     marked = {(mark["digest"], mark["change"]) for mark in marks}
     random.Random(seed).shuffle(found)  # before some are marked: the others keep their order
     left = [mutant for mutant in found if (mutant.digest, mutant.change) not in marked]
-    return left[:size], len(found) - len(left)
+    executed = Executed(EXECUTED)
+    sample = itertools.islice((mutant for mutant in left if not executed.at_import(mutant)), size)
+    return [*sample], len(found) - len(left)
 
 
 class _Judge:
@@ -111,25 +116,18 @@ class _Judge:
         self._executed = Executed(EXECUTED)
         self._sound, self._unsound = set[str](), set[str]()
 
-    def judge(self, sample: Sequence[Mutant]) -> None:
-        """Judge mutants of what runs at import, each in a process that imports it; and then those of functions."""
-        _import_others()
-        self._items, self._functions = dict[str, pytest.Item](), {}
-        self._rest = [mutant for mutant in sample if not self._executed.at_import(mutant)]
-        for mutant in sample:
-            if mutant not in self._rest:
-                self._judge(mutant)
-        files = {
-            test.partition("::")[0] for each in self._rest for test in self._executed.tests(each, LIMIT)[0]
-        }
-        pytest.main([*OPTIONS, *sorted(files)], plugins=[self])
+    def judge(self, sample: Sequence[Mutant]) -> int:
+        """Import the tests that may see one of the mutants, and judge each; return the status of pytest."""
+        self._sample = sample
+        tests = (test for mutant in sample for test in self._executed.tests(mutant, LIMIT)[0])
+        return pytest.main([*OPTIONS, *sorted({test.partition("::")[0] for test in tests})], plugins=[self])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Judge the mutants of functions that are imported now."""
+        """Judge the mutants, of whose files all functions are imported now."""
         self._items = {item.nodeid: item for item in session.items}
         self._functions = functions_by_file()
-        for mutant in self._rest:
+        for mutant in self._sample:
             self._judge(mutant)
         return True
 
@@ -158,9 +156,6 @@ class _Judge:
         functions = self._functions.get(mutant.file, ()) if mutant else ()
 
         def run(first_failure: FirstFailure) -> int:
-            if not self._items:
-                os.environ["NIGHTLY"] = "1"  # a case of a sweep that is named runs
-                return int(pytest.main([*OPTIONS, *tests], plugins=[first_failure]))
             items = [self._items[test] for test in tests]
             items[0].config.pluginmanager.register(first_failure)
             for item, following in zip(items, [*items[1:], None], strict=True):
@@ -168,18 +163,6 @@ class _Judge:
             return 0
 
         return in_fork(run, seconds, mutant, functions)
-
-
-def _import_others() -> None:
-    """Import what takes long and is not under test."""
-    import hypothesis  # noqa: F401
-    import pandas  # noqa: F401
-    import torch.export
-    import torch.fx.experimental.symbolic_shapes
-    import transformers.models.bert.modeling_bert
-    import transformers.models.resnet.modeling_resnet  # noqa: F401
-
-    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":

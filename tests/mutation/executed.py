@@ -21,9 +21,6 @@ import pytest
 
 from tests.mutation.children import sitecustomize
 
-FILES = 6
-"""Files of tests that are imported anew for a mutant of what runs at import."""
-
 CHILDREN = str(Path(sitecustomize.__file__).parent)
 
 
@@ -47,22 +44,15 @@ class Executed:
 
     def _executing(self, mutant):
         lines = self._lines(mutant.file)
-        masks = (sum(1 << line for line in some) for some in mutant.lines if mutant.in_function)
+        masks = (sum(1 << line for line in some) for some in mutant.lines)
         found = ([test for test, bits in lines.items() if bits & mask] for mask in masks)
         return next(filter(None, found), [])
 
-    def _using(self, mutant):
-        """The tests that execute a line that names a constant, or those of the file that names a class most."""
-        lines = self._lines(mutant.file)
-        text = _text(mutant.file).splitlines()
-        mask = sum(1 << number for number, line in enumerate(text, 1) if mutant.name in line)
-        most = max({*map(_file, self._seconds)}, key=lambda file: (_text(file).count(mutant.name), file))
-        in_most = (test for test in self._seconds if _file(test) == most and mutant.name in _text(most))
-        return {*(test for test, bits in lines.items() if bits & mask), *in_most} or lines
-
     def at_import(self, mutant):
-        """Tell whether modules have to be imported with it: it is outside functions, or no test executes it later."""
-        return not self._executing(mutant)
+        """Tell whether its line runs when modules are imported, and never later."""
+        rows = self._rows.execute("select lines from line where nodeid = '' and file = ?", (mutant.file,))
+        mask = sum(1 << line for line in mutant.lines[0])
+        return any(int.from_bytes(bits, "little") & mask for (bits,) in rows) and not self._executing(mutant)
 
     def tests(self, mutant, limit, without=()):
         """The tests that may see a mutant, up to a limit of CPU seconds, and the seconds that they take.
@@ -71,35 +61,21 @@ class Executed:
         one file that execute the same lines of the function first one, then a second.
         """
         lines = self._lines(mutant.file)
-        executing = self._executing(mutant)
-        tests = {*(executing or self._using(mutant))} - {*without}
         price = {
             test: (0.02 + self._seconds[test]) * self._size[test] / (1 + lines[test].bit_count())
-            for test in tests
+            for test in {*self._executing(mutant)} - {*without}
         }
         turns, span = collections.defaultdict(itertools.count), sum(1 << line for line in mutant.span)
         ordered = sorted(
-            (next(turns[_file(test), lines[test] & span]), price[test], test)
-            for test in sorted(tests, key=price.get)
+            (next(turns[test.partition("::")[0], lines[test] & span]), price[test], test)
+            for test in sorted(price, key=price.get)
         )
-        files = [*dict.fromkeys(_file(test) for *_, test in ordered)][: None if executing else FILES]
         chosen, spent = [], 0.0
         for *_, test in ordered:
-            seconds = self._seconds[test]
-            if _file(test) in files and (not chosen or spent + seconds <= limit):
+            if not chosen or spent + self._seconds[test] <= limit:
                 chosen.append(test)
-                spent += seconds
+                spent += self._seconds[test]
         return chosen, spent
-
-
-def _file(test):
-    return test.partition("::")[0]
-
-
-@functools.cache
-def _text(file):
-    path = Path(sitecustomize.ROOT, file)
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 class Recorder:

@@ -101,7 +101,7 @@ HARMLESS = {None, "encoding", "frozen", "slots", "stacklevel", "strict"}
 # Functions of arguments of different kinds: any test sees these exchanged.
 TYPED = {"getattr", "hasattr", "isinstance", "issubclass", "setattr", "functools.partial"}
 
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +115,8 @@ class Mutant:
         before: the code.
         after: what takes its place.
         lines: those that a test has to execute to see it, and those of the statement around.
-        name: of the outermost function; or of the class, or of what gets a value, if there is none.
-        digest: of the syntax tree of what is called so: a mark of an equivalent mutant falls with it.
+        digest: of the syntax tree of the outermost function: a mark of an equivalent mutant falls with it.
         span: its lines.
-        in_function: whether it is in the body of a function.
         nth: of those in the function that do the same.
         number: of the file's mutants.
     """
@@ -129,10 +127,8 @@ class Mutant:
     before: str
     after: str
     lines: tuple[range, range]
-    name: str
     digest: str
     span: range
-    in_function: bool
     nth: int
     number: int
 
@@ -149,7 +145,7 @@ class Mutant:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of a file, in the order of the source."""
+    """All mutants of the functions of a file, in the order of the source."""
     return [mutant for mutant, *_ in _planted(file, ast.parse(source))]
 
 
@@ -176,7 +172,9 @@ def mutated(mutant: Mutant, source: str) -> ast.Module:
 def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
     """Each mutant, with where it is in the tree: owner, field, index, the old node, and the new one."""
     number, times = itertools.count(), collections.Counter()
-    for owner, field, index, old, around, in_function in _places(tree, [], False):
+    for owner, field, index, old, around in _places(tree, [], False):
+        outermost = next(each for each in around if isinstance(each, FUNCTIONS))
+        digest, span = _digest(outermost), range(outermost.lineno, outermost.end_lineno + 1)
         seen = set[str]()
         for operator, new in _faults(owner, field, old, around):
             before, after = (ast.unparse(ast.fix_missing_locations(copy.copy(node))) for node in (old, new))
@@ -184,15 +182,14 @@ def _planted(file: str, tree: ast.Module) -> Iterator[tuple[Any, ...]]:
                 continue
             seen.add(after)
             lines = _lines(old), _lines(old if isinstance(old, ast.stmt) else around[-1])
-            name, digest, span = _function(around or [old])
             times[digest, operator, before, after] += 1
             nth = times[digest, operator, before, after]
-            what = (file, old.lineno, operator, before, after, lines, name, digest, span, in_function, nth)
+            what = (file, old.lineno, operator, before, after, lines, digest, span, nth)
             yield Mutant(*what, next(number)), owner, field, index, old, new
 
 
 def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterator[tuple[Any, ...]]:
-    """Each statement and expression that may be replaced, where it is, and the statements around it."""
+    """Each statement and expression of a function that may be replaced, where it is, and the statements around it."""
     around = [*around, node] if isinstance(node, ast.stmt) else around
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "pattern", "type_params", "bases"):
@@ -201,8 +198,8 @@ def _places(node: ast.AST, around: list[ast.stmt], in_function: bool) -> Iterato
         several = isinstance(value, list)
         for index, child in enumerate(value if several else [value]):
             if isinstance(child, ast.AST) and not _is_left_alone(child):
-                if isinstance(child, ast.stmt | ast.expr):
-                    yield node, field, index if several else None, child, around, inside
+                if inside and isinstance(child, ast.stmt | ast.expr):
+                    yield node, field, index if several else None, child, around
                 yield from _places(child, around, inside)
 
 
@@ -338,13 +335,6 @@ def _lines(node: Any) -> range:
     return range(
         node.lineno, max(node.lineno, body[0].lineno - 1 if isinstance(body, list) else node.end_lineno) + 1
     )
-
-
-def _function(around: list[ast.stmt]) -> tuple[str, str, range]:
-    functions = [each for each in around if isinstance(each, ast.FunctionDef)]
-    outermost = (functions or around)[0]
-    name = getattr(outermost, "name", "") or ast.unparse(outermost).split()[0]
-    return name, _digest(outermost), range(outermost.lineno, outermost.end_lineno + 1)
 
 
 @functools.lru_cache(maxsize=2)

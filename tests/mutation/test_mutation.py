@@ -163,7 +163,7 @@ def executed(tmp_path):
         database.execute("create table test (nodeid, seconds, outcome)")
         database.execute("create table line (nodeid, file, lines)")
         for test, seconds, outcome, lines in (
-            ("", 1, "collected", [1]),
+            ("", 1, "collected", [1, 3, 5]),
             ("slow", 5, "passed", [2, 3]),
             ("quick", 0.1, "passed", [2, 3]),
             ("of another line", 0.1, "passed", [3]),
@@ -176,14 +176,12 @@ def executed(tmp_path):
 
 
 def test_tests_that_execute_the_line_are_chosen_and_cheap_ones_come_first(executed):
-    inside, last, outside = mutants("x.py", "def f():\n a[1]\n return 2\nb = 3")[-3:]
+    inside, last, early = mutants("x.py", "def f():\n a[1]\n return 2\ndef g():\n return 3")[-3:]
     assert executed.tests(inside, 20) == (["quick", "slow"], 5.1)
     assert executed.tests(inside, 2) == (["quick"], 0.1)
     assert executed.tests(inside, 20, {"quick"}) == (["slow"], 5)
     assert {*executed.tests(last, 20)[0]} == {"quick", "slow", "of another line"}
-    assert executed.at_import(outside)
-    assert not executed.at_import(inside)
-    assert {*executed.tests(outside, 20)[0]} == {"quick", "slow", "of another line"}
+    assert [executed.at_import(each) for each in (inside, last, early)] == [False, False, True]
 
 
 RECORDED = """

@@ -86,7 +86,9 @@ def _first_step(
     first = first.transpose(0, time)
     steps = first.expand(input.shape[time], *first.shape[1:]).clone(memory_format=torch.contiguous_format)
     given = hx if isinstance(hx, (list, tuple)) else [hx]
-    last = (made.reshape(each.shape) for made, each in zip(state, given, strict=True))  # torch 2.12 adds a dimension
+    last = (
+        made.reshape(each.shape) for made, each in zip(state, given, strict=True)
+    )  # torch 2.12 adds a dimension
     return (steps.transpose(0, time), *last)
 
 
