@@ -61,20 +61,17 @@ def memory(
 
 
 def memory_table() -> Table:
-    """The peak of the resident memory above what was there before the model, of a run and of captures (Linux alone), and seconds."""
+    """The peak of the resident memory above what was there before the model, of a run and of captures (Linux alone)."""
     table = Table(
         *("model", "mode", "run, MB", "capture", "verified", "of the run"),
-        *("run, s", "capture", "verified"),
         title="peak memory, with the model, of a run (in training with backward), a capture and a verified one, each in its own process",
     )
     for name in VERIFIED if _STATUS.exists() else ():
         for training in (False, True):
-            measured = [_alone(_of_capture, name, training, verify) for verify in (None, False, True)]
-            sizes, seconds = zip(*measured, strict=True)
+            sizes = [_alone(_of_capture, name, training, verify) for verify in (None, False, True)]
             table.add_row(
                 *(name, "training" if training else "eval", *(f"{size / 1e6:.0f}" for size in sizes)),
                 f"{sizes[2] / sizes[0]:.2f}" if sizes[0] else "-",  # a small model may fit what is there
-                *(f"{each:.1f}" for each in seconds),
             )
     return table
 
@@ -113,8 +110,8 @@ def _of_optimized(name: str, small: bool, precision: str, mode: str) -> tuple[fl
     return (weights, *growths, report.memory or 1.0)
 
 
-def _of_capture(name: str, training: bool, verify: bool | None) -> tuple[float, float]:
-    """The bytes that a model and its capture take at their peak, or its run where `verify` is None, and the seconds of that."""
+def _of_capture(name: str, training: bool, verify: bool | None) -> float:
+    """The bytes that a model and its capture take at their peak, or its run where `verify` is None."""
     # What torch and sympy import and keep at the first capture is not this one's.
     llama(2).captured(fxopt.trace, free=False)()
     gc.collect()
@@ -122,7 +119,6 @@ def _of_capture(name: str, training: bool, verify: bool | None) -> tuple[float, 
     subject = VERIFIED[name]()
     subject.model.train(training)
     forget_peak()
-    start = time.perf_counter()
     if verify is None:
         with torch.set_grad_enabled(training):
             outputs = tensors_in(subject.model(**subject.inputs))
@@ -130,7 +126,7 @@ def _of_capture(name: str, training: bool, verify: bool | None) -> tuple[float, 
             torch.stack([output.sum() for output in outputs]).sum().backward()
     else:
         subject.captured(fxopt.trace, free=False, verify=verify)()
-    return resident("VmHWM") - before, time.perf_counter() - start
+    return resident("VmHWM") - before
 
 
 PATIENCE = 1800.0
