@@ -108,7 +108,7 @@ _FOR_COMPILED = enter_inference_mode, exit_inference_mode, sdpa_backends, switch
     )
 ]
 SDPA_COMPILED = None not in _FOR_COMPILED
-INFERENCE_COMPILED = SDPA_COMPILED and torch.__version__ >= (2, 13)  # Dynamo 2.12 rejects these calls
+INFERENCE_COMPILED = SDPA_COMPILED and torch.__version__ >= "2.13"  # Dynamo 2.12 rejects these calls
 SDPA_KERNEL = _place("torch.nn.attention._sdpa_kernel")
 IS_COMPILING = _place("torch.compiler._is_compiling_flag", "models take the branches of eager mode")
 IS_EXPORTING = _place("torch.compiler._is_exporting_flag", "models take the branches of eager mode")

@@ -149,8 +149,10 @@ def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch)
 
     memory._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
     assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
+    monkeypatch.setattr(memory, "PATIENCE", 0.0)
     with pytest.raises(Unavailable, match="no result after 0 seconds"):
-        first_call_alone("resnet", True, "float32", EAGER, 1, patience=0.0)
+        first_call_alone("resnet", True, "float32", EAGER, 1)
+    monkeypatch.setattr(memory, "PATIENCE", 60.0)
     monkeypatch.setattr(memory, "_answer", dies)
     with pytest.raises(Unavailable, match="its process ended with exit status 3"):
         first_call_alone("resnet", True, "float32", EAGER, 1)

@@ -36,9 +36,7 @@ def capture(
     """
     torch.set_num_threads(threads)
     console = Console()
-    measured = [make() for make in SUBJECTS]
-    console.print(_times(measured, rounds))
-    del measured
+    console.print(_times([make() for make in SUBJECTS], rounds))
     console.print(_by_layers(rounds))
     console.print(memory_table())
     console.print(_of_guards(rounds))

@@ -45,28 +45,27 @@ def memory(
     models: Annotated[
         str, typer.Option(help="Models by name, separated by commas.")
     ] = "bert-1x128,llama-prefill",
-    precision: Annotated[str, typer.Option(help="As `fxopt.optimize` takes it.")] = "float32",
     small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
 ) -> None:
     """Resident and peak memory of fxopt.optimize in each mode, the original released, each in a process of its own."""
     table = Table(
         *("model", "memory", "weights, MB", "resident", "after a call", "peak", "peak of eager", "report"),
-        title=f"{precision}: memory above what was there before the model, by the memory of its weights",
+        title="memory above what was there before the model, by the memory of its weights",
     )
     for name in named(models, SMALL if small else WORKLOADS):
         for mode in MEMORIES:
-            weights, *ratios = _alone(_of_optimized, name, small, precision, mode)
+            weights, *ratios = _alone(_of_optimized, name, small, mode)
             table.add_row(name, mode, f"{weights / 1e6:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(table)
 
 
 def memory_table() -> Table:
-    """The peak of the resident memory above what was there before the model, of a run and of captures (Linux alone)."""
+    """The peak of the resident memory above what was there before the model, of a run and of captures."""
     table = Table(
         *("model", "mode", "run, MB", "capture", "verified", "of the run"),
         title="peak memory, with the model, of a run (in training with backward), a capture and a verified one, each in its own process",
     )
-    for name in VERIFIED if _STATUS.exists() else ():
+    for name in VERIFIED:
         for training in (False, True):
             sizes = [_alone(_of_capture, name, training, verify) for verify in (None, False, True)]
             table.add_row(
@@ -83,7 +82,7 @@ def _alone(function: Any, *arguments: Any) -> Any:
 
 
 @torch.no_grad()
-def _of_optimized(name: str, small: bool, precision: str, mode: str) -> tuple[float, ...]:
+def _of_optimized(name: str, small: bool, mode: str) -> tuple[float, ...]:
     """The bytes of the weights; by them: resident after `optimize`, after a call, peaks of `optimize` and eager; the report."""
     with quiet():
         # What torch and fxopt import and keep at the first time is not this model's.
@@ -99,7 +98,7 @@ def _of_optimized(name: str, small: bool, precision: str, mode: str) -> tuple[fl
         eager = resident("VmHWM")
         gc.collect()
         forget_peak()
-        fast: Any = fxopt.optimize(model, (), fresh(inputs), precision=precision, memory=mode)
+        fast: Any = fxopt.optimize(model, (), fresh(inputs), memory=mode)
         del model
         gc.collect()
         peak, after = resident("VmHWM"), resident("VmRSS")
@@ -155,9 +154,7 @@ def first_call(prepare: Prepare, workload: Workload, threads: int) -> FirstCall:
     return FirstCall(seconds, resident("VmRSS"), resident("VmHWM"))
 
 
-def first_call_alone(
-    name: str, small: bool, precision: str, engine: str, threads: int, patience: float = PATIENCE
-) -> FirstCall:
+def first_call_alone(name: str, small: bool, precision: str, engine: str, threads: int) -> FirstCall:
     """The same in a new process, which imports and compiles everything anew.
 
     Raises `Unavailable` with the reason when the engine cannot run, and when its process ends without an answer.
@@ -168,8 +165,8 @@ def first_call_alone(
     process.start()
     sender.close()
     try:
-        if not answer.poll(patience):
-            raise Unavailable(f"no result after {patience:.0f} seconds")
+        if not answer.poll(PATIENCE):
+            raise Unavailable(f"no result after {PATIENCE:.0f} seconds")
         found = answer.recv()
         process.join(60)  # it has processes of its own to end
     except EOFError:
