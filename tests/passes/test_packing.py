@@ -233,9 +233,12 @@ def test_gradients_of_a_residual_stay():
     assert torch.equal(residual.grad, torch.ones(5, 8))
 
 
-def test_inputs_in_channels_last_stay_so():
-    image = IMAGE.to(memory_format=torch.channels_last)
-    refused(PackConvs(), convs(lambda m, x: m.a(x)), image, reason="default layout", trace=fxopt_trace)
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [(IMAGE.to(memory_format=torch.channels_last), "default layout"), (IMAGE[0], "no batch dimension")],
+)
+def test_images_of_another_layout_are_refused(image, reason):
+    refused(PackConvs(), convs(lambda m, x: m.a(x)), image, reason=reason, trace=fxopt_trace)
 
 
 FUSED = [
