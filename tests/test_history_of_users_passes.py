@@ -23,15 +23,7 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
-
-
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.q(x) * self.k(x))
+from tests.modules import module
 
 
 class MulToSub(ReversibleTransformation):
@@ -88,7 +80,8 @@ X = torch.randn(3, 4)
 
 def traced():
     torch.manual_seed(0)
-    return torch.fx.symbolic_trace(Heads().eval())
+    layers = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4), "drop": nn.Dropout(0.5)}
+    return torch.fx.symbolic_trace(module(lambda m, x: m.drop(m.q(x) * m.k(x)), **layers))
 
 
 def names(graph_module):

@@ -25,6 +25,7 @@ from fxopt.rewriting.record import MARKS
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
 from fxopt.testing import assert_round_trip, randomise
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
@@ -404,17 +405,9 @@ def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
     assert_round_trip(before, undo(changed, 2))
 
 
-class Spelled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(nn.functional.layer_norm(x, (4,)))
-
-
 def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
-    before = torch.fx.symbolic_trace(Spelled())
+    model = module(lambda m, x: m.act(nn.functional.layer_norm(x, (4,))), act=nn.ReLU())
+    before = torch.fx.symbolic_trace(model)
     nodes_of(before)["layer_norm"].kwargs = {}  # torch.fx writes them out when it loads
     before.recompile()
     loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))

@@ -26,25 +26,15 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
+from tests.modules import module
 
 X = torch.randn(5, 4)
 
 
-class NormBeforeOne(nn.Module):
-    """A normalization before one of three layers on the same input."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.b, self.c = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.a(self.norm(x)), self.b(x), self.c(x)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_undo_leaves_users_alone_that_came_back_in_between(frozen):
-    model = randomise(NormBeforeOne()).eval()
+    layers = {"norm": nn.BatchNorm1d(4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 3), "c": nn.Linear(4, 3)}
+    model = randomise(module(lambda m, x: (m.a(m.norm(x)), m.b(x), m.c(x)), **layers))
     model.a.bias.requires_grad_(not frozen)
     graph_module = fxopt.trace(model, (X,))
     before = copy.deepcopy(graph_module)

@@ -21,19 +21,7 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
-
-
-class Norms(nn.Module):
-    """A fold, and an activation that is a site for a second pass of one kind once another one has made it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-        self.relu, self.gelu = nn.ReLU(), nn.GELU()
-
-    def forward(self, x):
-        return self.b(self.gelu(self.norm(self.a(self.relu(x)))))
-
+from tests.modules import module
 
 X = torch.randn(5, 4)
 
@@ -43,7 +31,8 @@ def names(graph_module):
 
 
 def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
-    graph_module = fxopt.trace(randomise(Norms()).eval(), (X,))
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 3), nn.GELU())
+    graph_module = fxopt.trace(randomise(model).eval(), (X,))
     before = copy.deepcopy(graph_module)
     first, second = ReplaceActivation("relu", "silu"), ReplaceActivation("gelu", "relu")
     passes = compose(first, second, first)
@@ -53,18 +42,10 @@ def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
     assert_round_trip(before, passes(graph_module, reverse=True))
 
 
-class TwoFolds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.other, self.act = nn.Linear(4, 2), nn.ReLU()
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x))), self.other(x), self.act(x)
-
-
 def two():
-    return torch.fx.symbolic_trace(randomise(TwoFolds()).eval())
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "other": nn.Linear(4, 2), "act": nn.ReLU()}
+    model = module(lambda m, x: (m.b(m.a(x)), m.other(x), m.act(x)), **layers)
+    return torch.fx.symbolic_trace(randomise(model))
 
 
 def test_a_pass_that_found_sites_twice_is_undone_in_reverse_order():
@@ -316,17 +297,12 @@ def test_what_a_pass_changes_past_its_rewriter_is_noticed_by_undo():
                 node.target = torch.sigmoid
             return super().apply(rewriter, site)
 
-    layers = nn.Sequential(nn.Linear(2, 2), Relu())
-    graph_module = Sneaks()(torch.fx.symbolic_trace(layers))
+    model = module(lambda m, x: torch.relu(m.layer(x)), layer=nn.Linear(2, 2))
+    graph_module = Sneaks()(torch.fx.symbolic_trace(model))
     after = copy.deepcopy(graph_module)
     with pytest.raises(UndoError, match="more was changed than is undone"):
         undo(graph_module)
     assert_round_trip(after, graph_module)
-
-
-class Relu(nn.Module):
-    def forward(self, x):
-        return torch.relu(x)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -348,15 +324,8 @@ def test_a_new_activation_has_the_dtype_and_device_of_the_model(name, dtype):
 
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: fxopt.trace(m, (torch.ones(1, 2),))])
 def test_a_new_activation_of_a_function_call_is_where_the_model_is(trace):
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return torch.relu(self.layer(x))
-
-    graph_module = trace(Calls())
+    model = module(lambda m, x: torch.relu(m.layer(x)), layer=nn.Linear(2, 2))
+    graph_module = trace(model)
     graph_module = graph_module.to("meta") if trace is torch.fx.symbolic_trace else graph_module
     ReplaceActivation("relu", nn.PReLU)(graph_module)
     assert {p.device for p in graph_module.parameters()} == {graph_module.layer.weight.device}

@@ -16,6 +16,7 @@ from fxopt.optimizing import dispatch
 from fxopt.optimizing import prepare as prepare_module
 from fxopt.optimizing.dispatch import MOST_GRAPHS
 from fxopt.testing import randomise
+from tests.modules import module
 
 pytestmark = [
     pytest.mark.filterwarnings("error:the model itself runs"),
@@ -130,15 +131,7 @@ def test_sizes_that_are_free_from_the_start():
 @pytest.mark.filterwarnings("default:the model itself runs")
 @torch.no_grad()
 def test_no_more_graphs_than_that():
-    class Powers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x, power=1):
-            return self.layer(x) ** power
-
-    model = Powers().eval()
+    model = module(lambda m, x, power=1: m.layer(x) ** power, layer=nn.Linear(8, 8))
     fast, x = fxopt.optimize(model), torch.randn(2, 8)
     for power in range(MOST_GRAPHS):
         assert torch.allclose(fast(x, power), model(x, power), rtol=1e-3, atol=1e-5)

@@ -13,6 +13,7 @@ from fxopt import ChangePrecision, PassError, UndoError, undo
 from fxopt.passes.change_precision import saturate
 from fxopt.testing import assert_round_trip, compare, randomise
 from tests.before_after import assert_untouched, fxopt_trace, refused
+from tests.modules import module
 from tests.passes.precision import HALF, Use, X, changed, layers
 
 
@@ -354,15 +355,7 @@ def test_an_operator_that_is_registered_by_others_gets_float32():
     ],
 )
 def test_integers_beyond_the_range_of_float16_saturate(use):
-    class Uses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return use(self.layer(x))
-
-    model = Uses()
+    model = module(lambda m, x: use(m.layer(x)), layer=nn.Linear(4, 4))
     after = ChangePrecision(torch.float16)(fxopt.trace(model, (X,)))
     assert after(X).shape == model(X).shape
     assert after(X).isfinite().all()

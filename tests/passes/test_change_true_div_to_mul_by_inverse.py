@@ -10,6 +10,7 @@ from torch import nn
 import fxopt
 from fxopt import ChangeTrueDivToMulByInverse, UndoError
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
@@ -200,8 +201,8 @@ def test_idioms_of_transformers_are_rewritten(function, sites):
 class AfterLayer(Function):
     def __init__(self, function, **modules):
         super().__init__(function)
-        for name, module in modules.items():
-            self.add_module(name, module)
+        for name, layer in modules.items():
+            self.add_module(name, layer)
 
     def forward(self, x, like):
         return self.function(self, self.linear(x) / 49, like)
@@ -291,12 +292,5 @@ def test_undo_of_a_changed_node_raises():
 
 
 def test_a_step_behind_a_layer_with_the_name_of_a_function():
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shape = nn.Sequential(nn.ReLU())
-
-        def forward(self, x):
-            return self.shape(x / 49).floor()
-
-    refused(ChangeTrueDivToMulByInverse(), Layers(), X, reason="keep the error small", trace=fxopt_trace)
+    model = module(lambda m, x: m.shape(x / 49).floor(), shape=nn.Sequential(nn.ReLU()))
+    refused(ChangeTrueDivToMulByInverse(), model, X, reason="keep the error small", trace=fxopt_trace)

@@ -9,6 +9,7 @@ from torch import nn
 from fxopt import FoldBatchNorms
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -168,15 +169,9 @@ def test_without_metadata(kind):
 def test_transposed_convolutions_of_another_output_size_are_refused():
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, stride=2), nn.BatchNorm2d(8)).eval()
 
-    class Sized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
+    sized = module(lambda m, x: m.layers[1](m.layers[0](x, output_size=(12, 12))), layers=model)
 
-        def forward(self, x):
-            return self.layers[1](self.layers[0](x, output_size=(12, 12)))
-
-    after = rewritten(FoldBatchNorms(), Sized(), image(2), sites=1, trace=fxopt_trace)
+    after = rewritten(FoldBatchNorms(), sized, image(2), sites=1, trace=fxopt_trace)
     assert not norms(after)
 
 

@@ -10,17 +10,9 @@ import fxopt
 from fxopt import FuseBiasInLinear, UndoError
 from fxopt.testing import assert_round_trip
 from tests.before_after import fxopt_trace, rewritten
+from tests.modules import module
 
 X = torch.randn(2, 3, 4)
-
-
-class Keyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.lin(input=x)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +20,7 @@ class Keyword(nn.Module):
     [
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), 2),
         (nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2)), 1),
-        (Keyword(), 1),
+        (module(lambda m, x: m.lin(input=x), lin=nn.Linear(4, 2)), 1),
     ],
 )
 def test_fuses(model, sites):

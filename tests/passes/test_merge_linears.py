@@ -12,6 +12,7 @@ import fxopt
 from fxopt import FuseBiasInLinear, MergeLinears, UndoError, undo
 from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 
 class Heads(nn.Module):
@@ -71,15 +72,12 @@ def test_with_metadata_of_the_trace():
 
 
 def test_layers_with_different_parents():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Sequential(nn.Linear(8, 2)), nn.Sequential(nn.ReLU(), nn.Linear(8, 3))
-
-        def forward(self, x):
-            return self.a(x), self.b[1](x)
-
-    after = rewritten(MergeLinears(), Two(), X, sites=1)
+    model = module(
+        lambda m, x: (m.a(x), m.b[1](x)),
+        a=nn.Sequential(nn.Linear(8, 2)),
+        b=nn.Sequential(nn.ReLU(), nn.Linear(8, 3)),
+    )
+    after = rewritten(MergeLinears(), model, X, sites=1)
     assert "fxopt_merged_a_0_b_1" in dict(after.named_modules())
 
 
@@ -492,14 +490,7 @@ def test_undo_gives_each_layer_memory_of_its_own():
 
 
 def test_a_write_that_takes_the_output_of_another_layer_is_refused():
-    class Multiplies(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.a(x).mul_(self.b(x))
-
+    model = module(lambda m, x: m.a(x).mul_(m.b(x)), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     x = torch.randn(2, 3)
-    merged = MergeLinears()(fxopt.trace(Multiplies(), (x,)))
+    merged = MergeLinears()(fxopt.trace(model, (x,)))
     merged(x).sum().backward()  # autograd keeps what the write takes
