@@ -268,6 +268,9 @@ def test_the_same_pass_at_different_times():
     output.args = (late,)
     second(graph_module)
     assert names(graph_module) == [repr(first), repr(second), repr(second)]
+    both = second(copy.deepcopy(graph_module), reverse=True)
+    assert names(both) == [repr(first)]
+    assert None not in (both.late.bias, both.out.bias)
     undo(graph_module)
     assert graph_module.late.bias is not None
     assert graph_module.out.bias is None

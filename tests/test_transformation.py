@@ -141,16 +141,6 @@ def test_the_record_is_no_state_and_goes_with_the_last_mark():
     assert RECORD not in dict(traced.named_children())
 
 
-def test_marks_stay_on_their_nodes_where_a_graph_was_edited_before_a_pickle():
-    traced = MulToMulTimesTwo()(product())
-    (node,) = MulToMulTimesTwo().get_transformed_nodes(traced)
-    with traced.graph.inserting_before(node):
-        traced.graph.call_function(operator.neg, (node.args[1],))
-    traced.recompile()
-    carried = pickled(traced)
-    assert [n.name for n in MulToMulTimesTwo().get_transformed_nodes(carried)] == [node.name]
-
-
 def test_a_taken_record_name_is_an_error():
     class Clash(Product):
         def __init__(self):

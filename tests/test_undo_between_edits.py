@@ -52,15 +52,8 @@ def test_undo_leaves_users_alone_that_came_back_in_between(frozen):
 
 
 def test_a_use_that_the_user_adds_of_the_input_of_a_folded_norm_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.a(self.norm(x))
-
-    graph_module = FuseBatchNorm1dInLinear()(fxopt.trace(randomise(Model()).eval(), (X,)))
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    graph_module = FuseBatchNorm1dInLinear()(fxopt.trace(randomise(model).eval(), (X,)))
     output = next(iter(graph_module.graph.find_nodes(op="output")))
     (x,) = graph_module.graph.find_nodes(op="placeholder")
     with graph_module.graph.inserting_before(output):
@@ -70,15 +63,8 @@ def test_a_use_that_the_user_adds_of_the_input_of_a_folded_norm_stays():
 
 
 def test_what_the_user_edited_after_loading_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x) * 2
-
-    graph_module = pickle.loads(pickle.dumps(FuseBiasInLinear()(torch.fx.symbolic_trace(Model()))))
+    model = module(lambda m, x: m.layer(x) * 2, layer=nn.Linear(4, 4))
+    graph_module = pickle.loads(pickle.dumps(FuseBiasInLinear()(torch.fx.symbolic_trace(model))))
     (mul,) = graph_module.graph.find_nodes(op="call_function", target=operator.mul)
     mul.args = (mul.args[0], 5)
     assert len(history(graph_module)) == 1
@@ -88,15 +74,8 @@ def test_what_the_user_edited_after_loading_stays():
 
 
 def test_an_option_that_the_user_adds_after_loading_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return F.leaky_relu(self.layer(x))
-
-    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(Model()))
+    model = module(lambda m, x: F.leaky_relu(m.layer(x)), layer=nn.Linear(4, 4))
+    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(model))
     (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
     relu.kwargs = {}
     graph_module = pickle.loads(pickle.dumps(graph_module))
@@ -121,15 +100,8 @@ class Remove(ReversibleRewrite):
 
 
 def test_nodes_come_back_in_their_places_whatever_is_undone_first():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.p, self.q = nn.Linear(4, 4), nn.Identity(), nn.Identity()
-
-        def forward(self, x):
-            return self.p(self.layer(x)), self.q(x)
-
-    before = torch.fx.symbolic_trace(Model())
+    layers = {"layer": nn.Linear(4, 4), "p": nn.Identity(), "q": nn.Identity()}
+    before = torch.fx.symbolic_trace(module(lambda m, x: (m.p(m.layer(x)), m.q(x)), **layers))
     graph_module = Remove("p")(Remove("q")(copy.deepcopy(before)))
     with pytest.raises(UndoError, match=r"Undo Remove\(name='p'\) first"):
         Remove("q")(graph_module, reverse=True)
