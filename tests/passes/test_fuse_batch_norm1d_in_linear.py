@@ -36,11 +36,6 @@ def test_norms_on_both_sides_and_in_chains():
     assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm1d)]
 
 
-def test_as_many_features_on_both_sides():
-    check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), X, sites=1)
-    check(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), X, sites=1)
-
-
 def test_an_unknown_rank_is_refused():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     refused(FuseBatchNorm1dInLinear(), model, X, reason="number of dimensions is unknown", trace=fx_trace)

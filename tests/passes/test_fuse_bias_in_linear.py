@@ -10,7 +10,6 @@ import fxopt
 from fxopt import FuseBiasInLinear, UndoError
 from fxopt.testing import assert_round_trip
 from tests.before_after import fxopt_trace, rewritten
-from tests.modules import module
 
 X = torch.randn(2, 3, 4)
 
@@ -20,7 +19,6 @@ X = torch.randn(2, 3, 4)
     [
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), 2),
         (nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2)), 1),
-        (module(lambda m, x: m.lin(input=x), lin=nn.Linear(4, 2)), 1),
     ],
 )
 def test_fuses(model, sites):

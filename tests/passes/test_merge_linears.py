@@ -281,66 +281,6 @@ def test_a_mode_switch_between():
     refused(MergeLinears(), Heads(use), X, reason="side effect stands between", trace=fxopt_trace)
 
 
-def hooked():
-    model = Heads()
-    for layer in (model.q, model.k, model.v):
-        layer.register_forward_hook(lambda module, args, output: output + 1)
-    return model
-
-
-def parametrized():
-    model = Heads(lambda m, x: (m.q(x), m.k(x)))
-    torch.nn.utils.parametrizations.weight_norm(model.q)
-    return model
-
-
-def old_weight_norm():
-    model = Heads(lambda m, x: (m.q(x), m.k(x)))
-    with pytest.warns(FutureWarning):
-        torch.nn.utils.weight_norm(model.q)
-    return model
-
-
-def subclass():
-    class Lora(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    model = Heads(lambda m, x: (m.q(x), m.k(x)))
-    model.q = Lora(8, 8)
-    return model
-
-
-def own_forward():
-    model = Heads(lambda m, x: (m.q(x), m.k(x)))
-    model.q.forward = lambda x: x
-    return model
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (hooked(), "hooks"),
-        (own_forward(), "replaced on the instance"),
-    ],
-)
-def test_layers_that_cannot_be_replaced(model, reason):
-    refused(MergeLinears(), model, X, reason=reason)
-
-
-@pytest.mark.parametrize("make", [parametrized, old_weight_norm, subclass])
-def test_what_only_looks_like_a_linear_is_left_alone(make):
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, m, name):
-            return isinstance(m, nn.Linear)
-
-    model = make()
-    traced = torch.fx.GraphModule(model, Tracer().trace(model))
-    code = traced.code
-    assert MergeLinears()(traced).code == code
-    assert traced.q is model.q
-
-
 def test_a_layer_under_two_names():
     traced = torch.fx.symbolic_trace(Heads())
     traced.alias = traced.q
