@@ -1,8 +1,6 @@
 """History and undo around transformations that users write: nested ones, copies, attributes of modules."""
 
 import copy
-import operator
-import pickle
 
 import pytest
 import torch
@@ -24,21 +22,7 @@ from fxopt import (
 )
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
-
-
-class MulToSub(ReversibleTransformation):
-    """Marks nothing."""
-
-    def transform(self, graph_module):
-        return self.change(graph_module, operator.mul, operator.sub)
-
-    def reverse(self, graph_module):
-        return self.change(graph_module, operator.sub, operator.mul)
-
-    def change(self, graph_module, old, new):
-        for node in graph_module.graph.find_nodes(op="call_function", target=old):
-            node.target = new
-        return graph_module
+from tests.users_passes import MulToSub, names, pickled
 
 
 class Calls(ReversibleTransformation):
@@ -82,10 +66,6 @@ def traced():
     torch.manual_seed(0)
     layers = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4), "drop": nn.Dropout(0.5)}
     return torch.fx.symbolic_trace(module(lambda m, x: m.drop(m.q(x) * m.k(x)), **layers))
-
-
-def names(graph_module):
-    return [step.name for step in history(graph_module)]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +153,7 @@ def test_what_is_copied_on_the_way_runs_as_its_history_says(copies, last):
 def folded_and_pickled():
     layers = randomise(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
     graph_module = torch.fx.symbolic_trace(layers)
-    return copy.deepcopy(graph_module), pickle.loads(
-        pickle.dumps(FuseBatchNorm2dInConv2d()(copy.deepcopy(graph_module)))
-    )
+    return copy.deepcopy(graph_module), pickled(FuseBatchNorm2dInConv2d()(graph_module))
 
 
 def test_an_undo_that_failed_after_a_pickle_can_be_repeated():

@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import operator
 import os
-import pickle
 
 import pytest
 import torch
@@ -34,6 +33,7 @@ from fxopt.rewriting.explanation import Explanation, Refusal, Row
 from fxopt.rewriting.rewrite import Rewrite
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
+from tests.users_passes import pickled
 
 
 class Model(nn.Module):
@@ -266,7 +266,7 @@ def test_a_graph_that_was_edited_and_pickled_is_undone():
     with after.graph.inserting_before(next(n for n in after.graph.nodes if n.op == "output")):
         after.graph.call_function(operator.neg, (next(iter(after.graph.nodes)),))
     after.recompile()
-    restored = ChangeTrueDivToMulByInverse()(pickle.loads(pickle.dumps(after)), reverse=True)
+    restored = ChangeTrueDivToMulByInverse()(pickled(after), reverse=True)
     (neg,) = restored.graph.find_nodes(op="call_function", target=operator.neg)
     restored.graph.erase_node(neg)
     restored.recompile()
@@ -341,7 +341,7 @@ def test_marks_do_not_move_to_other_nodes_when_a_graph_is_edited_before_a_pickle
     with fused.graph.inserting_before(relu):
         relu.replace_input_with(relu.args[0], fused.graph.call_function(torch.sigmoid, relu.args))
     fused.recompile()
-    for carried in (fused, pickle.loads(pickle.dumps(fused))):
+    for carried in (fused, pickled(fused)):
         assert [node.target for node in fuse.get_transformed_nodes(carried)] == ["a", "b"]
         restored = fuse(carried, reverse=True)
         assert restored.a.bias is not None

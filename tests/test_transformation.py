@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import operator
 import os
-import pickle
 import subprocess
 import sys
 
@@ -36,6 +35,7 @@ from tests.example_passes import (
     Product,
     product,
 )
+from tests.users_passes import pickled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +103,7 @@ def test_mark_as_restored():
         pass_.mark_as_restored(node)
 
 
-def deepcopied(graph_module):
-    return copy.deepcopy(graph_module)
-
-
-def pickled(graph_module):
-    return pickle.loads(pickle.dumps(graph_module))
-
-
-def pickled_twice(graph_module):
-    return pickled(copy.deepcopy(pickled(graph_module)))
-
-
-@pytest.mark.parametrize("carry", [deepcopied, pickled, pickled_twice])
+@pytest.mark.parametrize("carry", [copy.deepcopy, pickled, lambda gm: pickled(copy.deepcopy(pickled(gm)))])
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: fxopt.trace(m, (TWO, THREE))])
 def test_marks_survive(carry, trace):
     carried = carry(MulToMulTimesTwo()(trace(Product())))

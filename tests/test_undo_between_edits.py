@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import pickle
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from fxopt import (
 )
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
+from tests.users_passes import pickled
 
 X = torch.randn(5, 4)
 
@@ -64,7 +64,7 @@ def test_a_use_that_the_user_adds_of_the_input_of_a_folded_norm_stays():
 
 def test_what_the_user_edited_after_loading_stays():
     model = module(lambda m, x: m.layer(x) * 2, layer=nn.Linear(4, 4))
-    graph_module = pickle.loads(pickle.dumps(FuseBiasInLinear()(torch.fx.symbolic_trace(model))))
+    graph_module = pickled(FuseBiasInLinear()(torch.fx.symbolic_trace(model)))
     (mul,) = graph_module.graph.find_nodes(op="call_function", target=operator.mul)
     mul.args = (mul.args[0], 5)
     assert len(history(graph_module)) == 1
@@ -78,7 +78,7 @@ def test_an_option_that_the_user_adds_after_loading_stays():
     graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(model))
     (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
     relu.kwargs = {}
-    graph_module = pickle.loads(pickle.dumps(graph_module))
+    graph_module = pickled(graph_module)
     (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
     relu.kwargs = {**relu.kwargs, "negative_slope": 0.5}
     undo(graph_module)

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import pickle
 
 import pytest
 import torch
@@ -22,12 +21,9 @@ from fxopt import (
 )
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
+from tests.users_passes import Negates, names, pickled
 
 X = torch.randn(5, 4)
-
-
-def names(graph_module):
-    return [step.name for step in history(graph_module)]
 
 
 def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
@@ -46,35 +42,6 @@ def two():
     layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "other": nn.Linear(4, 2), "act": nn.ReLU()}
     model = module(lambda m, x: (m.b(m.a(x)), m.other(x), m.act(x)), **layers)
     return torch.fx.symbolic_trace(randomise(model))
-
-
-def test_a_pass_that_found_sites_twice_is_undone_in_reverse_order():
-    """FuseBiasInLinear, then a layer of a user, then FuseBiasInLinear again: three steps, undone one by one."""
-    graph_module = two()
-    before = copy.deepcopy(graph_module)
-    passes = compose(FuseBiasInLinear(), GivesBias(), FuseBiasInLinear())
-    passes(graph_module)
-    assert names(graph_module) == ["FuseBiasInLinear()", "GivesBias()", "FuseBiasInLinear()"]
-    assert_round_trip(before, passes(graph_module, reverse=True))
-
-
-class GivesBias(ReversibleTransformation):
-    """Adds a layer with a bias at the end."""
-
-    def transform(self, graph_module):
-        output = next(iter(graph_module.graph.find_nodes(op="output")))
-        graph_module.add_module("late", nn.Linear(2, 2))
-        with graph_module.graph.inserting_before(output):
-            late = graph_module.graph.call_module("late", (output.args[0][1],))
-        output.args = ((output.args[0][0], late, output.args[0][2]),)
-        return graph_module
-
-    def reverse(self, graph_module):
-        (late,) = graph_module.graph.find_nodes(op="call_module", target="late")
-        late.replace_all_uses_with(late.args[0])
-        graph_module.graph.erase_node(late)
-        del graph_module.late
-        return graph_module
 
 
 def test_a_composition_undoes_its_own_steps_alone():
@@ -178,7 +145,7 @@ class Plus(Replaces):
 
 def test_a_hand_written_transformation_that_was_applied_before_and_after_another():
     graph_module = arithmetic()
-    u, v = Doubles(), Plus()
+    u, v = Negates(), Plus()
     once = copy.deepcopy(u(graph_module))
     then = copy.deepcopy(v(graph_module))
     u(graph_module)
@@ -190,24 +157,6 @@ def test_a_hand_written_transformation_that_was_applied_before_and_after_another
     v(other_way, reverse=True)
     assert names(other_way) == [repr(u), repr(u)]
     assert_round_trip(arithmetic(), u(other_way, reverse=True))
-
-
-class Doubles(ReversibleTransformation):
-    """The user's U: each application adds a node, and `reverse` takes all of them away."""
-
-    def transform(self, graph_module):
-        (relu,) = graph_module.graph.find_nodes(op="call_function", target=torch.relu)
-        with graph_module.graph.inserting_before(relu):
-            node = graph_module.graph.call_function(operator.mul, (relu.args[0], 2))
-        relu.args = (node,)
-        self.mark_as_transformed(node)
-        return graph_module
-
-    def reverse(self, graph_module):
-        for node in reversed(self.get_transformed_nodes(graph_module)):
-            node.replace_all_uses_with(node.args[0])
-            graph_module.graph.erase_node(node)
-        return graph_module
 
 
 class MarkLayers(ReversibleTransformation):
@@ -227,7 +176,7 @@ class MarkLayers(ReversibleTransformation):
         return graph_module
 
 
-@pytest.mark.parametrize("carry", [lambda gm: gm, copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+@pytest.mark.parametrize("carry", [lambda gm: gm, copy.deepcopy, pickled])
 def test_marks_of_two_transformations_are_taken_off_in_any_order(carry):
     one, two_ = MarkLayers(), MarkLayers("argument")
     graph_module = carry(two_(one(two())))
@@ -309,7 +258,7 @@ def test_what_a_pass_changes_past_its_rewriter_is_noticed_by_undo():
 def test_the_record_is_in_the_mode_of_the_model(training):
     graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)).train(training)))
     assert "fxopt_record" in dict(graph_module.named_children())
-    for carried in (graph_module, copy.deepcopy(graph_module), pickle.loads(pickle.dumps(graph_module))):
+    for carried in (graph_module, copy.deepcopy(graph_module), pickled(graph_module)):
         assert {module.training for module in carried.modules()} == {training}
 
 

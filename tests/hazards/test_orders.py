@@ -1,10 +1,8 @@
 """Passes twice, in every order, undone in every order, and after all that may happen in between."""
 
 import copy
-import io
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 
@@ -18,6 +16,7 @@ from fxopt.kernels import packed_layer
 from fxopt.passes import available
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import ROWS, SITES
+from tests.users_passes import pickled, saved
 
 
 class Meeting(nn.Module):
@@ -107,7 +106,7 @@ def test_a_second_pass_on_the_same_site(first, second):
     """The first cannot be undone before the second, whose name the error gives, also after a pickle."""
     once = first(traced())
     twice = second(copy.deepcopy(once))
-    for carried in (twice, pickle.loads(pickle.dumps(twice))):
+    for carried in (twice, pickled(twice)):
         assert f"Undo {second!r} first" in str(undo_error(first, carried))
         assert_round_trip(once, second(carried, reverse=True))
         assert_round_trip(REFERENCE, first(carried, reverse=True))
@@ -129,13 +128,6 @@ def test_a_second_application_and_a_second_undo_change_nothing(cls):
     assert_round_trip(REFERENCE, pass_(undone, reverse=True))
 
 
-def saved(graph_module):
-    file = io.BytesIO()
-    torch.save(graph_module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def without_dead_code(graph_module):
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -149,7 +141,7 @@ def loaded(graph_module):
 
 CARRIERS = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda gm: pickle.loads(pickle.dumps(gm)),
+    "pickle": pickled,
     "torch.save": saved,
     "dead code elimination": without_dead_code,
     "load_state_dict": loaded,
