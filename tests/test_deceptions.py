@@ -34,7 +34,7 @@ class Does(nn.Module):
         return self.function(self.layer, *args)
 
 
-def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: bool) -> Verdict:
+def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: Any) -> Verdict:
     model, candidate = Does(right).eval(), Does(wrong).eval()
     oracle = Oracle(model, inputs or [X], **options)
     assert oracle.judge(Does(right)).grade is Grade.BIT_EXACT
