@@ -15,18 +15,12 @@ from tests.modules import module
 X = torch.randn(3, 4)
 
 
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.function(x)
+def applying(function):
+    return module(lambda m, x: function(x))
 
 
 def div(denominator):
-    return Function(lambda x: x / denominator)
+    return applying(lambda x: x / denominator)
 
 
 @pytest.mark.parametrize("denominator", [49, 8, 3.7, -49, 1, math.sqrt(64), 1e-3, 1e30])
@@ -47,7 +41,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("function", SPELLINGS)
 def test_every_spelling_comes_back(function):
-    rewritten(ChangeTrueDivToMulByInverse(), Function(function), X, sites=1)
+    rewritten(ChangeTrueDivToMulByInverse(), applying(function), X, sites=1)
 
 
 def test_a_power_of_two_needs_no_metadata_and_is_exact():
@@ -59,11 +53,8 @@ def test_a_power_of_two_needs_no_metadata_and_is_exact():
 
 
 def test_a_layer_makes_the_numerator_known():
-    class Scores(Function):
-        def forward(self, x):
-            return self.linear(x).view(2, 6).transpose(0, 1) / 7
-
-    rewritten(ChangeTrueDivToMulByInverse(), Scores(None), X, sites=1)
+    model = module(lambda m, x: m.linear(x).view(2, 6).transpose(0, 1) / 7, linear=nn.Linear(4, 4))
+    rewritten(ChangeTrueDivToMulByInverse(), model, X, sites=1)
 
 
 @pytest.mark.parametrize("denominator", [0, 0.0, math.inf, -math.inf, math.nan, 1e300, 1e-42])
@@ -102,7 +93,7 @@ def test_the_range_of_an_unknown_dtype_is_that_of_float16():
     ],
 )
 def test_refusals(function, reason, trace):
-    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=trace)
+    refused(ChangeTrueDivToMulByInverse(), applying(function), X, reason=reason, trace=trace)
 
 
 def written_and_read(x):
@@ -153,7 +144,7 @@ AFTER_OTHERS = [
 @pytest.mark.parametrize("function", AFTER_OTHERS)
 def test_a_step_behind_other_functions(function):
     reason = "keep the error small"
-    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=fxopt_trace)
+    refused(ChangeTrueDivToMulByInverse(), applying(function), X, reason=reason, trace=fxopt_trace)
 
 
 def rotated(x):
@@ -191,40 +182,31 @@ IDIOMS = [
 
 @pytest.mark.parametrize(("function", "sites"), IDIOMS)
 def test_idioms_of_transformers_are_rewritten(function, sites):
-    class Model(Function):
-        def forward(self, x):
-            return function(self, x)
-
-    rewritten(ChangeTrueDivToMulByInverse(), Model(None), X, sites=sites, trace=fxopt_trace)
+    model = module(function, linear=nn.Linear(4, 4))
+    rewritten(ChangeTrueDivToMulByInverse(), model, X, sites=sites, trace=fxopt_trace)
 
 
-class AfterLayer(Function):
-    def __init__(self, function, **modules):
-        super().__init__(function)
-        for name, layer in modules.items():
-            self.add_module(name, layer)
-
-    def forward(self, x, like):
-        return self.function(self, self.linear(x) / 49, like)
+def after_layer(function, **layers):
+    return module(lambda m, x, like: function(m, m.linear(x) / 49, like), linear=nn.Linear(4, 4), **layers)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        AfterLayer(lambda m, x, like: x.type("torch.LongTensor")),
-        AfterLayer(lambda m, x, like: x.type_as(like)),
-        AfterLayer(lambda m, x, like: x.to(like.dtype)),
-        AfterLayer(lambda m, x, like: x.to(like)),
-        AfterLayer(lambda m, x, like: x.max(1)),
-        AfterLayer(lambda m, x, like: torch.where(x)),
-        AfterLayer(lambda m, x, like: torch.full_like(like, x.sum())),
-        AfterLayer(lambda m, x, like: like.copy_(x)),
-        AfterLayer(lambda m, x, like: x.to(x.device).floor()),
-        AfterLayer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
-        AfterLayer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
-        AfterLayer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
-        AfterLayer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
-        AfterLayer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
+        after_layer(lambda m, x, like: x.type("torch.LongTensor")),
+        after_layer(lambda m, x, like: x.type_as(like)),
+        after_layer(lambda m, x, like: x.to(like.dtype)),
+        after_layer(lambda m, x, like: x.to(like)),
+        after_layer(lambda m, x, like: x.max(1)),
+        after_layer(lambda m, x, like: torch.where(x)),
+        after_layer(lambda m, x, like: torch.full_like(like, x.sum())),
+        after_layer(lambda m, x, like: like.copy_(x)),
+        after_layer(lambda m, x, like: x.to(x.device).floor()),
+        after_layer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
+        after_layer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
+        after_layer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
+        after_layer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
+        after_layer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
     ],
 )
 def test_a_step_in_a_graph_without_metadata(model):
@@ -240,7 +222,7 @@ def test_a_foreign_module_may_round():
     def trace(model, inputs):
         return fxopt.trace(model, tuple(inputs), leaf_modules=(Round,))
 
-    model = AfterLayer(lambda m, x, like: m.a(x), a=Round())
+    model = after_layer(lambda m, x, like: m.a(x), a=Round())
     refused(ChangeTrueDivToMulByInverse(), model, X, X, reason="keep the error small", trace=trace)
 
 
@@ -254,7 +236,7 @@ def test_a_foreign_module_may_round():
     ],
 )
 def test_what_is_no_step(function):
-    rewritten(ChangeTrueDivToMulByInverse(), AfterLayer(function), X, X, sites=1, trace=fx_trace)
+    rewritten(ChangeTrueDivToMulByInverse(), after_layer(function), X, X, sites=1, trace=fx_trace)
 
 
 def test_complex_and_integer_numerators():
@@ -275,12 +257,12 @@ def test_complex_and_integer_numerators():
     ],
 )
 def test_what_is_no_division_by_a_constant(function):
-    traced = fx_trace(Function(function), [X])
+    traced = fx_trace(applying(function), [X])
     assert not ChangeTrueDivToMulByInverse().explain(traced).sites
 
 
 def test_a_power_of_two_before_floor_is_exact():
-    rewritten(ChangeTrueDivToMulByInverse(), Function(lambda x: (x / 4).floor()), X, sites=1)
+    rewritten(ChangeTrueDivToMulByInverse(), applying(lambda x: (x / 4).floor()), X, sites=1)
 
 
 def test_undo_of_a_changed_node_raises():
