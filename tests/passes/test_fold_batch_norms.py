@@ -188,13 +188,14 @@ def test_weights_that_would_be_too_small_are_refused():
     )
 
 
-def test_the_weights_of_a_transposed_convolution_are_rounded_once():
-    model = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6))).eval().bfloat16()
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Conv2d, (-1, 1, 1, 1)), (nn.ConvTranspose2d, (1, -1, 1, 1))])
+def test_the_weights_are_rounded_once(kind, shape):
+    model = randomise(nn.Sequential(kind(4, 6, 3), nn.BatchNorm2d(6))).eval().bfloat16()
     weight = model[0].weight.double()
     folded = FoldBatchNorms()(torch.fx.symbolic_trace(model)).get_submodule("0").weight
     norm = copy.deepcopy(model[1]).double()
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-    assert torch.equal(folded, (weight * scale.reshape(1, -1, 1, 1)).bfloat16())
+    assert torch.equal(folded, (weight * scale.reshape(shape)).bfloat16())
 
 
 def test_weights_in_complex_numbers_are_refused():
