@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 import fxopt
 from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip, compare, randomise
+from tests.modules import module
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -33,7 +34,7 @@ class Does(nn.Module):
         return self.function(self.layer, *args)
 
 
-def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: bool) -> Verdict:
+def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: Any) -> Verdict:
     model, candidate = Does(right).eval(), Does(wrong).eval()
     oracle = Oracle(model, inputs or [X], **options)
     assert oracle.judge(Does(right)).grade is Grade.BIT_EXACT
@@ -471,15 +472,8 @@ def test_a_round_trip_gives_back_what_metadata_describes(key):
     "pass_", [fxopt.ChangePrecision(), fxopt.MergeLinears(), fxopt.FuseBiasInLinear()], ids=repr
 )
 def test_undo_gives_back_what_metadata_describes(pass_):
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.left(x) * self.right(x)
-
-    before = fxopt.trace(Twice(), (X,))
+    model = module(lambda m, x: m.left(x) * m.right(x), left=nn.Linear(4, 4), right=nn.Linear(4, 4))
+    before = fxopt.trace(model, (X,))
     values = [str(node.meta["val"]) for node in before.graph.nodes]
     for back in (lambda gm: pass_(gm, reverse=True), fxopt.undo):
         after = back(pass_(copy.deepcopy(before)))

@@ -8,18 +8,12 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 import fxopt
 from fxopt import graph
+from tests.modules import module
 
 
 def test_input_of():
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.linear(x), self.linear(input=x)
-
-    traced = torch.fx.symbolic_trace(Calls())
+    model = module(lambda m, x: (m.linear(x), m.linear(input=x)), linear=nn.Linear(2, 2))
+    traced = torch.fx.symbolic_trace(model)
     x, *calls, _ = traced.graph.nodes
     assert [graph.input_of(call, traced.linear) for call in calls] == [x, x]
     calls[0].args, calls[1].kwargs = (x, x), {"wrong": x}
@@ -43,10 +37,6 @@ def test_descriptions_of_shape_prop_and_of_nested_tuples():
     ShapeProp(bare).propagate(torch.ones(3, 2))
     assert {(graph.dtype_of(n), graph.rank_of(n)) for n in bare.graph.nodes} == {(torch.float32, 2)}
 
-    class Nested(nn.Module):
-        def forward(self, x):
-            return operator.getitem(x, 1)[0]
-
-    x, *getitems, _ = torch.fx.symbolic_trace(Nested()).graph.nodes
+    x, *getitems, _ = torch.fx.symbolic_trace(module(lambda m, x: operator.getitem(x, 1)[0])).graph.nodes
     x.meta["val"] = (torch.ones(1), (torch.ones(1, 1),))
     assert [graph.rank_of(node) for node in getitems] == [None, 2]

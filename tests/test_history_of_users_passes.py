@@ -1,8 +1,6 @@
 """History and undo around transformations that users write: nested ones, copies, attributes of modules."""
 
 import copy
-import operator
-import pickle
 
 import pytest
 import torch
@@ -23,30 +21,8 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
-
-
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.q(x) * self.k(x))
-
-
-class MulToSub(ReversibleTransformation):
-    """Marks nothing."""
-
-    def transform(self, graph_module):
-        return self.change(graph_module, operator.mul, operator.sub)
-
-    def reverse(self, graph_module):
-        return self.change(graph_module, operator.sub, operator.mul)
-
-    def change(self, graph_module, old, new):
-        for node in graph_module.graph.find_nodes(op="call_function", target=old):
-            node.target = new
-        return graph_module
+from tests.modules import module
+from tests.users_passes import MulToSub, names, pickled
 
 
 class Calls(ReversibleTransformation):
@@ -88,11 +64,8 @@ X = torch.randn(3, 4)
 
 def traced():
     torch.manual_seed(0)
-    return torch.fx.symbolic_trace(Heads().eval())
-
-
-def names(graph_module):
-    return [step.name for step in history(graph_module)]
+    layers = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4), "drop": nn.Dropout(0.5)}
+    return torch.fx.symbolic_trace(module(lambda m, x: m.drop(m.q(x) * m.k(x)), **layers))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +153,7 @@ def test_what_is_copied_on_the_way_runs_as_its_history_says(copies, last):
 def folded_and_pickled():
     layers = randomise(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
     graph_module = torch.fx.symbolic_trace(layers)
-    return copy.deepcopy(graph_module), pickle.loads(
-        pickle.dumps(FuseBatchNorm2dInConv2d()(copy.deepcopy(graph_module)))
-    )
+    return copy.deepcopy(graph_module), pickled(FuseBatchNorm2dInConv2d()(graph_module))
 
 
 def test_an_undo_that_failed_after_a_pickle_can_be_repeated():

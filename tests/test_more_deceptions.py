@@ -19,19 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
-from fxopt.testing import Grade, Oracle, Verdict, assert_round_trip
+from fxopt.testing import Grade, Oracle, assert_round_trip
 from fxopt.testing.observations import Call, observe
 from fxopt.testing.probes import _unlike
-from tests.test_deceptions import Does, X, plain
+from tests.test_deceptions import Does, X, judged, plain
 
 ZEROS = torch.zeros(4, 4)
 TABLE = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-
-
-def judged(right: Callable[..., Any], wrong: Callable[..., Any], *inputs: Tensor, **options: Any) -> Verdict:
-    oracle = Oracle(Does(right).eval(), inputs, **options)
-    assert oracle.judge(Does(right).eval()).grade is Grade.BIT_EXACT
-    return oracle.judge(Does(wrong).eval())
 
 
 def look_up(layer: nn.Module, x: Tensor, ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from fxopt import ChangePrecision
 from fxopt.passes.change_precision import saturate
 from fxopt.testing import assert_round_trip, compare
 from tests.before_after import fxopt_trace, refused
+from tests.modules import module
 from tests.passes.precision import HALF, Use, X, changed, layers
 
 
@@ -212,13 +213,6 @@ def test_complex_numbers_are_made_of_float32():
 
 
 def test_several_tensors_in_one_value_are_not_cast():
-    class Largest(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.layer(x).max(dim=-1)
-
+    model = module(lambda m, x: m.layer(x).max(dim=-1), layer=nn.Linear(8, 4))
     reason = "would have to be cast, holds several tensors"
-    refused(ChangePrecision(torch.bfloat16), Largest(), torch.randn(3, 8), reason=reason, trace=fxopt_trace)
+    refused(ChangePrecision(torch.bfloat16), model, torch.randn(3, 8), reason=reason, trace=fxopt_trace)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import operator
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,8 @@ from fxopt.rewriting.record import MARKS
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left, copied
 from fxopt.testing import assert_round_trip, randomise
+from tests.modules import module
+from tests.users_passes import pickled
 
 X = torch.randn(3, 4)
 
@@ -209,7 +210,7 @@ def test_every_change_is_rolled_back_and_undone(change):
 
     changed = Changes(change)(copy.deepcopy(before))
     code = changed.code
-    for carried in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+    for carried in (copy.deepcopy(changed), pickled(changed)):
         restored = undo(carried)
         assert_round_trip(before, restored)
         assert Changes(change)(restored).code == code, "names are not free again"
@@ -396,7 +397,7 @@ def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
     before = traced()
     before.act = Local()
     changed = WithoutLog()(Changes(replace_second)(copy.deepcopy(before)))
-    loaded = pickle.loads(pickle.dumps(changed))
+    loaded = pickled(changed)
     with pytest.raises(UndoError, match="could not be pickled, or saved, together with the graph module"):
         undo(loaded)
     with pytest.raises(UndoError, match=r"same place was rewritten since. Undo WithoutLog\(\) first"):
@@ -404,20 +405,12 @@ def test_a_log_that_cannot_be_pickled_is_left_out_and_undo_says_so():
     assert_round_trip(before, undo(changed, 2))
 
 
-class Spelled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(nn.functional.layer_norm(x, (4,)))
-
-
 def test_a_pickle_that_spells_defaults_out_is_undone_exactly():
-    before = torch.fx.symbolic_trace(Spelled())
+    model = module(lambda m, x: m.act(nn.functional.layer_norm(x, (4,))), act=nn.ReLU())
+    before = torch.fx.symbolic_trace(model)
     nodes_of(before)["layer_norm"].kwargs = {}  # torch.fx writes them out when it loads
     before.recompile()
-    loaded = pickle.loads(pickle.dumps(Changes(replace_act)(copy.deepcopy(before))))
+    loaded = pickled(Changes(replace_act)(copy.deepcopy(before)))
     assert_round_trip(before, undo(loaded))
 
 
@@ -426,7 +419,7 @@ def test_a_copy_is_pickled_with_its_own_marks():
     changed = pass_(traced())
     other = copy.deepcopy(changed)
     undo(changed)
-    loaded = pickle.loads(pickle.dumps(other))
+    loaded = pickled(other)
     assert pass_.get_transformed_nodes(loaded)
     assert_round_trip(other, loaded)
 
@@ -470,12 +463,12 @@ def swap_operands(one, other, output):
 @pytest.mark.parametrize("edit", [swap_calls, swap_outputs, swap_inputs, swap_operands, change_alpha])
 @pytest.mark.parametrize("change", [read_x, read_x_elsewhere])
 def test_what_a_user_edits_between_two_pickles_stays(change, edit):
-    loaded = pickle.loads(pickle.dumps(Changes(change)(torch.fx.symbolic_trace(TwoCalls()))))
+    loaded = pickled(Changes(change)(torch.fx.symbolic_trace(TwoCalls())))
     *_, one, other, output = loaded.graph.nodes
     edit(one, other, output)
     loaded.recompile()
     edited = loaded(X)
-    loaded = pickle.loads(pickle.dumps(loaded))
+    loaded = pickled(loaded)
     assert all(node.op != "placeholder" for node in Changes(change).get_transformed_nodes(loaded))
     loaded.recompile()
     for expected, actual in zip(edited, loaded(X), strict=True):
@@ -492,7 +485,7 @@ def subtract(rewriter, nodes):
 
 
 def test_options_that_a_user_adds_after_loading_stay():
-    loaded = pickle.loads(pickle.dumps(Changes(subtract)(torch.fx.symbolic_trace(Sums()))))
+    loaded = pickled(Changes(subtract)(torch.fx.symbolic_trace(Sums())))
     nodes = nodes_of(loaded)
     nodes["sum_1"].args = (nodes["x"], 0)
     nodes["relu"].kwargs = {"inplace": True}
@@ -520,11 +513,11 @@ class ChangesOneCall(ReversibleRewrite):
 @pytest.mark.parametrize(("target", "reads"), [(torch.relu, "x"), (torch.sigmoid, "add")])
 def test_marks_do_not_move_where_calls_are_swapped_between_two_pickles(target, reads):
     pass_ = ChangesOneCall(target, reads)
-    loaded = pickle.loads(pickle.dumps(pass_(torch.fx.symbolic_trace(TwoCalls()))))
+    loaded = pickled(pass_(torch.fx.symbolic_trace(TwoCalls())))
     *_, one, other, _ = loaded.graph.nodes
     swap_calls(one, other, None)
     loaded.recompile()
-    loaded = pickle.loads(pickle.dumps(loaded))
+    loaded = pickled(loaded)
     for node in pass_.get_transformed_nodes(loaded):
         assert (node.target, node.args[0].name) == (target, reads)
 
@@ -539,7 +532,7 @@ def test_operators_of_aten_survive_a_pickle():
     graph.output(graph.create_node("call_function", torch.ops.aten.relu.default, (x,), name="relu"))
     before = torch.fx.GraphModule(nn.Module(), graph)
     changed = Changes(change_operator)(copy.deepcopy(before))
-    assert_round_trip(before, undo(pickle.loads(pickle.dumps(changed))))
+    assert_round_trip(before, undo(pickled(changed)))
 
 
 class WithOptions(ReversibleRewrite):

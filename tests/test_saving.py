@@ -24,6 +24,7 @@ from tests.capture.test_generation import DECODER
 from tests.capture.test_modes import Autocast, Cube, Custom, NoGrad
 from tests.capture.test_module import Dropped, ReadsDtype, Tied
 from tests.capture.test_transformers import groupvit
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
@@ -379,17 +380,11 @@ def test_an_autograd_function_of_a_user(tmp_path):
     assert same_bits(gm(X), made(X))
 
 
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor, power: int = 2):
+def test_a_graph_module_of_torch_fx(tmp_path):
+    def forward(self, x, power=2):
         return {"out": self.dense(x).pow(power) / self.dense.weight.shape[0]}
 
-
-def test_a_graph_module_of_torch_fx(tmp_path):
-    gm = torch.fx.symbolic_trace(Reads())
+    gm = torch.fx.symbolic_trace(module(forward, dense=nn.Linear(4, 2)))
     made = reloaded(gm, tmp_path)
     assert type(made).__mro__[1] is torch.fx.GraphModule
     assert same_bits(gm(X), made(X))

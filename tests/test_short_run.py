@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import fxopt
 
 ROOT = Path(__file__).resolve().parents[1]
-FEWEST, MANY, TELLING = 10, 16, 14
-"""The letters of a text in a short test that names a refusal; those that both have in a row, if the text is longer; and the
-letters of a text in a long test, where fewer are words that stand anywhere.
+SHARED, FEWEST, TELLING = 16, 10, 14
+"""The letters in a row that a text and a test that names it share; those that a test has at least where it names a part
+of a text in fewer; and those in a long test, where fewer are words that stand anywhere.
 """
 
 UNNAMED = {
-    "which is kept in float32, uses it as well"
-}  # tests see the dtype of the parameter, not the reason
-
-UNNAMED = {
-    "which is kept in float32, uses it as well"
+    "which is kept in float32, uses it as well",
+    "kept in float32",
 }  # tests see the dtype of the parameter, not the reason
 
 
@@ -71,62 +67,41 @@ def statements() -> tuple[set[ast.stmt], set[ast.stmt]]:
     return every, chosen
 
 
-def texts(found: Iterable[ast.stmt]) -> set[str]:
-    """The texts in statements; of a pattern, the longest part without its signs."""
-    parts = (re.split(r"[][\\(){}|^$?+*]|\.[*+]", text) for text in set[str]().union(*map(constants, found)))
-    return {longest.strip() for each in parts if len(longest := max(each, key=len)) >= TELLING}
+def texts(*patterns: str) -> Iterator[set[str]]:
+    """The fixed parts of each text of three words or more in files of fxopt, but for docstrings."""
+    for file in sorted(file for pattern in patterns for file in (ROOT / "fxopt").glob(pattern)):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        whole = (node for node in nodes if isinstance(node, ast.Expr | ast.JoinedStr))
+        inside = {part for node in whole for part in ast.iter_child_nodes(node)}
+        for node in nodes:
+            if isinstance(node, ast.Constant | ast.JoinedStr) and node not in inside:
+                parts = {part.strip(" ,;:(") for part in constants(node) if len(part) > 6}
+                if sum(part.count(" ") for part in parts) > 1:
+                    yield parts
 
 
-def parsed(*folders: str) -> Iterator[list[ast.AST]]:
-    for file in sorted(file for folder in folders for file in (ROOT / "fxopt").glob(f"{folder}*.py")):
-        yield [*ast.walk(ast.parse(file.read_text()))]
+def named_by(found: Iterable[ast.stmt], fewest: int) -> Callable[[set[str]], bool]:
+    """Tell of the parts of a text whether statements share a piece of one, or have a line that is in one."""
+    said = "\n".join(set[str]().union(*map(constants, found)))
+    lines = [line for line in said.splitlines() if len(line) >= fewest]
 
+    def named(part: str) -> bool:
+        pieces = (part[at : at + SHARED] for at in range(max(1, len(part) - SHARED + 1)))
+        return any(piece in said for piece in pieces) or any(line in part for line in lines)
 
-def reasons() -> Iterator[tuple[str, set[str]]]:
-    """The fixed parts of what functions about obstacles return, and of what refusals are made with."""
-    for nodes in parsed("passes/", "obstacles/", ""):
-        said = [
-            call.args[1:]
-            for call in nodes
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "Refusal"
-        ]
-        for function in nodes:
-            returns = ast.unparse(getattr(function, "returns", None) or ast.Pass())
-            if isinstance(function, ast.FunctionDef) and returns in ("str | None", "nn.Module | str"):
-                said.append([r.value for r in ast.walk(function) if isinstance(r, ast.Return) and r.value])
-        for value in (value for values in said for value in values):
-            if parts := {part.strip(" ,;:(") for part in constants(value) if len(part) > 6}:
-                yield max(parts, key=len), parts
-
-
-def by_short_tests() -> Callable[[str], bool]:
-    """Tell of a text whether a short test has so many letters of it in a row, or whether it holds a line of one."""
-    said = "\n".join(set[str]().union(*map(constants, statements()[1])))
-    lines = [line for line in said.splitlines() if len(line) >= FEWEST]
-
-    def named(text: str) -> bool:
-        inside = (text[at : at + MANY] for at in range(max(1, len(text) - MANY + 1)))
-        return any(piece in said for piece in inside) or any(line in text for line in lines)
-
-    return named
+    return lambda parts: any(map(named, parts))
 
 
 def test_each_reason_of_a_pass_is_named_by_a_short_test() -> None:
-    named, found = by_short_tests(), dict(reasons())
+    named = named_by(statements()[1], FEWEST)
+    found = [*texts("passes/*.py", "obstacles/*.py", "graph_index.py")]
     assert len(found) > 40
-    assert {reason for reason, parts in found.items() if not any(map(named, parts))} == UNNAMED
+    assert {max(parts, key=len) for parts in found if not named(parts)} == UNNAMED
 
 
 def test_what_a_long_test_names_a_short_one_names() -> None:
     every, chosen = statements()
-    by_long, named = texts(every) - texts(chosen), by_short_tests()
-    files = [*parsed("**/")]
-    docstrings = {node.value for nodes in files for node in nodes if isinstance(node, ast.Expr)}
-    code = (
-        node for nodes in files for node in nodes if isinstance(node, ast.Constant) and node not in docstrings
-    )
-    refusals = {node.value for node in code if isinstance(node.value, str) and node.value.count(" ") > 1}
-    alone = {said for said in refusals if any(text in said for text in by_long)}
-    assert {said for said in alone if not named(said)} == set()
+    by_any, by_short = named_by(every, TELLING), named_by(chosen, FEWEST)
+    assert [parts for parts in texts("**/*.py") if by_any(parts) and not by_short(parts)] == []
     in_all, in_short = (set[str]().union(*map(names, found)) for found in (every, chosen))
     assert in_all & {*fxopt.__all__} <= in_short

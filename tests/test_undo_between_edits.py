@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import pickle
 
 import pytest
 import torch
@@ -26,25 +25,16 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
+from tests.modules import module
+from tests.users_passes import pickled
 
 X = torch.randn(5, 4)
 
 
-class NormBeforeOne(nn.Module):
-    """A normalization before one of three layers on the same input."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.b, self.c = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.a(self.norm(x)), self.b(x), self.c(x)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_undo_leaves_users_alone_that_came_back_in_between(frozen):
-    model = randomise(NormBeforeOne()).eval()
+    layers = {"norm": nn.BatchNorm1d(4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 3), "c": nn.Linear(4, 3)}
+    model = randomise(module(lambda m, x: (m.a(m.norm(x)), m.b(x), m.c(x)), **layers))
     model.a.bias.requires_grad_(not frozen)
     graph_module = fxopt.trace(model, (X,))
     before = copy.deepcopy(graph_module)
@@ -62,15 +52,8 @@ def test_undo_leaves_users_alone_that_came_back_in_between(frozen):
 
 
 def test_a_use_that_the_user_adds_of_the_input_of_a_folded_norm_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.a(self.norm(x))
-
-    graph_module = FuseBatchNorm1dInLinear()(fxopt.trace(randomise(Model()).eval(), (X,)))
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    graph_module = FuseBatchNorm1dInLinear()(fxopt.trace(randomise(model).eval(), (X,)))
     output = next(iter(graph_module.graph.find_nodes(op="output")))
     (x,) = graph_module.graph.find_nodes(op="placeholder")
     with graph_module.graph.inserting_before(output):
@@ -80,15 +63,8 @@ def test_a_use_that_the_user_adds_of_the_input_of_a_folded_norm_stays():
 
 
 def test_what_the_user_edited_after_loading_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x) * 2
-
-    graph_module = pickle.loads(pickle.dumps(FuseBiasInLinear()(torch.fx.symbolic_trace(Model()))))
+    model = module(lambda m, x: m.layer(x) * 2, layer=nn.Linear(4, 4))
+    graph_module = pickled(FuseBiasInLinear()(torch.fx.symbolic_trace(model)))
     (mul,) = graph_module.graph.find_nodes(op="call_function", target=operator.mul)
     mul.args = (mul.args[0], 5)
     assert len(history(graph_module)) == 1
@@ -98,18 +74,11 @@ def test_what_the_user_edited_after_loading_stays():
 
 
 def test_an_option_that_the_user_adds_after_loading_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return F.leaky_relu(self.layer(x))
-
-    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(Model()))
+    model = module(lambda m, x: F.leaky_relu(m.layer(x)), layer=nn.Linear(4, 4))
+    graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(model))
     (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
     relu.kwargs = {}
-    graph_module = pickle.loads(pickle.dumps(graph_module))
+    graph_module = pickled(graph_module)
     (relu,) = graph_module.graph.find_nodes(op="call_function", target=F.leaky_relu)
     relu.kwargs = {**relu.kwargs, "negative_slope": 0.5}
     undo(graph_module)
@@ -131,15 +100,8 @@ class Remove(ReversibleRewrite):
 
 
 def test_nodes_come_back_in_their_places_whatever_is_undone_first():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.p, self.q = nn.Linear(4, 4), nn.Identity(), nn.Identity()
-
-        def forward(self, x):
-            return self.p(self.layer(x)), self.q(x)
-
-    before = torch.fx.symbolic_trace(Model())
+    layers = {"layer": nn.Linear(4, 4), "p": nn.Identity(), "q": nn.Identity()}
+    before = torch.fx.symbolic_trace(module(lambda m, x: (m.p(m.layer(x)), m.q(x)), **layers))
     graph_module = Remove("p")(Remove("q")(copy.deepcopy(before)))
     with pytest.raises(UndoError, match=r"Undo Remove\(name='p'\) first"):
         Remove("q")(graph_module, reverse=True)

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import pickle
 
 import pytest
 import torch
@@ -21,29 +20,15 @@ from fxopt import (
     undo,
 )
 from fxopt.testing import assert_round_trip, randomise
-
-
-class Norms(nn.Module):
-    """A fold, and an activation that is a site for a second pass of one kind once another one has made it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-        self.relu, self.gelu = nn.ReLU(), nn.GELU()
-
-    def forward(self, x):
-        return self.b(self.gelu(self.norm(self.a(self.relu(x)))))
-
+from tests.modules import module
+from tests.users_passes import Negates, names, pickled
 
 X = torch.randn(5, 4)
 
 
-def names(graph_module):
-    return [step.name for step in history(graph_module)]
-
-
 def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
-    graph_module = fxopt.trace(randomise(Norms()).eval(), (X,))
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 3), nn.GELU())
+    graph_module = fxopt.trace(randomise(model).eval(), (X,))
     before = copy.deepcopy(graph_module)
     first, second = ReplaceActivation("relu", "silu"), ReplaceActivation("gelu", "relu")
     passes = compose(first, second, first)
@@ -53,47 +38,10 @@ def test_a_pass_that_stands_twice_in_a_composition_is_undone_in_order():
     assert_round_trip(before, passes(graph_module, reverse=True))
 
 
-class TwoFolds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.other, self.act = nn.Linear(4, 2), nn.ReLU()
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x))), self.other(x), self.act(x)
-
-
 def two():
-    return torch.fx.symbolic_trace(randomise(TwoFolds()).eval())
-
-
-def test_a_pass_that_found_sites_twice_is_undone_in_reverse_order():
-    """FuseBiasInLinear, then a layer of a user, then FuseBiasInLinear again: three steps, undone one by one."""
-    graph_module = two()
-    before = copy.deepcopy(graph_module)
-    passes = compose(FuseBiasInLinear(), GivesBias(), FuseBiasInLinear())
-    passes(graph_module)
-    assert names(graph_module) == ["FuseBiasInLinear()", "GivesBias()", "FuseBiasInLinear()"]
-    assert_round_trip(before, passes(graph_module, reverse=True))
-
-
-class GivesBias(ReversibleTransformation):
-    """Adds a layer with a bias at the end."""
-
-    def transform(self, graph_module):
-        output = next(iter(graph_module.graph.find_nodes(op="output")))
-        graph_module.add_module("late", nn.Linear(2, 2))
-        with graph_module.graph.inserting_before(output):
-            late = graph_module.graph.call_module("late", (output.args[0][1],))
-        output.args = ((output.args[0][0], late, output.args[0][2]),)
-        return graph_module
-
-    def reverse(self, graph_module):
-        (late,) = graph_module.graph.find_nodes(op="call_module", target="late")
-        late.replace_all_uses_with(late.args[0])
-        graph_module.graph.erase_node(late)
-        del graph_module.late
-        return graph_module
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "other": nn.Linear(4, 2), "act": nn.ReLU()}
+    model = module(lambda m, x: (m.b(m.a(x)), m.other(x), m.act(x)), **layers)
+    return torch.fx.symbolic_trace(randomise(model))
 
 
 def test_a_composition_undoes_its_own_steps_alone():
@@ -197,7 +145,7 @@ class Plus(Replaces):
 
 def test_a_hand_written_transformation_that_was_applied_before_and_after_another():
     graph_module = arithmetic()
-    u, v = Doubles(), Plus()
+    u, v = Negates(), Plus()
     once = copy.deepcopy(u(graph_module))
     then = copy.deepcopy(v(graph_module))
     u(graph_module)
@@ -209,24 +157,6 @@ def test_a_hand_written_transformation_that_was_applied_before_and_after_another
     v(other_way, reverse=True)
     assert names(other_way) == [repr(u), repr(u)]
     assert_round_trip(arithmetic(), u(other_way, reverse=True))
-
-
-class Doubles(ReversibleTransformation):
-    """The user's U: each application adds a node, and `reverse` takes all of them away."""
-
-    def transform(self, graph_module):
-        (relu,) = graph_module.graph.find_nodes(op="call_function", target=torch.relu)
-        with graph_module.graph.inserting_before(relu):
-            node = graph_module.graph.call_function(operator.mul, (relu.args[0], 2))
-        relu.args = (node,)
-        self.mark_as_transformed(node)
-        return graph_module
-
-    def reverse(self, graph_module):
-        for node in reversed(self.get_transformed_nodes(graph_module)):
-            node.replace_all_uses_with(node.args[0])
-            graph_module.graph.erase_node(node)
-        return graph_module
 
 
 class MarkLayers(ReversibleTransformation):
@@ -246,7 +176,7 @@ class MarkLayers(ReversibleTransformation):
         return graph_module
 
 
-@pytest.mark.parametrize("carry", [lambda gm: gm, copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+@pytest.mark.parametrize("carry", [lambda gm: gm, copy.deepcopy, pickled])
 def test_marks_of_two_transformations_are_taken_off_in_any_order(carry):
     one, two_ = MarkLayers(), MarkLayers("argument")
     graph_module = carry(two_(one(two())))
@@ -316,24 +246,19 @@ def test_what_a_pass_changes_past_its_rewriter_is_noticed_by_undo():
                 node.target = torch.sigmoid
             return super().apply(rewriter, site)
 
-    layers = nn.Sequential(nn.Linear(2, 2), Relu())
-    graph_module = Sneaks()(torch.fx.symbolic_trace(layers))
+    model = module(lambda m, x: torch.relu(m.layer(x)), layer=nn.Linear(2, 2))
+    graph_module = Sneaks()(torch.fx.symbolic_trace(model))
     after = copy.deepcopy(graph_module)
     with pytest.raises(UndoError, match="more was changed than is undone"):
         undo(graph_module)
     assert_round_trip(after, graph_module)
 
 
-class Relu(nn.Module):
-    def forward(self, x):
-        return torch.relu(x)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_the_record_is_in_the_mode_of_the_model(training):
     graph_module = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)).train(training)))
     assert "fxopt_record" in dict(graph_module.named_children())
-    for carried in (graph_module, copy.deepcopy(graph_module), pickle.loads(pickle.dumps(graph_module))):
+    for carried in (graph_module, copy.deepcopy(graph_module), pickled(graph_module)):
         assert {module.training for module in carried.modules()} == {training}
 
 
@@ -348,15 +273,8 @@ def test_a_new_activation_has_the_dtype_and_device_of_the_model(name, dtype):
 
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: fxopt.trace(m, (torch.ones(1, 2),))])
 def test_a_new_activation_of_a_function_call_is_where_the_model_is(trace):
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return torch.relu(self.layer(x))
-
-    graph_module = trace(Calls())
+    model = module(lambda m, x: torch.relu(m.layer(x)), layer=nn.Linear(2, 2))
+    graph_module = trace(model)
     graph_module = graph_module.to("meta") if trace is torch.fx.symbolic_trace else graph_module
     ReplaceActivation("relu", nn.PReLU)(graph_module)
     assert {p.device for p in graph_module.parameters()} == {graph_module.layer.weight.device}

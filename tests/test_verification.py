@@ -33,6 +33,7 @@ from fxopt.passes.folding import Fold
 from fxopt.rewriting.verification import Verifier
 from fxopt.testing import assert_round_trip, randomise
 from tests.hazards.sites import Use
+from tests.modules import module
 from tests.small_models import MODELS
 
 
@@ -273,15 +274,9 @@ def test_rounding_that_stays_small_is_no_difference(use):
 
 
 def test_what_follows_a_mixture_may_round():
-    class Rounded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3, eps=0.305)
-
-        def forward(self, x):
-            return self.norm(self.conv(x)).floor()
-
-    model = Rounded().eval()
+    model = module(
+        lambda m, x: m.norm(m.conv(x)).floor(), conv=nn.Conv2d(1, 3, 1), norm=nn.BatchNorm2d(3, eps=0.305)
+    )
     nn.init.constant_(model.conv.bias, 1.305**0.5)  # where x is 0, the norm gives 1 or a little less
     graph_module = fxopt.trace(model, (torch.ones(1, 1, 4, 4),))
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import fxopt
 from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runtime.checks import check_outcome
 from tests.capture.models import asserted
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
 ROWS = ({0: Dim.AUTO},)

@@ -12,6 +12,7 @@ from torch import nn
 import fxopt
 from fxopt.capture.nodes.source_location import is_model_code
 from tests.capture.models import InputContainers, Keywords, Point
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
@@ -65,16 +66,6 @@ class Raises(nn.Module):
         return x @ torch.zeros(9, 9)
 
 
-class TwoDevices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4, device="meta")
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
 class LocalHook(nn.Module):
     def __init__(self):
         super().__init__()
@@ -97,7 +88,10 @@ class LocalHook(nn.Module):
         (ReturnsObject(), r"lock"),
         (Uncopyable(), r"Uncopyable cannot be copied"),
         (Raises(), r"forward failed under capture.*`return x @ torch\.zeros\(9, 9\)`"),
-        (TwoDevices(), r"several devices \(.*cpu.*meta"),
+        (
+            module(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4, device="meta")),
+            r"several devices \(.*cpu.*meta",
+        ),
         (LocalHook(), r"calls 'register_hook'"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -278,18 +272,10 @@ def test_no_file_of_the_library_is_the_models():
     assert not any(is_model_code(str(file)) for file in Path(fxopt.__file__).parent.rglob("*.py"))
 
 
-class CallsItself(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self(self.layer(x))
-
-
 def test_a_model_that_calls_itself_without_end():
+    model = module(lambda m, x: m(m.layer(x)), layer=nn.Linear(4, 4))
     with pytest.raises(fxopt.TraceError, match="the forward failed under capture.*RecursionError"):
-        fxopt.trace(CallsItself(), (X,))
+        fxopt.trace(model, (X,))
 
 
 class Holds(nn.Module):

@@ -54,7 +54,9 @@ def gpt2():
 
 
 def t5():
-    config = T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    config = T5Config(
+        vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     return prepared(T5ForConditionalGeneration(config))
 
 

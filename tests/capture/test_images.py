@@ -54,28 +54,30 @@ class DependsOnValues(torch.nn.Module):
         return pixel_values if pixel_values.sum() > 0 else [-pixel_values]
 
 
-@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-def test_resnet_at_any_image_size(kind):
+def resnet(kind):
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type=kind)
-    model = ResNetForImageClassification(config).double().eval()
-    randomise(model, seed=0)
-    gm = fxopt.symbolic_trace(model, ["pixel_values"])
-    for batch, height, width in [(1, 224, 224), (2, 64, 96), (17, 33, 47), (1, 5, 2), (2, 1, 9)]:
-        images = torch.randn(batch, 3, height, width, dtype=torch.float64)
-        with torch.no_grad():
-            torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)
+    return ResNetForImageClassification(config)
 
 
-@pytest.mark.long
-def test_segformer_at_other_image_sizes():
+def segformer():
     """Its attention over fewer keys computes their number by divisions that leave no rest."""
-    config = SegformerConfig(
-        num_encoder_blocks=1, depths=[1], hidden_sizes=[8], num_attention_heads=[2], sr_ratios=[8]
-    )
-    model = SegformerForImageClassification(config).double().eval()
+    sizes = {"num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "num_attention_heads": [2]}
+    return SegformerForImageClassification(SegformerConfig(**sizes, sr_ratios=[8]))
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (lambda: resnet("basic"), [(17, 33, 47), (1, 5, 2), (2, 1, 9)]),
+        (lambda: resnet("bottleneck"), [(17, 33, 47), (1, 5, 2), (2, 1, 9)]),
+        pytest.param(segformer, [(1, 65, 100)], marks=pytest.mark.long),
+    ],
+)
+def test_models_at_other_image_sizes(make, sizes):
+    model = make().double().eval()
     randomise(model, seed=0)
     gm = fxopt.symbolic_trace(model, ["pixel_values"])
-    for batch, height, width in [(1, 224, 224), (2, 64, 96), (1, 65, 100)]:
+    for batch, height, width in [(1, 224, 224), (2, 64, 96), *sizes]:
         images = torch.randn(batch, 3, height, width, dtype=torch.float64)
         with torch.no_grad():
             torch.testing.assert_close(gm(images).logits, model(images).logits, rtol=1e-12, atol=1e-12)

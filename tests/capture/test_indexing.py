@@ -5,7 +5,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.randn(4, 5, 6, dtype=torch.float64)
 NUMBERS = [torch.tensor(n) for n in ([0, 1, 2], [3, 0, 1], [-1, -4, 2], [2, 2, 2])]

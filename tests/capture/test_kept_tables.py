@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 LENGTHS = (5, 3, 8, 1, 90, 4, 5)
 FREE = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)

@@ -12,7 +12,7 @@ from torch.export import Dim
 import fxopt
 from fxopt.testing import randomise
 from tests.capture.test_both_sides import assert_as_model, nodes
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 ROWS = {0: Dim.AUTO}
 COUNTS: list[int] = []

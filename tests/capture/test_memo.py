@@ -15,8 +15,8 @@ import fxopt
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
-from tests.capture.test_silent_changes import module
 from tests.capture.test_transformers import bert, groupvit, resnet, text
+from tests.modules import module
 
 X = torch.randn(4, 4)
 

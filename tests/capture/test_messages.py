@@ -9,7 +9,7 @@ from torch.export import Dim
 
 import fxopt
 from fxopt.capture.runtime.checks import check_outcome
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)
 LOG = logging.getLogger("tests.messages")

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 import fxopt
 from tests.capture.test_odd_models import Does
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.randn(2, 3)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.randn(3, 4)
 

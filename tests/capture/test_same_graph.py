@@ -14,7 +14,7 @@ from fxopt.capture.data_dependence.branch_decisions import _size_compared_with_o
 from fxopt.capture.runtime.checks import check_same_outcome
 from tests.capture.test_both_sides import assert_as_model, nodes
 from tests.capture.test_decisions import captured_right_or_refused, checks, right_or_refused
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.5, 6.0, -7.0, 8.0], [1.0, 2.0, 3.0, -4.0]])
 ROWS = ({0: Dim.AUTO},)

@@ -17,6 +17,7 @@ from torch.export import Dim
 
 import fxopt
 from tests.capture.test_trace import assert_same
+from tests.modules import module
 
 X = torch.randn(3, 4)
 OUTSIDE = torch.zeros(4)
@@ -25,14 +26,6 @@ OUTSIDE = torch.zeros(4)
 class Mode(enum.Enum):
     ADD = 1
     MULTIPLY = 2
-
-
-def module(forward, **attributes):
-    """A module with this forward; modules among the attributes become children."""
-    made = type("Made", (nn.Module,), {"forward": forward})()
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made.eval()
 
 
 def test_fresh_tensors_in_containers_are_fresh_at_each_call():

@@ -18,8 +18,8 @@ from fxopt.capture.fakes.shape_env import CaptureShapeEnv
 from fxopt.capture.patches.tensor_types import _hands_on
 from fxopt.errors import GuardError
 from tests.capture.test_decisions import ROWS, X, checks, right_or_refused
-from tests.capture.test_silent_changes import module
 from tests.capture.test_trace import assert_same
+from tests.modules import module
 
 
 def sliced_by_a_tensor(self, x):

@@ -19,7 +19,7 @@ from tests.capture.test_decisions import (
     not_too_small,
     right_or_refused,
 )
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 
 def numbers(self, x):

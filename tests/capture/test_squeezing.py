@@ -7,7 +7,7 @@ from torch.export import Dim
 
 import fxopt
 from tests.capture.test_decisions import right_or_refused
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.randn(12, 4, dtype=torch.float64)
 ROWS = ({0: Dim.AUTO},)

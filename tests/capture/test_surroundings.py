@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import fxopt
 from fxopt.capture.fakes.snapshots import SnapshotMaker
-from tests.capture.test_silent_changes import module
+from tests.modules import module
 
 X = torch.randn(3, 4)
 

@@ -21,19 +21,12 @@ import fxopt
 from fxopt.testing import randomise
 
 TEXT = ["input_ids", "attention_mask", "token_type_ids"]
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER = LAYERS | {"vocab_size": 100, "intermediate_size": 64, "max_position_embeddings": 24}
 
 
 def bert(attention="sdpa", cls=BertModel, **options):
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=24,
-        attn_implementation=attention,
-        **options,
-    )
+    config = BertConfig(**ENCODER | options, attn_implementation=attention)
     return prepared(cls(config))
 
 
@@ -43,27 +36,10 @@ def resnet():
 
 
 def groupvit():
-    text = {
-        "vocab_size": 99,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    text |= {"max_position_embeddings": 16, "eos_token_id": 98}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "depths": [1, 1, 1],
-        "num_hidden_layers": 3,
-        "image_size": 32,
-    }
-    vision |= {
-        "patch_size": 8,
-        "num_group_tokens": [8, 4, 0],
-        "num_output_groups": [8, 4, 0],
-        "num_attention_heads": 4,
-    }
+    layers = LAYERS | {"intermediate_size": 48}
+    text = layers | {"vocab_size": 99, "max_position_embeddings": 16, "eos_token_id": 98}
+    groups = {"num_group_tokens": [8, 4, 0], "num_output_groups": [8, 4, 0], "depths": [1, 1, 1]}
+    vision = layers | groups | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 8}
     config = GroupViTConfig(
         text_config=text, vision_config=vision, projection_dim=16, projection_intermediate_dim=32
     )
@@ -71,15 +47,7 @@ def groupvit():
 
 
 def convbert():
-    config = ConvBertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        embedding_size=32,
-        max_position_embeddings=24,
-    )
+    config = ConvBertConfig(**ENCODER, embedding_size=32)
     return prepared(ConvBertModel(config))
 
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.export import Dim
 
 import fxopt
-from tests.capture.test_silent_changes import module
 from tests.capture.test_trace import assert_same
+from tests.modules import module
 
 X = torch.randn(3, 4)
 

@@ -1,6 +1,5 @@
 """Names: children of the root, numbers, nested paths, and names that a pass would give itself."""
 
-import copy
 import types
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import fx_trace, fxopt_trace, rewritten
-from tests.hazards.sites import ROWS, SITES, Use, safe
+from tests.hazards.sites import ROWS, SITES, Use
+from tests.modules import module
 
 WITH_LAYERS = [(name, tracer) for name, site in SITES.items() if site.names for tracer in site.tracers]
 TRACES = {"fx": fx_trace, "own": fxopt_trace}
@@ -54,22 +53,6 @@ def test_layers_of_any_name_are_rewritten_and_come_back(pattern, name, tracer):
     assert {path for path, _ in site.pass_(after, reverse=True).named_modules()} >= set(paths)
 
 
-def test_one_sequential_with_a_site_for_every_pass_on_layers():
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.BatchNorm1d(4)),
-        *(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 3))),
-    )
-    x = torch.randn(5, 1, 1, 1)
-    before = fxopt.trace(randomise(model.eval()), (x,))
-    for name in ("conv-norm", "linear-norm", "activation", "bias", "precision"):
-        pass_ = SITES[name].pass_
-        after = pass_(copy.deepcopy(before))
-        assert pass_.get_transformed_nodes(after), name
-        if pass_.preserves_computation:
-            torch.testing.assert_close(after(x), before(x), rtol=1e-4, atol=1e-5)
-        assert_round_trip(before, pass_(after, reverse=True))
-
-
 # --- Names that a pass gives: fxopt_merged_a_b, fxopt_activation_relu, pad, saturate, to
 
 TAKEN = {
@@ -87,28 +70,28 @@ TAKEN = {
 """Owners of a name, and how the graph uses them, so that they are kept."""
 
 
-@pytest.mark.parametrize("taken", TAKEN)
-@pytest.mark.parametrize("tracer", ["fx", "own"])
-def test_the_name_of_a_merged_layer_is_taken(taken, tracer):
-    name, site, (take, used) = "fxopt_merged_a_b", SITES["merge"], TAKEN[taken]
-    model = site.model(lambda m, x: (site.use(m, x), used(getattr(m, name), x * 2)))
-    take(model, name)
-    after = safe(site, model, tracer)
-    assert {name, f"{name}_1"} <= set(dict(after.named_modules())) | set(after.state_dict())
-
-
-@pytest.mark.parametrize("taken", TAKEN)
-@pytest.mark.parametrize("tracer", ["fx", "own"])
-def test_the_name_of_an_activation_for_a_function_is_taken(taken, tracer):
-    name, pass_, (take, used) = (
-        "fxopt_activation_relu",
+NEW = {
+    "fxopt_merged_a_b": (SITES["merge"].pass_, SITES["merge"].use, SITES["merge"].layers, nn.Linear),
+    "fxopt_activation_relu": (
         fxopt.ReplaceActivation("relu", nn.SiLU),
-        TAKEN[taken],
-    )
-    model = Use(lambda m, x: (torch.relu(x), used(getattr(m, name), x)))
+        lambda m, x: torch.relu(x),
+        dict,
+        nn.SiLU,
+    ),
+}
+"""The name of a new module, the pass that gives it, a site, its layers, and what the new module is."""
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("tracer", TRACES)
+def test_the_name_of_a_new_module_is_taken(taken, name, tracer):
+    (pass_, use, layers, kind), (take, used) = NEW[name], TAKEN[taken]
+    model = Use(lambda m, x: (use(m, x), used(getattr(m, name), x * 2)), **layers())
     take(model, name)
     after = rewritten(pass_, model, ROWS, sites=1, trace=TRACES[tracer])
-    assert type(after.get_submodule(f"{name}_1")) is nn.SiLU
+    assert name in {*dict(after.named_modules()), *after.state_dict()}
+    assert type(after.get_submodule(f"{name}_1")) is kind
 
 
 def test_two_merged_layers_of_one_name():
@@ -123,52 +106,23 @@ def test_two_merged_layers_of_one_name():
     assert {"fxopt_merged_a_b_c", "fxopt_merged_a_b_c_1"} <= set(dict(after.named_modules()))
 
 
-class Named(nn.Module):
-    """An input whose name is one that a pass gives to a node."""
-
-    def __init__(self, site):
-        super().__init__()
-        for name, layer in site.layers().items():
-            setattr(self, name, layer)
-        self.use = site.use
-
-
-class Pad(Named):
-    def forward(self, pad):
-        return self.use(self, pad), pad * 2
-
-
-class Saturate(Named):
-    def forward(self, saturate):
-        return self.use(self, saturate), saturate * 2
-
-
-class To(Named):
-    def forward(self, to):
-        return self.use(self, to), to * 2
-
-
-class Merged(Named):
-    def forward(self, fxopt_merged_a_b):
-        return self.use(self, fxopt_merged_a_b), fxopt_merged_a_b * 2
-
-
-class Norm(Named):
-    def forward(self, norm):
-        return self.use(self, norm), norm * 2
+def both(m, x):
+    return m.use(m, x), x * 2
 
 
 GIVEN = {
-    "merge": [Merged],
-    "bias": [Pad],
-    "precision": [Saturate, To],
-    **{name: [Norm] for name in ("conv-norm", "linear-norm", "norm-linear")},
+    "merge": [lambda m, fxopt_merged_a_b: both(m, fxopt_merged_a_b)],
+    "bias": [lambda m, pad: both(m, pad)],
+    "precision": [lambda m, saturate: both(m, saturate), lambda m, to: both(m, to)],
+    **{name: [lambda m, norm: both(m, norm)] for name in ("conv-norm", "linear-norm", "norm-linear")},
 }
+"""Forwards whose input has a name that a pass gives to a node."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "tracer"), [(k, n, t) for n in GIVEN for k in GIVEN[n] for t in SITES[n].tracers]
+    ("forward", "name", "tracer"), [(f, n, t) for n in GIVEN for f in GIVEN[n] for t in SITES[n].tracers]
 )
-def test_an_input_has_the_name_of_a_new_node(kind, name, tracer):
+def test_an_input_has_the_name_of_a_new_node(forward, name, tracer):
     site = SITES[name]
-    rewritten(site.pass_, kind(site), site.x, sites=1, trace=TRACES[tracer])
+    model = module(forward, use=site.use, **site.layers())
+    rewritten(site.pass_, model, site.x, sites=1, trace=TRACES[tracer])

@@ -1,12 +1,10 @@
 """Numbers that decide: dimensions, training mode, statistics, dtypes, divisors, writes between."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
-from tests.hazards.sites import IMAGE, ROWS, SITES, own_leaves, safe, unsafe
+from tests.hazards.sites import ROWS, SITES, own_leaves, safe, unsafe
 
 NORMS = ["conv-norm", "linear-norm", "norm-linear"]
 
@@ -41,8 +39,7 @@ def test_a_frozen_norm_in_a_training_model_is_folded(name):
     site = SITES[name]
     model = site.model().train()
     model.norm.eval()
-    assert len(site.pass_.explain(torch.fx.symbolic_trace(model)).rows) == 1
-    safe(site, site.model(), "own")
+    assert len(site.pass_.explain(own_leaves(model, [site.x])).sites) == 1
 
 
 @pytest.mark.parametrize("name", ["linear-norm", "norm-linear"])
@@ -56,83 +53,6 @@ def test_one_feature_is_folded(name):
     model = site.model()
     model.a, model.norm = nn.Linear(1, 1), nn.BatchNorm1d(1)
     safe(site, model, "own", torch.randn(5, 1))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("name", NORMS)
-def test_missing_biases_and_affine_parameters(name, affine, bias):
-    site = SITES[name]
-    model = site.model()
-    model.a = nn.Conv2d(3, 4, 3, bias=bias) if name == "conv-norm" else nn.Linear(4, 4, bias=bias)
-    model.norm = type(model.norm)(4, affine=affine)
-    safe(site, model, site.tracers[0])
-
-
-CONVS = [
-    nn.Conv2d(3, 4, 3, padding=2, dilation=2, stride=2),
-    nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"),
-    nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate", bias=False),
-    nn.Conv2d(3, 4, (1, 3), padding=(0, 1), padding_mode="circular"),
-    nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
-]
-
-
-@pytest.mark.parametrize("number", range(len(CONVS)))
-@pytest.mark.parametrize("tracer", ["fx", "own"])
-def test_options_of_convolutions(number, tracer):
-    model = SITES["conv-norm"].model()
-    model.a = CONVS[number]
-    safe(SITES["conv-norm"], model, tracer)
-
-
-def test_a_transposed_convolution_is_left_alone():
-    model = SITES["conv-norm"].model().eval()
-    model.a = nn.ConvTranspose2d(3, 4, 3)
-    assert not SITES["conv-norm"].pass_.explain(torch.fx.symbolic_trace(model)).rows
-    assert model(IMAGE).shape[1] == 4
-
-
-@pytest.mark.parametrize(
-    ("use", "reason"),
-    [
-        (lambda m, x: x / 0, "the denominator is 0"),
-        (lambda m, x: x / math.inf, "the denominator is inf"),
-        (lambda m, x: x / math.nan, "the denominator is nan"),
-        (lambda m, x: x / True, "is a bool"),
-        (lambda m, x: x / 1e300, "outside of the normal range"),
-        (lambda m, x: x.to(torch.complex64) / 4, "the numerator is complex"),
-        (lambda m, x: x.long() / 49, "not known to be a floating tensor"),
-        (lambda m, x: (x > 0) / 7, "not known to be a floating tensor"),
-        (lambda m, x: (x / 49) == 1, "keep the error small"),
-        (lambda m, x: (x / 49 / 7).int(), "keep the error small"),
-        (lambda m, x: torch.special.round(x / 49), "keep the error small"),
-        (lambda m, x: torch.histogram(x / 49, 4, range=(-1.0, 1.0))[0], "keep the error small"),
-        (lambda m, x: 1 / (1 - x / 49), "keep the error small"),
-        (lambda m, x: torch.logit(x / 49), "keep the error small"),
-        (
-            lambda m, x: torch.nn.functional.adaptive_max_pool1d(x / 49, 2, return_indices=True),
-            "keep the error small",
-        ),
-    ],
-)
-def test_divisions_that_are_refused(use, reason):
-    unsafe(SITES["division"], SITES["division"].model(use), "own", reason)
-
-
-@pytest.mark.parametrize(
-    ("use", "sites"),
-    [
-        (lambda m, x: x / 49 / 7 / 2, 3),
-        (lambda m, x: (x / 8).floor(), 1),
-        (lambda m, x: x.long() / 8, 1),
-        (lambda m, x: (x > 0) / 4, 1),
-        (lambda m, x: (x / 49, x.floor()), 1),
-        (lambda m, x: (x / -3).softmax(-1).argmax(-1), 1),
-    ],
-)
-def test_divisions_that_are_rewritten(use, sites):
-    safe(SITES["division"], SITES["division"].model(use), "own", sites=sites)
 
 
 WRITES = {
@@ -227,9 +147,3 @@ def test_writes_into_other_outputs_are_no_obstacle(write, name):
         return y
 
     safe(site, site.model(use), "own")
-
-
-def test_a_norm_of_another_size_is_refused():
-    model = SITES["conv-norm"].model().eval()
-    model.norm = nn.BatchNorm2d(5).eval()
-    unsafe(SITES["conv-norm"], model, "fx", "features, the layer has 4")

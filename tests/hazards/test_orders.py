@@ -1,10 +1,8 @@
 """Passes twice, in every order, undone in every order, and after all that may happen in between."""
 
 import copy
-import io
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 
@@ -17,7 +15,8 @@ import fxopt
 from fxopt.kernels import packed_layer
 from fxopt.passes import available
 from fxopt.testing import assert_round_trip, randomise
-from tests.hazards.sites import ROWS, SITES, TRACERS
+from tests.hazards.sites import ROWS, SITES
+from tests.users_passes import pickled, saved
 
 
 class Meeting(nn.Module):
@@ -93,15 +92,29 @@ def undo_error(pass_, graph_module):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "meet"),
+    ("first", "second"),
     [
-        (fxopt.MergeLinears, fxopt.FuseBiasInLinear, True),
-        (fxopt.FuseBatchNorm1dInLinear, fxopt.ChangePrecision, True),
-        (fxopt.MergeLinears, fxopt.FuseBatchNorm2dInConv2d, False),
+        (fxopt.MergeLinears(), fxopt.FuseBiasInLinear()),
+        (fxopt.FuseBiasInLinear(), fxopt.ChangePrecision()),
+        (fxopt.FuseBatchNorm1dInLinear(), fxopt.FuseBiasInLinear()),
+        (fxopt.FuseBatchNorm1dInLinear(), fxopt.ChangePrecision()),
+        (fxopt.FuseBatchNorm2dInConv2d(), fxopt.ChangePrecision(torch.float16)),
+        (fxopt.ReplaceActivation("gelu", "silu"), fxopt.ReplaceActivation("silu", "relu")),
     ],
 )
-def test_only_passes_that_meet_must_be_undone_in_order(first, second, meet):
-    assert (undo_error(first(), second()(first()(traced()))) is not None) == meet
+def test_a_second_pass_on_the_same_site(first, second):
+    """The first cannot be undone before the second, whose name the error gives, also after a pickle."""
+    once = first(traced())
+    twice = second(copy.deepcopy(once))
+    for carried in (twice, pickled(twice)):
+        assert f"Undo {second!r} first" in str(undo_error(first, carried))
+        assert_round_trip(once, second(carried, reverse=True))
+        assert_round_trip(REFERENCE, first(carried, reverse=True))
+
+
+def test_passes_that_do_not_meet_are_undone_in_any_order():
+    merge, fold = fxopt.MergeLinears(), fxopt.FuseBatchNorm2dInConv2d()
+    assert undo_error(merge, fold(merge(traced()))) is None
 
 
 @pytest.mark.parametrize("cls", PASSES)
@@ -113,13 +126,6 @@ def test_a_second_application_and_a_second_undo_change_nothing(cls):
     undone = pass_(twice, reverse=True)
     assert_round_trip(REFERENCE, undone)
     assert_round_trip(REFERENCE, pass_(undone, reverse=True))
-
-
-def saved(graph_module):
-    file = io.BytesIO()
-    torch.save(graph_module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def without_dead_code(graph_module):
@@ -135,7 +141,7 @@ def loaded(graph_module):
 
 CARRIERS = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda gm: pickle.loads(pickle.dumps(gm)),
+    "pickle": pickled,
     "torch.save": saved,
     "dead code elimination": without_dead_code,
     "load_state_dict": loaded,
@@ -153,27 +159,6 @@ def test_undo_after(cls, carrier):
     converted = carrier == "float64" and cls is not fxopt.ChangePrecision  # whose undo gives float32 back
     before = traced().double() if converted else reference
     assert_round_trip(before, cls()(after, reverse=True))
-
-
-LOSSES = {
-    "unused modules": lambda gm: gm.delete_all_unused_submodules() or gm,
-    "a new graph module": lambda gm: torch.fx.GraphModule(gm, gm.graph),
-    "retraced": torch.fx.symbolic_trace,
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", ["merge", "bias", "conv-norm", "activation", "division"])
-def test_undo_without_the_record_is_an_error_or_leaves_all_alone(name, loss):
-    site = SITES[name]
-    after = LOSSES[loss](site.pass_(torch.fx.symbolic_trace(site.model().eval())))
-    code = after.code
-    if loss == "retraced" and name == "division":  # no module tells of it
-        assert site.pass_(after, reverse=True).code == code
-    else:
-        with pytest.raises(fxopt.UndoError, match="the record of how is gone"):
-            site.pass_(after, reverse=True)
-        assert after.code == code
 
 
 def test_undo_after_an_unused_part_was_removed_is_an_error():
@@ -210,33 +195,3 @@ def test_undo_in_another_process_with_another_hash_seed(tmp_path):
     subprocess.run([sys.executable, "-c", UNDO, str(tmp_path)], check=True, env=environment)
     for path in tmp_path.iterdir():
         assert_round_trip(REFERENCE, torch.load(path, weights_only=False))
-
-
-AGAIN = {
-    "a merged layer without its bias": (
-        "merge",
-        fxopt.FuseBiasInLinear(),
-    ),
-    "a layer without bias in a lower precision": ("bias", fxopt.ChangePrecision()),
-    "a folded layer without its bias": ("linear-norm", fxopt.FuseBiasInLinear()),
-    "a replaced activation, replaced": ("activation", fxopt.ReplaceActivation("silu", "relu")),
-    "a folded convolution in a lower precision": ("conv-norm", fxopt.ChangePrecision(torch.float16)),
-}
-
-
-@pytest.mark.parametrize("again", AGAIN)
-def test_a_second_pass_on_the_same_site(again):
-    """The first cannot be undone before the second, whose name the error gives, also after a pickle."""
-    name, second = AGAIN[again]
-    site = SITES[name]
-    model = randomise(site.model().eval())
-    before = TRACERS["own"](model, [site.x])
-    once = site.pass_(copy.deepcopy(before))
-    twice = second(copy.deepcopy(once))
-    assert second.get_transformed_nodes(twice)
-    for carried in (twice, pickle.loads(pickle.dumps(twice))):
-        with pytest.raises(fxopt.UndoError) as error:
-            site.pass_(carried, reverse=True)
-        assert f"Undo {second!r} first" in str(error.value)
-        assert_round_trip(once, second(carried, reverse=True))
-        assert_round_trip(before, site.pass_(carried, reverse=True))

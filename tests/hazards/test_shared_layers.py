@@ -13,6 +13,9 @@ FOLDED = [
     for name, layer in LAYERS
     if layer == "a" and name not in ("activation", "precision", *PACKING)
 ]
+EACH = pytest.mark.parametrize(
+    ("name", "tracer"), [(name, tracer) for _, name, _, tracer in crossed([""], FOLDED)]
+)
 
 
 def also(use, other):
@@ -22,22 +25,19 @@ def also(use, other):
     return forward
 
 
-@pytest.mark.parametrize(("_", "name", "layer", "tracer"), crossed([""], FOLDED))
-def test_a_layer_called_twice_is_refused(_, name, layer, tracer):
+@EACH
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [(lambda m, x: m.a(x * 2), "also called by"), (lambda m, x: m.a.weight * 2, "reads a.weight")],
+)
+def test_another_call_and_a_read_of_the_weight_are_refused(name, tracer, other, reason):
     site = SITES[name]
-    model = site.model(also(site.use, lambda m, x: m.a(x * 2)))
-    unsafe(site, model.eval(), tracer, "also called by")
+    unsafe(site, site.model(also(site.use, other)).eval(), tracer, reason)
 
 
-@pytest.mark.parametrize(("_", "name", "layer", "tracer"), crossed([""], FOLDED))
-def test_a_weight_that_the_graph_reads_is_refused(_, name, layer, tracer):
-    site = SITES[name]
-    unsafe(site, site.model(also(site.use, lambda m, x: m.a.weight * 2)).eval(), tracer, "reads a.weight")
-
-
-@pytest.mark.parametrize(("_", "name", "layer", "tracer"), crossed([""], FOLDED))
+@EACH
 @pytest.mark.parametrize("alias", [False, True], ids=["tied", "the same memory"])
-def test_a_weight_tied_to_the_outside_is_refused(_, name, layer, tracer, alias):
+def test_a_weight_tied_to_the_outside_is_refused(name, tracer, alias):
     site = SITES[name]
     model = site.model(also(site.use, lambda m, x: m.other(x * 2)))
     model.other = site.layers()["a"]
@@ -45,8 +45,8 @@ def test_a_weight_tied_to_the_outside_is_refused(_, name, layer, tracer, alias):
     unsafe(site, model.eval(), tracer, "weight shares memory with other.weight")
 
 
-@pytest.mark.parametrize(("_", "name", "layer", "tracer"), crossed([""], FOLDED))
-def test_a_layer_under_two_names_is_refused_where_both_are_called(_, name, layer, tracer):
+@EACH
+def test_a_layer_under_two_names_is_refused_where_both_are_called(name, tracer):
     site = SITES[name]
     model = site.model(also(site.use, lambda m, x: m.again(x * 2)))
     model.again = model.a

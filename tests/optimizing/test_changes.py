@@ -14,6 +14,7 @@ from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
 from fxopt.optimizing.exactness import unlike
 from fxopt.testing import randomise
+from tests.modules import module
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the model itself runs"),
@@ -340,18 +341,12 @@ def test_tensors_of_other_kinds_inside_of_containers_get_what_the_model_gives(ki
     class Own(torch.Tensor):
         pass
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, xs, named):
-            return self.layer(xs[0]), self.layer(named["x"][0])
-
     def inputs(x):
         return [X], {"x": (x,)}
 
-    model = randomise(Net().eval())
+    model = randomise(
+        module(lambda m, xs, named: (m.layer(xs[0]), m.layer(named["x"][0])), layer=nn.Linear(16, 16))
+    )
     value = {
         "sparse": lambda: X.to_sparse(),
         "subclass": lambda: X.as_subclass(Own),
@@ -368,15 +363,7 @@ def test_tensors_of_other_kinds_inside_of_containers_get_what_the_model_gives(ki
 
 @torch.no_grad()
 def test_a_graph_is_for_the_dtypes_that_it_was_made_for():
-    class Casts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x):
-            return self.layer(x.float()), x.float() + 1
-
-    model = randomise(Casts().eval())
+    model = randomise(module(lambda m, x: (m.layer(x.float()), x.float() + 1), layer=nn.Linear(16, 16)))
     fast = fxopt.optimize(model, (X,), tune=False)
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
         torch.testing.assert_close(fast(X.to(dtype)), model(X.to(dtype)))
@@ -411,15 +398,9 @@ def test_a_bias_that_is_broadcast_is_added():
 
 @torch.no_grad()
 def test_a_write_into_a_tensor_that_is_no_buffer_is_followed():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(16, 16), torch.ones(16)
-
-        def forward(self, x):
-            return self.layer(x) * self.scale
-
-    model = randomise(Scaled().eval())
+    model = randomise(
+        module(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(16, 16), scale=torch.ones(16))
+    )
     fast = fxopt.optimize(model, (X,), tune=False)
     model.scale.mul_(3)
     torch.testing.assert_close(fast(X), model(X))

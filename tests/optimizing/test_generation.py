@@ -10,15 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
     pipeline,
@@ -28,42 +20,15 @@ import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
 from fxopt.testing import randomise
+from tests.capture.test_generation import gpt2, llama, qwen3, t5
 
 pytestmark = pytest.mark.skipif(
     not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
 )
 
-DECODER = {
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.arange(3, 17).reshape(2, 7)
 TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(**DECODER)), TEXT
-
-
-def qwen3():
-    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8)), TEXT
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64)), TEXT
-
-
-def t5():
-    config = T5Config(
-        vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return T5ForConditionalGeneration(config), TEXT
 
 
 def whisper():
@@ -80,8 +45,7 @@ def whisper():
         **sizes,
         **SPECIAL,
     )
-    torch.manual_seed(0)
-    return WhisperForConditionalGeneration(config), {"input_features": torch.randn(1, 8, 100)}
+    return randomise(WhisperForConditionalGeneration(config).eval())
 
 
 SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
@@ -96,8 +60,8 @@ def no_timing(monkeypatch):
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2, t5, whisper])
 def test_greedy_tokens_are_those_of_the_model(make):
-    model, inputs = make()
-    model = randomise(model.eval())
+    model = make().float()
+    inputs = {"input_features": torch.randn(1, 8, 100)} if make is whisper else TEXT
     fast = fxopt.optimize(model, tune=False)
     options = {"max_new_tokens": 12, "do_sample": False}
     wanted = model.generate(**inputs, **options)
@@ -111,13 +75,12 @@ def test_greedy_tokens_are_those_of_the_model(make):
 
 @torch.no_grad()
 def test_an_encoder_that_is_called_by_itself_follows_the_model():
-    model, inputs = t5()
-    model = randomise(model.eval())
+    model = t5().float()
     fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
 
     def assert_same():
         encoder = fast.get_encoder()
-        wanted, found = plain.get_encoder()(**inputs)[0], encoder(**inputs)[0]
+        wanted, found = plain.get_encoder()(**TEXT)[0], encoder(**TEXT)[0]
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
         return encoder
 
@@ -152,8 +115,7 @@ def tokenizer():
 
 
 def test_a_text_generation_pipeline():
-    model, _ = llama()
-    model = randomise(model.eval())
+    model = llama().float()
     text = "w5 w6 w7 w8"
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_full_text": False}
     with warnings.catch_warnings():

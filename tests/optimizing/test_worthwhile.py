@@ -8,6 +8,7 @@ from fxopt.optimizing import prepare as prepare_module
 from fxopt.optimizing.worthwhile import FoldScaleBehindLayers
 from fxopt.testing import randomise
 from tests.before_after import fxopt_trace, refused, rewritten
+from tests.modules import module
 
 X = torch.randn(2, 3, 16)
 
@@ -24,18 +25,11 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.gate(x)) * self.up(x)) * self.scale
 
 
-class Before(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(16, 4), nn.Parameter(torch.rand(16))
-
-    def forward(self, x):
-        return self.layer(x * self.scale)
-
-
 def test_scales_behind_layers_alone():
     rewritten(FoldScaleBehindLayers(), Block(), X, sites=1, trace=fxopt_trace)
-    refused(FoldScaleBehindLayers(), Before(), X, reason="would copy the weights", trace=fxopt_trace)
+    scale = nn.Parameter(torch.rand(16))
+    before = module(lambda m, x: m.layer(x * m.scale), layer=nn.Linear(16, 4), scale=scale)
+    refused(FoldScaleBehindLayers(), before, X, reason="would copy the weights", trace=fxopt_trace)
 
 
 @torch.no_grad()

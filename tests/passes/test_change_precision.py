@@ -13,6 +13,7 @@ from fxopt import ChangePrecision, PassError, UndoError, undo
 from fxopt.passes.change_precision import saturate
 from fxopt.testing import assert_round_trip, compare, randomise
 from tests.before_after import assert_untouched, fxopt_trace, refused
+from tests.modules import module
 from tests.passes.precision import HALF, Use, X, changed, layers
 
 
@@ -159,15 +160,10 @@ def test_a_layer_that_is_only_read_is_not_written(trace):
 
 
 def test_a_buffer_of_a_layer_that_changes_is_read_as_before():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
+    def forward(self, x):
+        return self.norm(x) @ self.norm.running_var.diag(), self.norm.running_mean
 
-        def forward(self, x):
-            return self.norm(x) @ self.norm.running_var.diag(), self.norm.running_mean
-
-    before = fxopt.trace(randomise(Reads().eval()), (X,))
+    before = fxopt.trace(randomise(module(forward, norm=nn.BatchNorm1d(4))), (X,))
     after = ChangePrecision()(copy.deepcopy(before))
     for found, wanted in zip(after(X), before(X), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
@@ -301,16 +297,9 @@ def force(self, x):
     ],
 )
 def test_what_has_no_kernel_for_the_lower_dtype_stays_in_float32(forward):
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.margin = nn.Linear(3, 3), nn.MultiMarginLoss()
-
-        def forward(self, x):
-            return forward(self, x)
-
     x = torch.eye(3) + 0.1 * torch.randn(3, 3)
-    before = fxopt.trace(Calls(), (x,))
+    model = module(forward, layer=nn.Linear(3, 3), margin=nn.MultiMarginLoss())
+    before = fxopt.trace(model, (x,))
     after = ChangePrecision()(copy.deepcopy(before))
     assert after.layer.weight.dtype == torch.bfloat16
     assert after(x).isfinite().all()
@@ -331,15 +320,7 @@ def _(x):
 
 
 def test_an_operator_that_is_registered_by_others_gets_float32():
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return wants_float32(self.layer(x))
-
-    model = Calls()
+    model = module(lambda m, x: wants_float32(m.layer(x)), layer=nn.Linear(4, 4))
     after = ChangePrecision()(fxopt.trace(model, (X,)))
     torch.testing.assert_close(after(X), model(X), rtol=0.05, atol=0.05)
 
@@ -354,15 +335,7 @@ def test_an_operator_that_is_registered_by_others_gets_float32():
     ],
 )
 def test_integers_beyond_the_range_of_float16_saturate(use):
-    class Uses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return use(self.layer(x))
-
-    model = Uses()
+    model = module(lambda m, x: use(m.layer(x)), layer=nn.Linear(4, 4))
     after = ChangePrecision(torch.float16)(fxopt.trace(model, (X,)))
     assert after(X).shape == model(X).shape
     assert after(X).isfinite().all()

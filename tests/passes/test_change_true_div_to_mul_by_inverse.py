@@ -10,22 +10,17 @@ from torch import nn
 import fxopt
 from fxopt import ChangeTrueDivToMulByInverse, UndoError
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
 
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.function(x)
+def applying(function):
+    return module(lambda m, x: function(x))
 
 
 def div(denominator):
-    return Function(lambda x: x / denominator)
+    return applying(lambda x: x / denominator)
 
 
 @pytest.mark.parametrize("denominator", [49, 8, 3.7, -49, 1, math.sqrt(64), 1e-3, 1e30])
@@ -46,7 +41,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("function", SPELLINGS)
 def test_every_spelling_comes_back(function):
-    rewritten(ChangeTrueDivToMulByInverse(), Function(function), X, sites=1)
+    rewritten(ChangeTrueDivToMulByInverse(), applying(function), X, sites=1)
 
 
 def test_a_power_of_two_needs_no_metadata_and_is_exact():
@@ -58,11 +53,8 @@ def test_a_power_of_two_needs_no_metadata_and_is_exact():
 
 
 def test_a_layer_makes_the_numerator_known():
-    class Scores(Function):
-        def forward(self, x):
-            return self.linear(x).view(2, 6).transpose(0, 1) / 7
-
-    rewritten(ChangeTrueDivToMulByInverse(), Scores(None), X, sites=1)
+    model = module(lambda m, x: m.linear(x).view(2, 6).transpose(0, 1) / 7, linear=nn.Linear(4, 4))
+    rewritten(ChangeTrueDivToMulByInverse(), model, X, sites=1)
 
 
 @pytest.mark.parametrize("denominator", [0, 0.0, math.inf, -math.inf, math.nan, 1e300, 1e-42])
@@ -88,17 +80,20 @@ def test_the_range_of_an_unknown_dtype_is_that_of_float16():
         (lambda x: x / True, "is a bool", fx_trace),
         (lambda x: x / x.abs().sum(), "computed in the graph", fx_trace),
         (lambda x: x.size(0) / 49, "not known to be a floating tensor", fx_trace),
+        (lambda x: (x > 0) / 7, "not known to be a floating tensor", fxopt_trace),
         (lambda x: (x / 49).floor(), "1 / 49 is not exact, and floor (floor) is not known to", fxopt_trace),
         (lambda x: torch.round(x.abs() / 49 + 1), "keep the error small", fxopt_trace),
         (lambda x: (x / 49).reshape(-1).int(), "keep the error small", fxopt_trace),
         (lambda x: (x / 49).to(torch.int64), "keep the error small", fxopt_trace),
         (lambda x: (x / 49)[0] >= 1, "keep the error small", fxopt_trace),
+        (lambda x: (x / 49) == 1, "keep the error small", fxopt_trace),
+        (lambda x: (x / 49 / 7).int(), "keep the error small", fxopt_trace),
         (lambda x: x / 49 % 1, "keep the error small", fxopt_trace),
         (lambda x: (x / 49).argmax(), "keep the error small", fxopt_trace),
     ],
 )
 def test_refusals(function, reason, trace):
-    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=trace)
+    refused(ChangeTrueDivToMulByInverse(), applying(function), X, reason=reason, trace=trace)
 
 
 def written_and_read(x):
@@ -129,6 +124,7 @@ AFTER_OTHERS = [
     lambda x: torch.histogram(x / 49, 4, range=(-1.0, 1.0))[0],
     lambda x: 1 / (1 - x / 49),
     lambda x: torch.logit(x / 49),
+    lambda x: nn.functional.adaptive_max_pool1d(x / 49, 2, return_indices=True),
     lambda x: (x / 49).log(),
     lambda x: (x / 49).view(torch.int32).view(torch.float32),
     lambda x: (x / 49).div(3, rounding_mode="floor"),
@@ -148,7 +144,7 @@ AFTER_OTHERS = [
 @pytest.mark.parametrize("function", AFTER_OTHERS)
 def test_a_step_behind_other_functions(function):
     reason = "keep the error small"
-    refused(ChangeTrueDivToMulByInverse(), Function(function), X, reason=reason, trace=fxopt_trace)
+    refused(ChangeTrueDivToMulByInverse(), applying(function), X, reason=reason, trace=fxopt_trace)
 
 
 def rotated(x):
@@ -176,6 +172,9 @@ IDIOMS = [
     (lambda m, x: nn.functional.max_pool1d(x / 3, 2).amax(), 1),
     (lambda m, x: torch.zeros_like(x / 3).floor(), 1),
     (lambda m, x: [(x / 3).split(2, -1)[1], {"half": (x / 3).half()}], 2),
+    (lambda m, x: (x / 3, x.floor()), 1),
+    (lambda m, x: x.long() / 8, 1),
+    (lambda m, x: (x > 0) / 4, 1),
     (lambda m, x: rotated(x), 2),
     (lambda m, x: accumulated(x), 1),
 ]
@@ -183,40 +182,31 @@ IDIOMS = [
 
 @pytest.mark.parametrize(("function", "sites"), IDIOMS)
 def test_idioms_of_transformers_are_rewritten(function, sites):
-    class Model(Function):
-        def forward(self, x):
-            return function(self, x)
-
-    rewritten(ChangeTrueDivToMulByInverse(), Model(None), X, sites=sites, trace=fxopt_trace)
+    model = module(function, linear=nn.Linear(4, 4))
+    rewritten(ChangeTrueDivToMulByInverse(), model, X, sites=sites, trace=fxopt_trace)
 
 
-class AfterLayer(Function):
-    def __init__(self, function, **modules):
-        super().__init__(function)
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x, like):
-        return self.function(self, self.linear(x) / 49, like)
+def after_layer(function, **layers):
+    return module(lambda m, x, like: function(m, m.linear(x) / 49, like), linear=nn.Linear(4, 4), **layers)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        AfterLayer(lambda m, x, like: x.type("torch.LongTensor")),
-        AfterLayer(lambda m, x, like: x.type_as(like)),
-        AfterLayer(lambda m, x, like: x.to(like.dtype)),
-        AfterLayer(lambda m, x, like: x.to(like)),
-        AfterLayer(lambda m, x, like: x.max(1)),
-        AfterLayer(lambda m, x, like: torch.where(x)),
-        AfterLayer(lambda m, x, like: torch.full_like(like, x.sum())),
-        AfterLayer(lambda m, x, like: like.copy_(x)),
-        AfterLayer(lambda m, x, like: x.to(x.device).floor()),
-        AfterLayer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
-        AfterLayer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
-        AfterLayer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
-        AfterLayer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
-        AfterLayer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
+        after_layer(lambda m, x, like: x.type("torch.LongTensor")),
+        after_layer(lambda m, x, like: x.type_as(like)),
+        after_layer(lambda m, x, like: x.to(like.dtype)),
+        after_layer(lambda m, x, like: x.to(like)),
+        after_layer(lambda m, x, like: x.max(1)),
+        after_layer(lambda m, x, like: torch.where(x)),
+        after_layer(lambda m, x, like: torch.full_like(like, x.sum())),
+        after_layer(lambda m, x, like: like.copy_(x)),
+        after_layer(lambda m, x, like: x.to(x.device).floor()),
+        after_layer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
+        after_layer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
+        after_layer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
+        after_layer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
+        after_layer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
     ],
 )
 def test_a_step_in_a_graph_without_metadata(model):
@@ -232,7 +222,7 @@ def test_a_foreign_module_may_round():
     def trace(model, inputs):
         return fxopt.trace(model, tuple(inputs), leaf_modules=(Round,))
 
-    model = AfterLayer(lambda m, x, like: m.a(x), a=Round())
+    model = after_layer(lambda m, x, like: m.a(x), a=Round())
     refused(ChangeTrueDivToMulByInverse(), model, X, X, reason="keep the error small", trace=trace)
 
 
@@ -246,7 +236,7 @@ def test_a_foreign_module_may_round():
     ],
 )
 def test_what_is_no_step(function):
-    rewritten(ChangeTrueDivToMulByInverse(), AfterLayer(function), X, X, sites=1, trace=fx_trace)
+    rewritten(ChangeTrueDivToMulByInverse(), after_layer(function), X, X, sites=1, trace=fx_trace)
 
 
 def test_complex_and_integer_numerators():
@@ -267,12 +257,12 @@ def test_complex_and_integer_numerators():
     ],
 )
 def test_what_is_no_division_by_a_constant(function):
-    traced = fx_trace(Function(function), [X])
+    traced = fx_trace(applying(function), [X])
     assert not ChangeTrueDivToMulByInverse().explain(traced).sites
 
 
 def test_a_power_of_two_before_floor_is_exact():
-    rewritten(ChangeTrueDivToMulByInverse(), Function(lambda x: (x / 4).floor()), X, sites=1)
+    rewritten(ChangeTrueDivToMulByInverse(), applying(lambda x: (x / 4).floor()), X, sites=1)
 
 
 def test_undo_of_a_changed_node_raises():
@@ -284,12 +274,5 @@ def test_undo_of_a_changed_node_raises():
 
 
 def test_a_step_behind_a_layer_with_the_name_of_a_function():
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shape = nn.Sequential(nn.ReLU())
-
-        def forward(self, x):
-            return self.shape(x / 49).floor()
-
-    refused(ChangeTrueDivToMulByInverse(), Layers(), X, reason="keep the error small", trace=fxopt_trace)
+    model = module(lambda m, x: m.shape(x / 49).floor(), shape=nn.Sequential(nn.ReLU()))
+    refused(ChangeTrueDivToMulByInverse(), model, X, reason="keep the error small", trace=fxopt_trace)

@@ -9,6 +9,7 @@ from torch import nn
 from fxopt import FoldBatchNorms
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -168,15 +169,9 @@ def test_without_metadata(kind):
 def test_transposed_convolutions_of_another_output_size_are_refused():
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, stride=2), nn.BatchNorm2d(8)).eval()
 
-    class Sized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
+    sized = module(lambda m, x: m.layers[1](m.layers[0](x, output_size=(12, 12))), layers=model)
 
-        def forward(self, x):
-            return self.layers[1](self.layers[0](x, output_size=(12, 12)))
-
-    after = rewritten(FoldBatchNorms(), Sized(), image(2), sites=1, trace=fxopt_trace)
+    after = rewritten(FoldBatchNorms(), sized, image(2), sites=1, trace=fxopt_trace)
     assert not norms(after)
 
 
@@ -193,13 +188,14 @@ def test_weights_that_would_be_too_small_are_refused():
     )
 
 
-def test_the_weights_of_a_transposed_convolution_are_rounded_once():
-    model = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6))).eval().bfloat16()
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Conv2d, (-1, 1, 1, 1)), (nn.ConvTranspose2d, (1, -1, 1, 1))])
+def test_the_weights_are_rounded_once(kind, shape):
+    model = randomise(nn.Sequential(kind(4, 6, 3), nn.BatchNorm2d(6))).eval().bfloat16()
     weight = model[0].weight.double()
     folded = FoldBatchNorms()(torch.fx.symbolic_trace(model)).get_submodule("0").weight
     norm = copy.deepcopy(model[1]).double()
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-    assert torch.equal(folded, (weight * scale.reshape(1, -1, 1, 1)).bfloat16())
+    assert torch.equal(folded, (weight * scale.reshape(shape)).bfloat16())
 
 
 def test_weights_in_complex_numbers_are_refused():

@@ -52,7 +52,6 @@ def test_in_training_mode():
         (lambda m, y: (m.k(y), m.q(m.q(y))), "the module is also called by"),
         (lambda m, y: (m.q(y), m.norm(m.q(y))), "the module is also called by"),
         (lambda m, y: m.q(y) * m.norm.weight, "reads norm.weight"),
-        (lambda m, y: (m.q(y), m.k(y), m.k.weight), "reads k.weight"),
     ],
 )
 def test_other_uses_are_refused(use, reason):
@@ -68,13 +67,7 @@ def test_several_dimensions_are_refused():
     refused(FoldNormWeights(), Heads(nn.LayerNorm([3, 4])), X, reason="the last 2 dimensions together")
 
 
-def test_ties_hooks_dtypes_and_overflow_are_refused():
-    model = Heads()
-    model.q.weight = model.norm.extra = nn.Parameter(torch.randn(4, 4))
-    refused(FoldNormWeights(), model, X, reason="shares memory")
-    model = Heads()
-    model.norm.register_forward_hook(lambda module, args, output: output * 2)
-    refused(FoldNormWeights(), model, X, reason="hooks (forward_hooks)")
+def test_dtypes_and_overflow_are_refused():
     model = Heads().bfloat16()
     model.norm.float()
     refused(FoldNormWeights(), model, X, reason="it is torch.float32 on cpu, q torch.bfloat16")

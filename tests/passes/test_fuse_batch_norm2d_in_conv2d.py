@@ -8,8 +8,7 @@ from torch import nn
 
 import fxopt
 from fxopt import FuseBatchNorm2dInConv2d
-from fxopt.testing import randomise
-from tests.before_after import fxopt_trace, refused, rewritten
+from tests.before_after import refused, rewritten
 
 X = torch.randn(2, 4, 5, 5)
 
@@ -36,10 +35,7 @@ def straight(m, x):
     [
         nn.Conv2d(4, 6, 3),
         nn.Conv2d(4, 6, 3, bias=False),
-        nn.Conv2d(4, 6, 3, groups=2, stride=2, dilation=2, padding=2),
-        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
-        nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular"),
-        nn.Conv2d(4, 6, 1).to(memory_format=torch.channels_last),
+        nn.Conv2d(4, 6, (1, 3), padding=(0, 1), padding_mode="replicate", bias=False),
     ],
 )
 @pytest.mark.parametrize(
@@ -55,11 +51,6 @@ def test_root_level_and_a_chain_of_norms():
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.BatchNorm2d(6), nn.ReLU())
     after = rewritten(FuseBatchNorm2dInConv2d(), model, X, sites=1)
     assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm2d)]
-
-
-def test_called_by_keyword_with_metadata():
-    model = Blocks(lambda m, x: m.norm(input=m.conv(input=x)))
-    rewritten(FuseBatchNorm2dInConv2d(), model, X, sites=1, trace=fxopt_trace)
 
 
 def test_a_norm_shared_by_two_convolutions_is_folded_into_both():
@@ -79,10 +70,6 @@ def test_an_in_place_function_on_the_output():
     rewritten(FuseBatchNorm2dInConv2d(), Blocks(lambda m, x: m.norm(m.conv(x)).relu_()), X, sites=1)
 
 
-def twice(m, x):
-    return m.norm(m.conv(x)), m.conv(x + 1)
-
-
 def two_users(m, x):
     y = m.conv(x)
     return m.norm(y), y.relu()
@@ -93,10 +80,6 @@ def also_returned(m, x):
     return m.norm(y), y
 
 
-def weight_read(m, x):
-    return m.norm(m.conv(x)), m.conv.weight * 2
-
-
 def scale_read(m, x):
     return m.norm(m.conv(x)), m.norm.weight * 2
 
@@ -104,27 +87,13 @@ def scale_read(m, x):
 @pytest.mark.parametrize(
     ("use", "reason"),
     [
-        (twice, "also called by"),
         (two_users, "also used by relu"),
         (also_returned, "also used by output"),
-        (weight_read, "reads conv.weight"),
         (scale_read, "reads norm.weight"),
     ],
 )
 def test_other_uses_are_refused(use, reason):
     refused(FuseBatchNorm2dInConv2d(), Blocks(use).eval(), X, reason=reason)
-
-
-def test_training_mode_is_refused():
-    refused(FuseBatchNorm2dInConv2d(), Blocks(straight).train(), X, reason="in training mode")
-    frozen = Blocks(straight).train()
-    frozen.norm.eval()
-    assert len(FuseBatchNorm2dInConv2d().explain(torch.fx.symbolic_trace(frozen)).sites) == 1
-
-
-def test_no_running_statistics_is_refused():
-    model = Blocks(straight, norm=nn.BatchNorm2d(6, track_running_stats=False)).eval()
-    refused(FuseBatchNorm2dInConv2d(), model, X, reason="no running statistics")
 
 
 def test_a_weight_that_is_no_parameter_is_refused():
@@ -133,18 +102,6 @@ def test_a_weight_that_is_no_parameter_is_refused():
     del model.norm.weight
     model.norm.weight = weight
     refused(FuseBatchNorm2dInConv2d(), model, X, reason="otherwise than as parameters")
-
-
-def test_mixed_dtypes_are_refused():
-    model = Blocks(straight).eval()
-    model.conv.bfloat16()
-    refused(FuseBatchNorm2dInConv2d(), model, X.bfloat16(), reason="the layer torch.bfloat16")
-
-
-def test_overflow_is_refused():
-    model = Blocks(straight).eval()
-    model.norm.weight.data.fill_(1e6)
-    refused(FuseBatchNorm2dInConv2d(), model.half(), X.half(), reason="not finite in torch.float16")
 
 
 class BuffersAreRead(torch.fx.Tracer):
@@ -164,61 +121,6 @@ def test_statistics_written_under_another_name_are_refused():
 
     reason = "add_ may write into the statistics"
     refused(FuseBatchNorm2dInConv2d(), model.eval(), X, reason=reason, trace=trace)
-
-
-def test_statistics_updated_by_another_norm_are_refused():
-    model = Blocks(lambda m, x: m.other(m.first(x)) + m.norm(m.conv(x)))
-    model.first, model.other = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
-    model.other.running_mean = model.norm.running_mean
-    model.norm.eval()
-    refused(FuseBatchNorm2dInConv2d(), model, X, reason="other may write into the statistics")
-
-
-@pytest.mark.parametrize("which", ["conv", "norm"])
-def test_hooks_are_refused(which):
-    model = Blocks(straight).eval()
-    getattr(model, which).register_forward_pre_hook(lambda module, args: None)
-    refused(FuseBatchNorm2dInConv2d(), model, X, reason="hooks (forward_pre_hooks)")
-
-
-def test_a_tied_weight_is_refused():
-    model = Blocks(lambda m, x: (m.norm(m.conv(x)), m.other(x))).eval()
-    model.other = nn.Conv2d(4, 6, 3)
-    model.other.weight = model.conv.weight
-    refused(FuseBatchNorm2dInConv2d(), model, X, reason="shares memory with other.weight")
-
-
-def test_a_mode_switch_between_is_refused():
-    def use(m, x):
-        y = m.conv(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.norm(y)
-
-    refused(FuseBatchNorm2dInConv2d(), Blocks(use).eval(), X, reason="side effect", trace=fxopt_trace)
-
-
-@pytest.mark.parametrize("conv", [nn.ConvTranspose2d(4, 6, 3), torch.nn.utils.parametrizations.weight_norm])
-def test_other_layers_are_left_alone(conv):
-    layer = conv if isinstance(conv, nn.Module) else conv(nn.Conv2d(4, 6, 3))
-    traced = torch.fx.symbolic_trace(nn.Sequential(layer, nn.BatchNorm2d(6)).eval())
-    assert not FuseBatchNorm2dInConv2d().explain(traced).sites
-
-
-def test_what_requires_gradients_stays_so():
-    model = Blocks(straight)
-    model.conv.weight.requires_grad_(False)
-    after = rewritten(FuseBatchNorm2dInConv2d(), model, X, sites=1)
-    assert not after.conv.weight.requires_grad
-    assert after.conv.bias.requires_grad
-
-
-def test_the_weights_are_rounded_once():
-    model = randomise(Blocks(straight)).eval().bfloat16()
-    folded = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(model)).conv.weight
-    norm = copy.deepcopy(model.norm).double()
-    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-    exact = model.conv.weight.double() * scale.reshape(-1, 1, 1, 1)
-    assert torch.equal(folded, exact.bfloat16())
 
 
 def test_on_the_meta_device():

@@ -10,6 +10,7 @@ from torch.fx import Interpreter
 import fxopt
 from fxopt import ReversibleTransformation
 from tests import small_models
+from tests.modules import module
 from tests.small_models import MODELS
 
 
@@ -76,21 +77,11 @@ class Attends(nn.Module):
         return scores.view(4, 3, 3).softmax(-1).bmm(x).view(12, 3)
 
 
-class Normalised(nn.Module):
-    """A place for each pass that has none in the small transformers models."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.norm(self.linear(x)) / 2.5
-
-
 def places(pass_):
     """A model in eval mode with places for a pass, and inputs."""
     if isinstance(pass_, (fxopt.FuseBatchNorm1dInLinear, fxopt.ChangeTrueDivToMulByInverse)):
-        return Normalised().eval(), {"x": torch.randn(3, 4)}
+        layers = {"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+        return module(lambda m, x: m.norm(m.linear(x)) / 2.5, **layers), {"x": torch.randn(3, 4)}
     if isinstance(pass_, fxopt.FuseAttention):
         return Attends().eval(), {"x": torch.randn(4, 3, 3, dtype=torch.float64)}
     model, inputs = (

@@ -14,6 +14,7 @@ from fxopt.passes.pack_convs import contiguous
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 pytestmark = pytest.mark.skipif(
     not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
@@ -23,29 +24,14 @@ X = torch.randn(5, 8)
 IMAGE = torch.randn(2, 3, 12, 12)
 
 
-class Function(nn.Module):
-    """A function of layers and an input."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
-
-
 def linears(function):
-    return Function(function, a=nn.Linear(8, 8), b=nn.Linear(8, 8, bias=False))
+    return module(function, a=nn.Linear(8, 8), b=nn.Linear(8, 8, bias=False))
 
 
 def convs(function):
     layers = {name: nn.Conv2d(3, 6, 3, padding=1) for name in "ac"}
     layers |= {"b": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}
-    return Function(
-        function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4)
-    )
+    return module(function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4))
 
 
 def packed(traced):
@@ -95,7 +81,7 @@ def test_without_metadata_there_is_a_reason(pass_, layer, x):
 
 @pytest.mark.parametrize("pass_", [PackLinears(), PackConvs()])
 def test_hooks_and_other_devices_are_refused(pass_):
-    model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
+    model = module(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
     traced = fxopt.trace(model.eval(), (X, IMAGE))
     for layer in (traced.a, traced.b):
         layer.register_forward_hook(lambda *_: None)
@@ -119,7 +105,7 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
     times = {nn.Linear: {"plain": 1.0, "onednn": 0.99}, nn.Conv2d: {"plain": 1.0, "onednn": 0.5}}
     monkeypatch.setattr(tuning, "measured", lambda layer, *_: times[type(layer)])
     monkeypatch.setattr(tuning, "copying", lambda shape: 0.1)
-    model = Function(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
+    model = module(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
     refused(
         PackLinears(tune=True), model, X, IMAGE, reason="torch's own kernel is the fastest", trace=fxopt_trace
     )
@@ -227,15 +213,18 @@ def test_a_residual_that_is_written_before_the_activation_is_refused():
 
 def test_gradients_of_a_residual_stay():
     layer, residual = nn.Linear(8, 8).requires_grad_(False), torch.randn(5, 8, requires_grad=True)
-    traced = fxopt.trace(Function(lambda m, x, y: m.a(x) + y, a=layer).eval(), (X, residual))
+    traced = fxopt.trace(module(lambda m, x, y: m.a(x) + y, a=layer).eval(), (X, residual))
     fused = FuseEpilogues()(PackLinears()(traced))
     fused(X, residual).sum().backward()
     assert torch.equal(residual.grad, torch.ones(5, 8))
 
 
-def test_inputs_in_channels_last_stay_so():
-    image = IMAGE.to(memory_format=torch.channels_last)
-    refused(PackConvs(), convs(lambda m, x: m.a(x)), image, reason="default layout", trace=fxopt_trace)
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [(IMAGE.to(memory_format=torch.channels_last), "default layout"), (IMAGE[0], "no batch dimension")],
+)
+def test_images_of_another_layout_are_refused(image, reason):
+    refused(PackConvs(), convs(lambda m, x: m.a(x)), image, reason=reason, trace=fxopt_trace)
 
 
 FUSED = [

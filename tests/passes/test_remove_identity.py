@@ -161,16 +161,9 @@ def test_a_hook_is_called():
 
 
 def test_a_module_that_is_read_elsewhere_stays():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.identity = nn.Identity()
-            self.identity.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return self.identity(x) * self.identity.scale
-
-    refused(RemoveIdentity(), Model().eval(), X, reason="reads identity.scale")
+    model = Uses(lambda m, x: m.identity(x) * m.identity.scale).eval()
+    model.identity.scale = nn.Parameter(torch.ones(4))
+    refused(RemoveIdentity(), model, X, reason="reads identity.scale")
 
 
 def test_a_view_without_gradients_stays():

@@ -24,6 +24,7 @@ from fxopt import (
 )
 from fxopt.rewriting.record import RECORD
 from fxopt.testing import assert_round_trip, randomise
+from tests.modules import module
 
 BOTH = compose(FuseBatchNorm1dInLinear(), FuseBatchNorm2dInConv2d())
 
@@ -132,15 +133,10 @@ def loaded(graph_module):
 
 
 def test_a_normalization_that_is_called_elsewhere_and_changed_is_not_undone():
-    class Elsewhere(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            return self.norm(self.conv(x)) + self.norm(x)
-
-    graph_module = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(randomise(Elsewhere()).eval()))
+    model = module(
+        lambda m, x: m.norm(m.conv(x)) + m.norm(x), conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)
+    )
+    graph_module = FuseBatchNorm2dInConv2d()(torch.fx.symbolic_trace(randomise(model)))
     graph_module.norm.running_mean += 1
     with pytest.raises(UndoError, match="norm, which was folded into conv, was changed since"):
         undo(graph_module)
@@ -280,17 +276,15 @@ def test_a_layer_is_marked_until_its_last_fold_is_undone():
 
 
 def test_children_come_back_in_order_whatever_is_undone_first():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.first, self.norm = nn.Conv2d(3, 4, 1), nn.Linear(4, 4), nn.BatchNorm2d(4)
-            self.second = nn.Linear(4, 4)
-
-        def forward(self, x, y):
-            return self.norm(self.conv(x)), self.first(y), self.second(y)
-
+    model = module(
+        lambda m, x, y: (m.norm(m.conv(x)), m.first(y), m.second(y)),
+        conv=nn.Conv2d(3, 4, 1),
+        first=nn.Linear(4, 4),
+        norm=nn.BatchNorm2d(4),
+        second=nn.Linear(4, 4),
+    )
     passes = [FuseBatchNorm2dInConv2d(), MergeLinears()]
-    before = torch.fx.symbolic_trace(randomise(Both()).eval())
+    before = torch.fx.symbolic_trace(randomise(model))
     for applied, undone in itertools.product(itertools.permutations(passes), repeat=2):
         graph_module = compose(*applied)(copy.deepcopy(before))
         for pass_ in undone:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import itertools
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from tests.validation.written import table_of
 from validation.records import Case, Check, Outcome, Record
 from validation.store import Run
 
@@ -41,6 +45,18 @@ def run() -> Run:
         devices={"cpu": "Example CPU, 2 cores", "cuda": "Example GPU"},
         threads=2,
     )
+
+
+@pytest.fixture
+def later(run: Run) -> Run:
+    """The same on the next day."""
+    return dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+
+
+@pytest.fixture
+def table(records: list[Record], run: Run, tmp_path: Path) -> pd.DataFrame:
+    """The table of the run, read back."""
+    return table_of(records, run, tmp_path)
 
 
 @pytest.fixture

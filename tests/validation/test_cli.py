@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import math
 import sys
@@ -26,11 +25,10 @@ def call():
 
 
 @pytest.fixture
-def runs(make_records, run, tmp_path):
+def runs(make_records, run, tmp_path, later):
     """Two nights: in the second one, one case fails. Their tables alone, without views."""
     records = make_records(0)
     failed = Record(records[0].case, Outcome.FAIL, "compare", "logits [bold]differ[/bold]")
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     nights = [tmp_path / "first", tmp_path / "second"]
     for night, made, found in zip(nights, (run, later), (records, [failed, *records[1:]]), strict=True):
         table = store.table_of(found, made)

@@ -17,22 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.validation.written import table_of
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
 from validation.report import html as html_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 CASE = Case("bert-base", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
-
-
-@pytest.fixture
-def table(records, run, tmp_path):
-    return table_of(records, run, tmp_path)
-
-
-def table_of(records, run, tmp_path):
-    store.write_table(store.table_of(records, run), tmp_path)
-    return store.read_run(tmp_path)
 
 
 def places(steps):
@@ -204,12 +195,11 @@ const press = (selector) => document.querySelector(selector).click();
 @pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the report in")
 @pytest.mark.parametrize("width", [400, 1400])
-def test_clicks_in_a_browser(width, records, run, tmp_path):
+def test_clicks_in_a_browser(width, records, run, tmp_path, later):
     earlier = [
         dataclasses.replace(r, outcome=Outcome.PASS) if r.outcome is Outcome.FAIL else r for r in records
     ]
     report.write_run(store.table_of(earlier, run), tmp_path)
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     report.write_run(store.table_of(records, later), tmp_path)
     page = tmp_path / "latest/clicked.html"
     page.write_text(

@@ -11,22 +11,13 @@ import pandas as pd
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.validation.written import table_of
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
 from validation.report import headline, markdown, pipelines, tables, wording
 from validation.report import html as html_view
 
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
-
-
-@pytest.fixture
-def table(records, run, tmp_path):
-    return table_of(records, run, tmp_path)
-
-
-def table_of(records, run, tmp_path):
-    store.write_table(store.table_of(records, run), tmp_path)
-    return store.read_run(tmp_path)
 
 
 def written(records, run, directory, planned=None):
@@ -80,9 +71,10 @@ def test_pages_of_models_that_are_gone_do_not_stay(records, table, tmp_path):
         (markdown, "compatibility", "compatibility/groupvit.md"),
     ],
 )
-def test_a_view_that_fails_costs_nothing_but_itself(module, view, file, records, run, tmp_path, monkeypatch):
+def test_a_view_that_fails_costs_nothing_but_itself(
+    module, view, file, records, run, tmp_path, monkeypatch, later
+):
     written(records[:3], run, tmp_path)
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     monkeypatch.setattr(module, view, failed_write)
     done = written(records, later, tmp_path)
     assert f"{tmp_path}/latest/{file}: not written: OSError: no space left on device" in done.problems
@@ -402,11 +394,10 @@ def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
     assert found.loc["c-d", "fastest safe"] == pipelines.NONE
 
 
-def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path):
+def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):
     written(records, run, tmp_path)
     assert "Since" not in (tmp_path / "latest/summary.md").read_text()
     broken = [dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new"), *records[1:]]
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
     written(broken, later, tmp_path)
     page = (tmp_path / "latest/summary.md").read_text()
     assert f"## Since {run.id}\n\n1 regression, 0 other changes." in page

@@ -111,8 +111,7 @@ def test_a_missing_file_is_named(tmp_path):
         store.read_run(tmp_path)
 
 
-def test_history_joins_runs_with_different_measurements(run, tmp_path):
-    later = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1))
+def test_history_joins_runs_with_different_measurements(run, tmp_path, later):
     for when, name in ((later, "sites"), (run, "max_abs_error")):
         record = Record(CASE, Outcome.PASS, measurements={name: 1})
         store.append_history(store.table_of([record], when), tmp_path)

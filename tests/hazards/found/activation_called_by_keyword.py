@@ -7,6 +7,7 @@ from torch import nn
 
 import fxopt
 from fxopt.testing import assert_round_trip
+from tests.modules import module
 
 
 class Ramp(nn.Module):
@@ -14,16 +15,7 @@ class Ramp(nn.Module):
         return values.clamp(min=0)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(input=x)
-
-
-traced = torch.fx.symbolic_trace(Model())
+traced = torch.fx.symbolic_trace(module(lambda m, x: m.act(input=x), act=nn.ReLU()))
 before = copy.deepcopy(traced)
 replace = fxopt.ReplaceActivation("relu", Ramp)
 x = torch.randn(3, 4)
