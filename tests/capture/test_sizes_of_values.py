@@ -623,6 +623,7 @@ def test_a_function_of_a_free_size_is_free(name):
         lambda n: math.exp(n) > 100 + math.tanh(n),
         lambda n: (n > 2) == 1,
         lambda n: (n > 2) != False,  # noqa: E712
+        lambda n: (n < 3) != True,  # noqa: E712
     ],
 )
 def test_a_function_of_a_free_size_that_decides_leaves_a_guard(compared):
