@@ -97,7 +97,7 @@ class CaptureShapeEnv(ShapeEnv):
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(orig_expr, sympy.Ne) and orig_expr.rhs.is_Boolean:  # torch 2.14 subtracts the sides
-            orig_expr = sympy.Eq(orig_expr.lhs, ~orig_expr.rhs)
+            orig_expr = orig_expr.lhs ^ orig_expr.rhs
         for rounded in orig_expr.atoms(Rounded) if isinstance(orig_expr, sympy.Basic) else ():
             # No guard can say this of other sizes.
             if not free_unbacked_symbols(rounded) and self._maybe_evaluate_static(orig_expr) is None:
