@@ -13,6 +13,17 @@ from torch.fx import GraphModule
 
 from fxopt.torch_internals import PARAMETERS, buffers_of, modules_of, parameters_of, used_names
 
+STANDS_FOR = "_fxopt_stands_for"
+"""The attribute of a module that `fxopt.optimize` made in which the model is."""
+
+GRAPHS = "_fxopt_graphs"
+"""That in which its graphs are."""
+
+
+def original(module: Any) -> Any:
+    """The model that an optimized module stands for; another object is itself."""
+    return getattr(module, STANDS_FOR, module)
+
 
 def split_path(path: str) -> tuple[str, str]:
     """`"encoder.layer.0"` as `("encoder.layer", "0")`."""

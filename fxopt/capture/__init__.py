@@ -2,6 +2,6 @@
 
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.capture.symbolic_trace import symbolic_trace
-from fxopt.capture.trace import trace
+from fxopt.capture.trace import trace, trace_method
 
-__all__ = ["TracedModule", "symbolic_trace", "trace"]
+__all__ = ["TracedModule", "symbolic_trace", "trace", "trace_method"]

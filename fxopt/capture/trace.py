@@ -16,6 +16,7 @@ from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 from fxopt.objects import why_no_inputs
+from fxopt.submodules import original
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 # Classes of torch that wrap a module, and where they keep it.
@@ -82,12 +83,27 @@ def trace(
         >>> traced(torch.zeros(5, 4)).shape
         torch.Size([5, 8])
     """
+    return trace_method(model, "", args, kwargs, dynamic_shapes, leaf_modules, specialize, verify)
+
+
+def trace_method(
+    model: torch.nn.Module,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any = None,
+    leaf_modules: LeafModules = (),
+    specialize: bool = False,
+    verify: bool = False,
+) -> TracedModule:
+    """Capture a method, without the hooks of the module; where it has no name, the call of the module, as `trace` does."""
     check()
     if peek_interpreter_stack() is not None:
         raise TraceError(
             "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
             "outside of it, and apply the transform to the captured module."
         )
+    model = original(model)
     check_model(model)
     layers = leaves(model, leaf_modules)
     own = TracedModule(torch.nn.Module(), torch.fx.Graph())
@@ -97,11 +113,11 @@ def trace(
         raise TraceError(
             f"{type(model).__name__} has {taken} where a torch.fx.GraphModule has something of its own; rename it."
         )
-    inputs = _bind_inputs(model, args, kwargs or {})
+    inputs = _bind_inputs(model, method or "forward", args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
         try:
-            return capture_graph(Request(model, inputs, dimensions, layers, specialize), verify)
+            return capture_graph(Request(model, inputs, dimensions, layers, specialize, method), verify)
         except TraceError:
             raise
         except RecursionError as error:
@@ -150,17 +166,19 @@ def _instead_of(model: Any) -> str:
     return f"this is a {type(model).__name__}."
 
 
-def _bind_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind_inputs(
+    model: torch.nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Example values by the names that the placeholders get; `*name` for the variadic ones."""
     fault = why_no_inputs(args, kwargs)
     if fault:
         raise TraceError(f"{fault}.")
-    signature = inspect.signature(model.forward)
+    signature = inspect.signature(getattr(model, method))
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TraceError(
-            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}."
+            f"the example inputs do not fit {type(model).__name__}.{method}{signature}: {error}."
         ) from error
     inputs: dict[str, Any] = {}
     for name, value in bound.arguments.items():

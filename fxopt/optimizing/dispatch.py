@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,23 +66,20 @@ class Graphs:
     Where a later call has other sizes, those that differ are free in the next graph.
 
     Args:
-        module: the module that stands for the model.
-        twin: makes a copy of it as it is now, of the model's class, which shares its weights.
+        model: the model.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
-        offloaded: the weights of the module, if they are in a file.
+        offloaded: the weights of the model, if they are in a file.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        twin: Callable[[], nn.Module],
+        model: nn.Module,
         options: Options,
         dynamic: Any = None,
         offloaded: Offloaded | None = None,
     ) -> None:
-        self._module, self._twin = module, twin
-        self.options, self.offloaded, self._dynamic = options, offloaded, dynamic
+        self._model, self.options, self.offloaded, self.dynamic = model, options, offloaded, dynamic
         self._evict = bool if offloaded is None else offloaded.evict
         self._lock = threading.RLock()
         self._warned: set[str] = set()
@@ -98,7 +94,7 @@ class Graphs:
         self._reports: list[GraphReport] = []
         # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
         self.parts: dict[int, Any] = {}
-        self._parameters = list(self._module.parameters())
+        self._parameters = list(self._model.parameters())
         self._watched: Watched | None = None  # made with the first graph
         self._trains = False  # whether gradients were recorded meanwhile
 
@@ -122,9 +118,10 @@ class Graphs:
         """The graphs that were made so far."""
         return Report([*self._reports, *(each for part in self.parts.values() for each in part.report)])
 
-    def run(self, eager: Callable[..., Any], inputs: Inputs, training: bool) -> Any:
-        """Compute the forward: by a graph where there is one for these inputs, else by `eager`."""
-        reason = self._reason_for_eager(inputs, training)
+    def run(self, inputs: Inputs) -> Any:
+        """Compute the forward: by a graph where there is one for these inputs, else by the model's own."""
+        eager = self._model.forward
+        reason = self._reason_for_eager(inputs)
         if reason is not None:
             self._warn(reason)
             return eager(*inputs.args, **inputs.kwargs)
@@ -151,7 +148,7 @@ class Graphs:
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs, which no graph fits; None where the model itself is to run."""
         try:
-            named = inputs.named(self._module)
+            named = inputs.named(self._model)
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
@@ -191,9 +188,9 @@ class Graphs:
 
     def _prepared(self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]) -> Lowered | None:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
-        self._watched = self._watched or Watched(self._module)
-        choices: list[Any] = [self._dynamic]
-        if free and self._dynamic is None:
+        self._watched = self._watched or Watched(self._model)
+        choices: list[Any] = [self.dynamic]
+        if free and self.dynamic is None:
             specs = dynamic_shapes(named, free)
             choices = [specs, None]
         for dynamic in choices:
@@ -201,7 +198,7 @@ class Graphs:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     lowered, report = prepare(
-                        self._twin(), inputs, dynamic, self.options, title, self._evict, self._has_changed
+                        self._model, inputs, dynamic, self.options, title, self._evict, self._has_changed
                     )
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
@@ -213,7 +210,7 @@ class Graphs:
                 return lowered
         return None
 
-    def _reason_for_eager(self, inputs: Inputs, training: bool) -> str | None:
+    def _reason_for_eager(self, inputs: Inputs) -> str | None:
         """Why the model itself is to run, whatever graphs there are; empty where that is as it should be."""
         if (
             torch.compiler.is_compiling()
@@ -222,11 +219,11 @@ class Graphs:
             or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
             return cannot_tell()
-        if training:
+        if self._model.training:
             self._trains = True
             return "it is in training mode; call .eval()"
         if self._watched is None:  # nobody has seen yet if there are others, such as those of an adapter
-            self._parameters = list(self._module.parameters())
+            self._parameters = list(self._model.parameters())
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._parameters)
             or requires_grad((inputs.args, dict(inputs.kwargs)))
@@ -246,10 +243,10 @@ class Graphs:
         if self._vain and not self._graphs and self._asked % _EVERY and plain_signature(inputs) in self._vain:
             return ""  # other calls may get a graph, which has to be of the model as it is watched
         if self._has_changed():
-            if swapped(self._module):
+            if swapped(self._model):
                 return ""
             self.forget()
-            return self._reason_for_eager(inputs, training)  # of the parameters that it has now
+            return self._reason_for_eager(inputs)  # of the parameters that it has now
         self._trains = False
         return None
 

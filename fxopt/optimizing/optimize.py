@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +13,13 @@ from torch import nn
 
 from fxopt.errors import PassError
 from fxopt.objects import why_no_inputs
-from fxopt.operators import hooks_of
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.offloading import Offloaded
 from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Options
 from fxopt.optimizing.report import Report
-from fxopt.rewriting.history import GRAPHS, STANDS_FOR
-from fxopt.torch_internals import COMPILED, buffers_of, parameters_of
+from fxopt.submodules import GRAPHS, STANDS_FOR, original
+from fxopt.torch_internals import COMPILED
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,7 +78,7 @@ def optimize(
     _check_inputs(model, args, kwargs, dynamic_shapes)
     fast = _standing_for(model, options, dynamic_shapes)
     if args or kwargs:
-        graphs: Graphs = fast.__dict__[GRAPHS]
+        graphs: Graphs = getattr(fast, GRAPHS)
         graphs.make(Inputs(tuple(args), dict(kwargs or {})))
     return fast
 
@@ -101,7 +100,7 @@ def _check(model: Any, options: Options) -> None:
             f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
             "it does into forward"
         )
-    if STANDS_FOR in model.__dict__:
+    if original(model) is not model:
         raise PassError(
             "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
         )
@@ -137,43 +136,52 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any)
 
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Offloaded | None = None) -> M:
-    """A module of a class like the model's, which computes its forward by graphs; `offloaded` are the weights if they are."""
+    """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
     if options.memory == "low" and offloaded is None:
         offloaded = Offloaded(model.parameters(), model.buffers())
     kind: Any = type(model)
-    fast = _shared(model, _optimized_class(kind, not hasattr(model, "report")))
-    # What someone has put on the instance, or compiled, is the model's own forward.
-    for name in ("forward", COMPILED):
-        fast.__dict__.pop(name, None)
-    fast.__dict__[STANDS_FOR] = model
-
-    def twin() -> nn.Module:
-        attributes = {
-            n: v
-            for n, v in vars(fast).items()
-            if n not in (STANDS_FOR, GRAPHS, COMPILED) and "hooks" not in n
-        }
-        made = _shared(model, type(model))
-        made.__dict__.pop(COMPILED, None)
-        made.__dict__ |= {name: _copied(value) for name, value in attributes.items()}
-        # Those of the module itself run around its forward, which is what the graph stands for.
-        made.__dict__ |= {name: type(vars(made)[name])() for name in hooks_of(made)}
-        return made
-
-    fast.__dict__[GRAPHS] = Graphs(fast, twin, options, dynamic_shapes, offloaded)
-    return fast
+    fast: Any = object.__new__(_optimized_class(kind, not hasattr(model, "report")))
+    own = {
+        "__dict__": vars(model),
+        STANDS_FOR: model,
+        GRAPHS: Graphs(model, options, dynamic_shapes, offloaded),
+    }
+    for name, value in own.items():
+        object.__setattr__(fast, name, value)
+    return fast  # type: ignore[no-any-return]
 
 
-def _shared(model: M, cls: Any) -> M:
-    """A module of class `cls` with the attributes, weights and children of the model."""
-    made: M = object.__new__(cls)
-    made.__dict__.update({name: _copied(value) for name, value in vars(model).items()})
-    return made
+class _Own:
+    """An attribute of the optimized module that the model does not share: what someone puts in the place of its forward."""
+
+    def __init__(self, name: str, default: Callable[[Any], Any], of_class: Any) -> None:
+        self._name, self._default, self._of_class = name, default, of_class
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self._of_class
+        try:
+            return object.__getattribute__(module, self._name)
+        except AttributeError:
+            return self._default(module)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        object.__setattr__(module, self._name, value)
+
+    def __delete__(self, module: Any) -> None:
+        object.__delattr__(module, self._name)
 
 
-def _copied(value: Any) -> Any:
-    """The registries of a module are its own; what is in them is shared."""
-    return value.copy() if isinstance(value, dict) else value
+def _in_model(slot: Any) -> property:
+    """A slot of the model's class: its value is the model's."""
+    return property(
+        lambda module: slot.__get__(original(module)),
+        lambda module, value: slot.__set__(original(module), value),
+        lambda module: slot.__delete__(original(module)),
+    )
+
+
+_OWN_FORWARD, _OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,82 +193,41 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(GRAPHS)
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is None:
             return cls.forward(self, *args, **kwargs)
-        model = self.__dict__[STANDS_FOR]
-        eager = model.forward if "forward" in vars(model) else functools.partial(cls.forward, self)
-        return graphs.run(eager, Inputs(args, kwargs), self.training)
-
-    def for_both(method: Any) -> Any:
-        """A method that gives a module other tensors, of which the model gets those that were its own as well."""
-
-        @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if GRAPHS not in vars(self):
-                return method(self, *args, **kwargs)
-            model = self.__dict__[STANDS_FOR]
-            pairs = [(parameters_of(model), self._parameters), (buffers_of(model), self._buffers)]
-            # Children are shared, so that theirs are those of both.
-            shared = [[name for name in mine if its.get(name) is mine[name]] for its, mine in pairs]
-            found = method(self, *args, **kwargs)
-            for (its, mine), names in zip(pairs, shared, strict=True):
-                its.update({name: mine[name] for name in names})
-            vars(self)[GRAPHS].forget()
-            return found
-
-        return run
+        return graphs.run(Inputs(args, kwargs))
 
     def reduce(self: Any, protocol: Any) -> Any:
-        graphs: Graphs | None = vars(self).get(GRAPHS)
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is None:
             return cls.__reduce_ex__(self, protocol)
-        model = self.__dict__[STANDS_FOR]
-        return _standing_for, (model, graphs.options, graphs._dynamic), _own_attributes(self, model)
-
-    def setstate(self: Any, state: Any) -> None:
-        if GRAPHS not in vars(self):
-            cls.__setstate__(self, state)
-            return
-        vars(self).update(state)
-        vars(self)[GRAPHS].forget()
+        return _standing_for, (original(self), graphs.options, graphs.dynamic)
 
     def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
         encoder = cls.get_encoder(self, *args, **kwargs)
-        graphs: Graphs | None = vars(self).get(GRAPHS)
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
         alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
         return _optimized_part(graphs, encoder) if graphs is not None and alone else encoder
 
     def report(self: Any) -> Report:
-        graphs: Graphs | None = vars(self).get(GRAPHS)
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
         return Report() if graphs is None else graphs.report
 
-    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": setstate}
-    members |= {
-        name: for_both(getattr(cls, name))
-        for name in ("_apply", "_load_from_state_dict")
-        if hasattr(cls, name)
+    slots = {
+        name: slot
+        for each in cls.__mro__
+        for name, slot in vars(each).items()
+        if inspect.ismemberdescriptor(slot)
     }
+    members: dict[str, Any] = {name: _in_model(slot) for name, slot in slots.items()}
+    members |= {"__slots__": (STANDS_FOR, GRAPHS, _OWN_FORWARD, _OWN_COMPILED), "__reduce_ex__": reduce}
+    members["forward"] = _Own(_OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
+    members[COMPILED] = _Own(_OWN_COMPILED, lambda module: None, None)
     members |= {"report": property(report)} if reports else {}
     members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)
-
-
-def _own_attributes(fast: nn.Module, model: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are others than those of the model it stands for: a layer or flag given since, its hooks."""
-    theirs, left_out = vars(model), (STANDS_FOR, GRAPHS, COMPILED)
-    return {
-        name: value
-        for name, value in vars(fast).items()
-        if name not in left_out and not (name in theirs and _same_objects(value, theirs[name]))
-    }
-
-
-def _same_objects(one: Any, other: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return one is other
-    return [*one] == [*other] and all(map(operator.is_, one.values(), other.values()))
 
 
 def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
@@ -273,15 +240,13 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
         except PassError:  # it is in training mode, or nothing that can be optimized
             return part
         graphs.parts[id(part)] = made
-    if "forward" in vars(part):
-        return part
-    # It has the same weights, flags and hooks, also where these are others by now.
-    made.__dict__.update(vars(part))
     return made
 
 
 class _Subclass:
     """Keeps `__init_subclass__` of a model's class, which may ask for more or register what it is called with, from running."""
+
+    __slots__ = ()
 
     def __init_subclass__(cls) -> None:
         return None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxopt import graph
-from fxopt.capture import TracedModule, trace
+from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.errors import FxoptError
@@ -97,16 +97,16 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
-        exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model, inputs)
+        exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model.forward, inputs)
         # With `memory="low"` the model's weights are not there while the graph's are.
-        before = times(model, inputs) if options.tune and options.memory == "low" else []
+        before = times(model.forward, inputs) if options.tune and options.memory == "low" else []
         evict()
         made = _rewritten(model, traced, options, evict, facts)
         facts["error"], wrong = _judged(exact, own, inputs.call(made), PRECISIONS[options.precision])
         if wrong:
             raise _Unused(wrong)
         if options.tune:
-            facts["speedup"] = _timed(model, made, inputs, before, ask)
+            facts["speedup"] = _timed(model.forward, made, inputs, before, ask)
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise _Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
     except _Unused as unused:
@@ -118,7 +118,7 @@ class _Unused(Exception):
     """The model itself is to run; the message is the reason that the report gives."""
 
 
-def _own(model: nn.Module, inputs: Inputs) -> Any:
+def _own(model: Callable[..., Any], inputs: Inputs) -> Any:
     """The model's own outputs. Fake tensors let pass what real ones do not, such as two dtypes in a product."""
     try:
         return inputs.call(model)
@@ -129,7 +129,7 @@ def _own(model: nn.Module, inputs: Inputs) -> Any:
 def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
     """The model's graph, if it can be tried out."""
     try:
-        traced = trace(model, inputs.args, inputs.kwargs, dynamic_shapes=dynamic_shapes, verify=False)
+        traced = trace_method(model, "forward", inputs.args, inputs.kwargs, dynamic_shapes)
     except FxoptError as error:
         raise _Unused(f"{UNCAPTURED}: {error}") from error
     effect = _effect(traced)
@@ -159,7 +159,11 @@ def _rewritten(
 
 
 def _timed(
-    model: nn.Module, made: Lowered, inputs: Inputs, before: Sequence[float], ask: Callable[[], object]
+    model: Callable[..., Any],
+    made: Lowered,
+    inputs: Inputs,
+    before: Sequence[float],
+    ask: Callable[[], object],
 ) -> float:
     """The model's time by the graph's, measured twice where the graph seems slower: perhaps something else was busy."""
 

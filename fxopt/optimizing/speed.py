@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from fxopt.optimizing.inputs import Inputs
 
 _SECONDS = 0.2  # how long to time a graph, and the model
@@ -16,7 +14,7 @@ _SHORT = 0.01  # seconds: what takes less finds other values in the caches than 
 
 
 def speedup(
-    model: nn.Module, computed: Callable[..., Any], inputs: Inputs, before: Sequence[float] = ()
+    model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs, before: Sequence[float] = ()
 ) -> float:
     """The model's time by the graph's: the median over rounds in which both run, or beside times of the model before."""
     if before:

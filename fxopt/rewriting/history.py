@@ -13,6 +13,7 @@ from fxopt.rewriting import undoing
 from fxopt.rewriting.composition import LintAndRecompile, leaves
 from fxopt.rewriting.record import Step, steps_of
 from fxopt.rewriting.transformation import Transformation, finished
+from fxopt.submodules import original
 
 
 class History(tuple[Step, ...]):
@@ -52,13 +53,6 @@ def history(graph_module: GraphModule) -> History:
     return History(steps_of(graph_module))
 
 
-STANDS_FOR = "_fxopt_stands_for"
-"""Where a module that `fxopt.optimize` made keeps the model that it was made of."""
-
-GRAPHS = "_fxopt_graphs"
-"""Where it keeps its graphs."""
-
-
 def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     """Undo what was applied last; the graph module changes in place.
 
@@ -83,8 +77,8 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         >>> undo(fused).get_submodule("0")
         Linear(in_features=2, out_features=3, bias=True)
     """
-    if STANDS_FOR in getattr(graph_module, "__dict__", ()):
-        model: GraphModule = graph_module.__dict__[STANDS_FOR]
+    model: GraphModule = original(graph_module)
+    if model is not graph_module:
         return model
     if not isinstance(graph_module, GraphModule):
         raise TypeError(

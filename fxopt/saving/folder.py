@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 
 from fxopt.errors import FxoptError, LoadError, SaveError
 from fxopt.operators import hooks_of
-from fxopt.rewriting.history import GRAPHS
 from fxopt.rewriting.record import find_record
 from fxopt.saving import files
 from fxopt.saving.allowed import NameRefused, Names, is_identifier
@@ -21,6 +20,7 @@ from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
 from fxopt.saving.tensors import NoSuchDevice, TensorTable, restored
 from fxopt.saving.values import NotData
+from fxopt.submodules import GRAPHS
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 
@@ -139,7 +139,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
         return [((0, ()), module)]
     if isinstance(module, GraphSet):
         return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
-    if not isinstance(module, torch.nn.Module) or GRAPHS not in vars(module):
+    if not isinstance(module, torch.nn.Module) or not hasattr(module, GRAPHS):
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
         )
@@ -148,7 +148,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
         raise SaveError(
             f"this module of fxopt.optimize has hooks ({', '.join(hooks)}), which are no part of its graphs: remove them."
         )
-    made = vars(module)[GRAPHS].made()
+    made = getattr(module, GRAPHS).made()
     if not made:
         raise SaveError(
             "this module of fxopt.optimize has no graph to save: call it before, under torch.no_grad(), with each kind of "
@@ -158,7 +158,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
 
 
 def _is_tuned(module: torch.nn.Module) -> bool:
-    return module.tune if isinstance(module, GraphSet) else bool(vars(module)[GRAPHS].options.tune)
+    return module.tune if isinstance(module, GraphSet) else bool(getattr(module, GRAPHS).options.tune)
 
 
 def _names_of_tensors(graphs: Sequence[GraphModule]) -> dict[int, str]:

@@ -13,7 +13,7 @@ import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare as prepare_module
 from fxopt.optimizing.offloading import Offloaded
-from fxopt.rewriting.history import GRAPHS
+from fxopt.submodules import GRAPHS
 from fxopt.testing import randomise
 from validation.bench.memory import resident
 
@@ -73,7 +73,7 @@ def test_what_is_written_is_not_lost():
     fast = fxopt.optimize(model, (X,), tune=False, memory="low")
     model.left.weight.mul_(2)
     wanted = model(X)
-    vars(fast)[GRAPHS].offloaded.evict()
+    getattr(fast, GRAPHS).offloaded.evict()
     assert torch.equal(model(X), wanted)
     assert torch.allclose(fast(X), wanted, rtol=1e-4, atol=1e-4), "a new graph"
     assert len(fast.report) == 1
@@ -99,7 +99,7 @@ def test_no_copy_beside_the_packed_one(memory):
     x = torch.randn(2, 64, 8, 8)
     wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
     fast = fxopt.optimize(model, (x,), tune=False, memory=memory)
-    (lowered,) = [each for graphs in vars(fast)[GRAPHS]._graphs.values() for each in graphs]
+    (lowered,) = [each for graphs in getattr(fast, GRAPHS)._graphs.values() for each in graphs]
     assert lowered.given_up == ("0",)
     assert lowered.traced.get_submodule("0").weight.is_meta
     whole = lowered.with_weights()

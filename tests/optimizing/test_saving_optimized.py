@@ -13,6 +13,7 @@ from fxopt import tuning
 from fxopt.kernels import PackedConv2d, PackedLinear, kernels_for
 from fxopt.optimizing import prepare as prepare_module
 from fxopt.saving import graph_set
+from fxopt.submodules import GRAPHS
 from fxopt.testing import randomise
 
 pytestmark = pytest.mark.skipif(
@@ -138,7 +139,7 @@ def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypa
 
     fast = fxopt.optimize(fxopt.undo(fast), tune=False)
     wanted = fast(x)
-    fast.__dict__["_fxopt_graphs"].options = prepare_module.Options("float32", True)
+    getattr(fast, GRAPHS).options = prepare_module.Options("float32", True)
     monkeypatch.setattr(graph_set, "fastest", fastest)
     loaded = reloaded(fast, tmp_path)
     assert sorted(asked, key=str) == [

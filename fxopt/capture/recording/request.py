@@ -26,6 +26,7 @@ class Request:
     dimensions: dict[str, Any]  # what is free of their sizes
     layers: Set[int]  # identities of the modules that are one node
     specialize: bool
+    method: str = ""  # the method that is captured, without hooks; the module's call where it has no name
     at_one: Set[tuple[str, int | None]] = frozenset()  # the free sizes that are 1 this time
     # The free sizes that are others than those of the example.
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
@@ -40,6 +41,10 @@ class Request:
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
     running: RunningCode = dataclasses.field(default_factory=RunningCode)
+
+    def signature(self) -> inspect.Signature:
+        """How the inputs are given."""
+        return inspect.signature(getattr(self.model, self.method or "forward"))
 
     def device(self) -> torch.device:
         """The one device of the model (of the inputs, where it has no tensors)."""
@@ -58,7 +63,7 @@ class Request:
 
     def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Values for the inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
-        parameters = inspect.signature(self.model.forward).parameters
+        parameters = self.signature().parameters
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         positional: set[Any] = {inspect.Parameter.POSITIONAL_ONLY}
@@ -75,7 +80,7 @@ class Request:
 
     def default(self, name: str) -> dict[str, Any]:
         """The default of a placeholder: an input that equals the forward's own can be left out, where none without one follows."""
-        parameters = inspect.signature(self.model.forward).parameters
+        parameters = self.signature().parameters
         rest = list(self.inputs)[list(self.inputs).index(name) :]
         if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):
             return {"default_value": self.inputs[name]}

@@ -6,7 +6,8 @@ import contextlib
 import contextvars
 import decimal
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -209,7 +210,9 @@ class ForwardRun:
                 context.run(variable.set, value)
             before = dict(context)
             lent = lend_copies(recorder.writer, self.request.assigned)
-            result = context.run(_run_forward, model, args, kwargs)
+            called, inside = self._called(model)
+            with inside:
+                result = context.run(_run_forward, called, args, kwargs)
             write_back(recorder, lent, [args, kwargs, result, recorder.shell.outside])
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
@@ -224,6 +227,13 @@ class ForwardRun:
                 self._check_values()
                 recorder.writer.add_output(result)
 
+    def _called(self, model: torch.nn.Module) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
+        """What is run, and the context that names the module of its nodes: a call of the module has its own."""
+        method = self.request.method
+        if not method:
+            return model, contextlib.nullcontext()
+        return getattr(model, method), self.recorder.writer.inside("", model)
+
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
         for asserts in self.shape_env.deferred_runtime_asserts.values():
@@ -236,7 +246,7 @@ class ForwardRun:
                     self.graph.call_function(check_value, (condition, message))
 
 
-def _run_forward(shell: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_forward(shell: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return shell(*args, **kwargs)
 
 
