@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
+import os
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -31,20 +35,32 @@ from fxopt.optimizing.structures import (
     tensors_of_inputs,
     text_of,
 )
-from fxopt.optimizing.watching import Watched, swapped
+from fxopt.optimizing.watching import State, swapped
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
-
-MOST_GRAPHS = 8
-"""How many graphs a model may have; what fits none of them, the model itself computes."""
 
 _MOST_FAILURES = 2  # how often to try for one structure
 _MOST_STRUCTURES = 64  # how many to keep in mind
-_MOST_FORGOTTEN = 8  # how often weights or modules may change
-# In how many calls of a model without graphs to ask once if it has changed, and to try again then.
-_EVERY = 16
+_MOST_NUMBERS = 4  # how many values of one number may have a graph
+_RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
+
+_ALL = weakref.WeakSet["Graphs"]()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
+class _Graph:
+    """A graph in use.
+
+    Attributes:
+        used: when it was called last, as a number that grows.
+    """
+
+    lowered: Lowered
+    calls: _Calls
+    shapes: Shapes
+    used: int = 0
+
+
+@dataclasses.dataclass(eq=False)
 class _Calls:
     """The calls of one structure for which a graph was asked.
 
@@ -52,18 +68,42 @@ class _Calls:
         graphs: the graph for the shapes of each, None where there is none.
         free: the dimensions that were not the same in all of them.
         failures: how often there was none.
+        made: how often there was one.
     """
 
-    graphs: dict[Shapes, Lowered | None] = dataclasses.field(default_factory=dict)
+    graphs: dict[Shapes, _Graph | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     failures: int = 0
+    made: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Book:
+    """The graphs for one state of the model.
+
+    Attributes:
+        tried: the graphs, by the kind of call, in the order in which they are tried.
+        calls: what is known of each structure.
+        vain: calls for which there is no graph, and will be none.
+        numbers: the values of each input that is a number.
+        assigned: the attributes that each graph assigns; None before the first.
+        settled: whether graphs may be made for this state.
+    """
+
+    state: State
+    tried: dict[Any, tuple[_Graph, ...]] = dataclasses.field(default_factory=dict)
+    calls: dict[Any, _Calls] = dataclasses.field(default_factory=dict)
+    vain: set[Signature] = dataclasses.field(default_factory=set)
+    numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
+    assigned: set[tuple[str, str]] | None = None
+    settled: bool = True
 
 
 class Graphs:
     """Computes a model's forward by graphs, and makes one where none fits.
 
     The first graph for a structure of inputs (their names, containers and constants) has the sizes of the first call.
-    Where a later call has other sizes, those that differ are free in the next graph.
+    Where a later call has other sizes, those that differ are free in the next graph, which takes the place of the others.
 
     Args:
         model: the model.
@@ -81,36 +121,33 @@ class Graphs:
     ) -> None:
         self._model, self.options, self.offloaded, self.dynamic = model, options, offloaded, dynamic
         self._evict = bool if offloaded is None else offloaded.evict
-        self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._forgotten = self._asked = 0
-        self._start()
+        self._uses = itertools.count(1)
+        self.renew_lock()
+        self.refresh()
+        _ALL.add(self)
 
-    def _start(self) -> None:
-        self._graphs: dict[Any, tuple[Lowered, ...]] = {}
-        self._calls: dict[Any, _Calls] = {}
-        self._failures = 0
-        self._vain = set[Signature]()  # for which there is no graph, and will be none
-        self._reports: list[GraphReport] = []
-        # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
-        self.parts: dict[int, Any] = {}
-        self._parameters = list(self._model.parameters())
-        self._watched: Watched | None = None  # made with the first graph
-        self._trains = False  # whether gradients were recorded meanwhile
+    def renew_lock(self) -> None:
+        """Make a lock that no other thread holds: those of a process that forked do not exist in the child."""
+        self._lock = threading.RLock()
 
-    def forget(self) -> None:
-        """Drop all graphs: the weights or the modules are others."""
+    def refresh(self) -> None:
+        """Drop all graphs."""
         with self._lock:
-            self._forgotten += bool(self._graphs)
-            self._start()
+            self._books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
+            self._changes = 0
+            self._reports = collections.deque[GraphReport](maxlen=_MOST_STRUCTURES)
+            # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
+            self.parts: dict[int, Any] = {}
 
     def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
         """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
-        if self._has_changed():
-            self.forget()
+        books = [book for book in self._books[:1] if book.state.holds()]
         return {
-            (key[0], tuple(key[1:])): tuple(each.with_weights() for each in lowered)
-            for key, lowered in self._graphs.items()
+            (key[0], tuple(key[1:])): tuple(each.lowered.with_weights() for each in graphs)
+            for book in books
+            for key, graphs in book.tried.items()
+            if graphs
         }
 
     @property
@@ -121,84 +158,147 @@ class Graphs:
     def run(self, inputs: Inputs) -> Any:
         """Compute the forward: by a graph where there is one for these inputs, else by the model's own."""
         eager = self._model.forward
-        reason = self._reason_for_eager(inputs)
-        if reason is not None:
-            self._warn(reason)
+        book = self._book_for(inputs)
+        if book is None:
             return eager(*inputs.args, **inputs.kwargs)
         key = (len(inputs.args), *sorted(inputs.kwargs))
-        known = self._graphs.get(key, ())
-        for lowered in known:
+        for tried in book.tried.get(key, ()):
             with contextlib.suppress(GuardError):
-                value = lowered(*inputs.args, **inputs.kwargs)
-                if lowered is not known[0]:
-                    with self._lock:
-                        self._filed(key, lowered)
-                return value
-        plain, vain = plain_signature(inputs), self._vain
-        if plain in vain:
+                return self._called(book, key, tried, inputs)
+        plain = plain_signature(inputs)
+        if plain in book.vain or not book.settled or not self._lock.acquire(blocking=self.options.wait):
             return eager(*inputs.args, **inputs.kwargs)
-        made = self.make(inputs)
-        if made is None and plain is not None and len(vain) < _MOST_STRUCTURES:
-            vain.add(plain)
+        try:
+            made = self._find(book, inputs, key) or self._make(book, inputs, key)
+        finally:
+            self._lock.release()
+        if made is None and plain is not None and len(book.vain) < _MOST_STRUCTURES:
+            book.vain.add(plain)
         if made is not None:
             with contextlib.suppress(GuardError):
-                return made(*inputs.args, **inputs.kwargs)
+                return self._called(book, key, made, inputs)
         return eager(*inputs.args, **inputs.kwargs)
 
-    def make(self, inputs: Inputs) -> Lowered | None:
-        """Make a graph for some inputs, which no graph fits; None where the model itself is to run."""
+    def make(self, inputs: Inputs) -> None:
+        """Make a graph for some inputs ahead of a call."""
+        book = self._book()
+        if book is not None:
+            with self._lock:
+                self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
+
+    def _called(self, book: _Book, key: Any, tried: _Graph, inputs: Inputs) -> Any:
+        """Call a graph, which is tried before others from now on.
+
+        Raises:
+            GuardError: it does not fit.
+        """
+        value = tried.lowered(*inputs.args, **inputs.kwargs)
+        tried.used = next(self._uses)
+        if book.tried.get(key, ())[:1] != (tried,):
+            self._file(book, key, tried)
+        return value
+
+    def _file(self, book: _Book, key: Any, graph: _Graph) -> _Graph:
+        with self._lock:
+            book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
+        return graph
+
+    def _find(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
+        """A graph that another thread has made meanwhile."""
+        return next((each for each in book.tried.get(key, ()) if each.lowered.takes(inputs)), None)
+
+    def _make(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
+        """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
         try:
             named = inputs.named(self._model)
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            self._warn(f"its inputs cannot be described ({type(error).__name__})")
             return None
-        if any(map(has_own_kernels, tensors_of_inputs(named))):
+        if any(map(has_own_kernels, tensors_of_inputs(named))) or self._varies(book, named):
             return None
-        with self._lock:
-            calls = self._calls.get(structure)
-            if calls is None:
-                if self._failures >= MOST_GRAPHS or len(self._calls) >= _MOST_STRUCTURES:
-                    return None
-                calls = self._calls[structure] = _Calls()
-            key = (len(inputs.args), *sorted(inputs.kwargs))
-            if shapes in calls.graphs:  # for keywords instead of positions, by another thread, or in vain
-                return self._filed(key, calls.graphs[shapes])
-            if calls.failures >= _MOST_FAILURES:
+        calls = book.calls.get(structure)
+        if calls is None:
+            if len(book.calls) >= _MOST_STRUCTURES:
                 return None
-            if sum(map(len, self._graphs.values())) >= MOST_GRAPHS:
-                self._warn(f"its inputs fit none of {MOST_GRAPHS} graphs, and there are no more than that")
-                return None
-            for others in calls.graphs:
-                calls.free |= differing(shapes, others)
-            lowered = calls.graphs[shapes] = self._prepared(inputs, named, calls.free)
-            if lowered is None:
-                calls.failures += 1
-                self._failures += 1
-                self._warn(str(self._reports[-1].reason))
-                return None
-            return self._filed(key, lowered)
+            calls = book.calls[structure] = _Calls()
+        known = calls.graphs.get(shapes)
+        if known is not None:  # for keywords instead of positions
+            return self._file(book, key, known)
+        if shapes in calls.graphs or calls.failures >= _MOST_FAILURES:
+            return None
+        if calls.made > 2 * self.options.max_graphs:
+            self._warn(
+                f"graphs for its inputs were dropped to make others {calls.made} times: more than {self.options.max_graphs} "
+                "kinds of inputs are in use, so give optimize a larger max_graphs"
+            )
+            return None
+        for others in calls.graphs:
+            calls.free |= differing(shapes, others)
+        lowered = self._prepared(inputs, named, calls.free)
+        reason = self._disagreement(book, self._reports[-1]) or self._reports[-1].reason
+        if lowered is None or reason:
+            calls.graphs[shapes] = None
+            calls.failures += 1
+            self._warn(str(reason))
+            return None
+        made = calls.graphs[shapes] = _Graph(lowered, calls, shapes, next(self._uses))
+        calls.made += 1
+        self._file(book, key, made)
+        self._drop_unused()
+        return made
 
-    def _filed(self, key: Any, lowered: Lowered | None) -> Lowered | None:
-        """Put a graph before the others that are tried for such calls."""
-        if lowered is not None:
-            others = (each for each in self._graphs.get(key, ()) if each is not lowered)
-            self._graphs[key] = (lowered, *others)
-        return lowered
+    def _varies(self, book: _Book, named: dict[str, Any]) -> bool:
+        """Tell whether an input is a number that has had many values, of which a graph holds one."""
+        for name, value in named.items():
+            if type(value) in (int, float):
+                seen = book.numbers.setdefault(name, set())
+                if value not in seen and len(seen) >= _MOST_NUMBERS:
+                    self._warn(
+                        f"the number {name!r} is another one from call to call, and a graph holds one: give it as a tensor"
+                    )
+                    return True
+                seen.add(value)
+        return False
+
+    def _disagreement(self, book: _Book, report: GraphReport) -> str:
+        """Note what the forward assigns; or say what it assigns for these inputs alone: graphs for others may read it."""
+        if book.assigned is None:
+            book.assigned = {*report.assigned}
+            for path, name in report.assigned:
+                book.state.assigns(self._model.get_submodule(path), name)
+        others = sorted(".".join(filter(None, place)) for place in book.assigned ^ {*report.assigned})
+        return f"the forward assigns {', '.join(others)} for some inputs and not for others" if others else ""
+
+    def _drop_unused(self) -> None:
+        """Drop the graphs that were not called for longest, where there are too many."""
+        graphs = [each for book in self._books for some in book.tried.values() for each in some]
+        kept = sorted({*graphs}, key=lambda graph: -graph.used)[: self.options.max_graphs]
+        for graph in {*graphs} - {*kept}:
+            graph.calls.graphs.pop(graph.shapes, None)
+        for book in self._books:
+            book.tried = {
+                key: tuple(each for each in graphs if each in kept) for key, graphs in book.tried.items()
+            }
+        self._books = (*self._books[:1], *(b for b in self._books[1:] if any(b.tried.values())))
 
     def _prepared(self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]) -> Lowered | None:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
-        self._watched = self._watched or Watched(self._model)
         choices: list[Any] = [self.dynamic]
         if free and self.dynamic is None:
-            specs = dynamic_shapes(named, free)
-            choices = [specs, None]
+            choices = [dynamic_shapes(named, free), None]
         for dynamic in choices:
             title = text_of(named, free if dynamic is not None else set())
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     lowered, report = prepare(
-                        self._model, inputs, dynamic, self.options, title, self._evict, self._has_changed
+                        self._model,
+                        inputs,
+                        dynamic,
+                        self.options,
+                        title,
+                        self._evict,
+                        self._books[0].state.holds,
                     )
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
@@ -210,51 +310,68 @@ class Graphs:
                 return lowered
         return None
 
-    def _reason_for_eager(self, inputs: Inputs) -> str | None:
-        """Why the model itself is to run, whatever graphs there are; empty where that is as it should be."""
+    def _book_for(self, inputs: Inputs) -> _Book | None:
+        """The graphs for the model as it is; None where the model itself is to run, whatever graphs there are."""
         if (
             torch.compiler.is_compiling()
             or is_transforming()
             or has_any_global_hook()
             or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
-            return cannot_tell()
+            return self._without(cannot_tell())
         if self._model.training:
-            self._trains = True
-            return "it is in training mode; call .eval()"
-        if self._watched is None:  # nobody has seen yet if there are others, such as those of an adapter
-            self._parameters = list(self._model.parameters())
+            return self._without("it is in training mode; call .eval()", trains=torch.is_grad_enabled())
+        book = self._book()
+        parameters = book.state.parameters if book is not None else []
         if torch.is_grad_enabled() and (
-            any(p.requires_grad for p in self._parameters)
-            or requires_grad((inputs.args, dict(inputs.kwargs)))
+            any(p.requires_grad for p in parameters) or requires_grad((inputs.args, dict(inputs.kwargs)))
         ):
-            self._trains = True
-            return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
-        device = self._parameters[0].device.type if self._parameters else "cpu"
-        if device not in ("cpu", "cuda"):
-            return ""
-        if torch.is_autocast_enabled(device):
-            return "autocast is on; choose the precision when you optimize"
-        if self._forgotten >= _MOST_FORGOTTEN:
-            return (
-                f"its weights, modules or options have changed {_MOST_FORGOTTEN} times since it was optimized"
+            return self._without(
+                "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()", trains=True
             )
-        self._asked += 1
-        if self._vain and not self._graphs and self._asked % _EVERY and plain_signature(inputs) in self._vain:
-            return ""  # other calls may get a graph, which has to be of the model as it is watched
-        if self._has_changed():
-            if swapped(self._model):
-                return ""
-            self.forget()
-            return self._reason_for_eager(inputs)  # of the parameters that it has now
-        self._trains = False
+        device = parameters[0].device.type if parameters else "cpu"
+        if device not in ("cpu", "cuda"):
+            return None
+        if torch.is_autocast_enabled(device):
+            return self._without("autocast is on; choose the precision when you optimize")
+        return book
+
+    def _without(self, reason: str, trains: bool = False) -> _Book | None:
+        for book in self._books if trains else ():
+            book.state.mark()
+        self._warn(reason)
         return None
 
-    def _has_changed(self) -> bool:
-        watched = self._watched
-        return watched is not None and (watched.changed() or (self._trains and watched.trained()))
+    def _book(self) -> _Book | None:
+        """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
+        for book in self._books:
+            if book.state.holds() and not book.state.trained():
+                book.settled = True
+                if book is not self._books[0]:
+                    self._opened(book)
+                return book
+        if swapped(self._model):
+            return None
+        with self._lock:
+            self._changes += bool(self._books)
+            made = _Book(State(self._model), settled=self._changes <= _RESTLESS)
+            self._opened(made)
+        return made
+
+    def _opened(self, book: _Book) -> None:
+        with self._lock:
+            others = (each for each in self._books if each is not book and not each.state.is_gone())
+            self._books = (book, *others)
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"the model itself runs: {reason}", stacklevel=5)
+
+
+def _after_fork() -> None:
+    for graphs in list(_ALL):
+        graphs.renew_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from fxopt import graph
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec, describe
+from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
+from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
@@ -42,21 +44,47 @@ class Lowered:
         function: the function.
         packed: the packed weights that it computes with, by the names of their layers.
         given_up: the names of layers that hold no weight beside the packed one.
+        assigned: the modules of the model, and the names of their attributes, which a run assigns: the function returns what the
+            model does, and a list of these.
     """
 
     traced: TracedModule
     function: Function
     packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict)
     given_up: Collection[str] = ()
+    assigned: Sequence[tuple[nn.Module, str]] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        value = self.function(*args, **kwargs)
+        if not self.assigned:
+            return value
+        value, left = value
+        for (module, name), each in zip(self.assigned, left, strict=True):
+            setattr(module, name, each)
+        return value
+
+    def takes(self, inputs: Inputs) -> bool:
+        """Tell whether the graph is for these inputs."""
+        placeholders = self.traced.graph.find_nodes(op="placeholder")
+        guard: Any = next(m for m in self.traced.children() if isinstance(m, InputGuard))
+        try:
+            values = zip(placeholders, inputs.bound(self.traced), strict=True)
+            named = {str(node.target).lstrip("*"): value for node, value in values}
+            _checked(guard, **named)
+        except (GuardError, TypeError):
+            return False
+        return True
 
     def with_weights(self) -> GraphModule:
-        """The graph with all its weights; those that were given up are unpacked, bit for bit."""
-        if not self.given_up:
+        """The graph with all its weights, which assigns nothing; those that were given up are unpacked, bit for bit."""
+        if not self.given_up and not self.assigned:
             return self.traced
         whole = sharing_copy(self.traced)
+        if self.assigned:
+            output: Any = whole.graph.output_node()
+            output.args = output.args[0][:1]
+            whole.graph.eliminate_dead_code()
+            whole.recompile()
         for path in self.given_up:
             unpack, layer = self.packed[path].unpack, whole.get_submodule(path)
             assert unpack is not None
@@ -65,16 +93,17 @@ class Lowered:
 
 
 def lowered(
-    traced: TracedModule, own: Collection[int] | None = None, evict: Callable[[], object] = bool
+    traced: TracedModule, model: nn.Module | None = None, evict: Callable[[], object] = bool
 ) -> Lowered:
     """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
 
     Args:
         traced: the graph.
-        own: the ids of the model's own parameters; of others, a copy beside the packed one is given up. None: keep all.
+        model: the model, whose own parameters stay; of others, a copy beside the packed one is given up. None: keep all.
         evict: is called after each module.
     """
     packed, given_up = dict[str, Packed](), list[str]()
+    own = {*map(id, model.parameters())} if model is not None else None
     uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
 
     def settle(path: str) -> None:
@@ -86,7 +115,9 @@ def lowered(
         evict()
 
     function = _function(traced, packed, settle)
-    return Lowered(traced, function, packed, tuple(given_up))
+    places = traced.meta.get(ASSIGNED, ()) if model is not None else ()
+    assigned = [(model.get_submodule(path), name) for path, name in places] if model is not None else ()
+    return Lowered(traced, function, packed, tuple(given_up), assigned)
 
 
 def functions_of(

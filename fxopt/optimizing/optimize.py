@@ -33,6 +33,8 @@ def optimize(
     tune: bool = True,
     memory: str = "high",
     dynamic_shapes: Any = None,
+    max_graphs: int = 8,
+    wait: bool = True,
 ) -> M:
     """Make a model faster for inference.
 
@@ -52,18 +54,20 @@ def optimize(
         memory: `high` keeps the model's weights beside the packed ones; `low` moves them to a file in `~/.cache/fxopt`
             (or in the folder that `FXOPT_CACHE` names), from which they come back, bit for bit, where something reads them.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
+        max_graphs: how many graphs are kept; the one that was called longest ago goes first.
+        wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
 
     Returns:
-        The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads.
-        `print(fast.report)` says what was done, and `fxopt.undo(fast)` gives the model back. When weights, modules,
-        hooks, flags, or options in numbers and strings have changed, it makes new graphs; unnoticed are other
-        attributes, writes into `.data` or through numpy, and what fused optimizers do while the module is not called.
+        The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
+        attributes are those of the model, and one that is set on either is set on both. `print(fast.report)` says what was
+        done, and `fxopt.undo(fast)` gives the model back. `.to()`, `load_state_dict`, writes in place, swapped layers and
+        adapters, train and eval, and numbers, strings and flags on modules are noticed; after anything else call `fast.refresh()`.
 
     Raises:
         PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
             `__call__`; example inputs are given and weights are on the meta device; or the file for `memory="low"` cannot be
             written.
-        ValueError: an unknown precision, or value of `memory`.
+        ValueError: an unknown precision, or value of `memory`; or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others.
 
     Example:
@@ -73,7 +77,7 @@ def optimize(
         ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
-    options = Options(precision, tune, memory)
+    options = Options(precision, tune, memory, max_graphs, wait)
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes)
     fast = _standing_for(model, options, dynamic_shapes)
@@ -114,6 +118,8 @@ def _check(model: Any, options: Options) -> None:
         given = getattr(options, name)
         if given not in known:
             raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
+    if options.max_graphs < 1:
+        raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
 
 def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
@@ -140,7 +146,8 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Of
     if options.memory == "low" and offloaded is None:
         offloaded = Offloaded(model.parameters(), model.buffers())
     kind: Any = type(model)
-    fast: Any = object.__new__(_optimized_class(kind, not hasattr(model, "report")))
+    added = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
+    fast: Any = object.__new__(_optimized_class(kind, added))
     own = {
         "__dict__": vars(model),
         STANDS_FOR: model,
@@ -185,7 +192,7 @@ _OWN_FORWARD, _OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
 
 
 @functools.lru_cache(maxsize=256)
-def _optimized_class(cls: Any, reports: bool) -> Any:
+def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
     """A subclass with the name of `cls`: libraries look models up by the names of their classes.
 
     What is made of the class itself, and not by `optimize`, is as one of `cls`.
@@ -214,6 +221,9 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         return Report() if graphs is None else graphs.report
 
+    def refresh(self: Any) -> None:
+        getattr(self, GRAPHS).refresh()
+
     slots = {
         name: slot
         for each in cls.__mro__
@@ -224,7 +234,9 @@ def _optimized_class(cls: Any, reports: bool) -> Any:
     members |= {"__slots__": (STANDS_FOR, GRAPHS, _OWN_FORWARD, _OWN_COMPILED), "__reduce_ex__": reduce}
     members["forward"] = _Own(_OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
     members[COMPILED] = _Own(_OWN_COMPILED, lambda module: None, None)
-    members |= {"report": property(report)} if reports else {}
+    members |= {
+        name: value for name, value in (("report", property(report)), ("refresh", refresh)) if name in added
+    }
     members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)

@@ -16,6 +16,7 @@ from fxopt import graph
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
+from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import FxoptError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
@@ -73,6 +74,8 @@ class Options:
     precision: str
     tune: bool
     memory: str = "high"
+    max_graphs: int = 8
+    wait: bool = True
 
 
 def prepare(
@@ -97,12 +100,15 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
+        places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
         exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model.forward, inputs)
+        if places:
+            own = own, [getattr(model.get_submodule(path), name) for path, name in places]
         # With `memory="low"` the model's weights are not there while the graph's are.
         before = times(model.forward, inputs) if options.tune and options.memory == "low" else []
         evict()
         made = _rewritten(model, traced, options, evict, facts)
-        facts["error"], wrong = _judged(exact, own, inputs.call(made), PRECISIONS[options.precision])
+        facts["error"], wrong = _judged(exact, own, inputs.call(made.function), PRECISIONS[options.precision])
         if wrong:
             raise _Unused(wrong)
         if options.tune:
@@ -152,7 +158,7 @@ def _rewritten(
         explanations.append(dataclasses.replace(pass_.commit(traced), name=public_name(pass_)))
         evict()
     traced.recompile()
-    made = lowered(traced, {*map(id, model.parameters())}, evict)
+    made = lowered(traced, model, evict)
     facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
     facts["kept"] = MEMORIES[options.memory]
     return made

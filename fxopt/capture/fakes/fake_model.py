@@ -222,6 +222,15 @@ class FakeModel:
                 state |= {(name, key): contents(value) for key, value in held.items()}
         return state
 
+    def held_by_name(self) -> dict[tuple[str, str], Any]:
+        """The attributes of the modules whose forward is recorded, by module and name."""
+        return {
+            (name, key): value
+            for name, module in self._containers
+            for key, value in vars(module).items()
+            if key not in _OF_TORCH
+        }
+
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """Give the attributes that the forward has changed, with their values now."""
         for fake in (*self._tensors.values(), *self.outside.values()):

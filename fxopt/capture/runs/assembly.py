@@ -14,7 +14,7 @@ from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_no_write
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.size_guards import SizeGuard
-from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.capture.runtime.traced_module import ASSIGNED, TracedModule
 
 
 def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModule:
@@ -40,6 +40,7 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
     traced.meta["forward_runs"] = run.request.running.runs
+    traced.meta[ASSIGNED] = run.assigned
     _keep_reads(traced, run)
     return traced
 

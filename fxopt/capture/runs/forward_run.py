@@ -71,6 +71,7 @@ class ForwardRun:
         self._example: ExampleRun | None = None
         self._variables = dict(request.earlier.variables)
         self._changed: dict[str, bool] = {}
+        self._assigned: list[tuple[str, str]] = []
 
     def record(self) -> RunResult:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
@@ -164,6 +165,7 @@ class ForwardRun:
             unchanged_buffers=shell.unchanged_buffers(),
             changed_outside=changed_outside,
             moved=self.placeholders.moved() | recorder.tensor_sizes.written(),
+            assigned=self._assigned,
         )
 
     def _refuse_earlier(self) -> None:
@@ -211,9 +213,11 @@ class ForwardRun:
             before = dict(context)
             lent = lend_copies(recorder.writer, self.request.assigned)
             called, inside = self._called(model)
+            held = recorder.shell.held_by_name()
             with inside:
                 result = context.run(_run_forward, called, args, kwargs)
             write_back(recorder, lent, [args, kwargs, result, recorder.shell.outside])
+            result = self._with_assigned(result, held)
             for source in recorder.draws.drawn_from():
                 raise TraceError(f"{reason(source)}.")
             contents = SnapshotMaker(id)
@@ -233,6 +237,15 @@ class ForwardRun:
         if not method:
             return model, contextlib.nullcontext()
         return getattr(model, method), self.recorder.writer.inside("", model)
+
+    def _with_assigned(self, result: Any, held: Mapping[tuple[str, str], Any]) -> Any:
+        """The result of a method, with a list of what it has assigned to attributes of the modules."""
+        now = self.recorder.shell.held_by_name()
+        if self.request.method:
+            self._assigned = sorted(
+                place for place, value in now.items() if held.get(place, self) is not value
+            )
+        return (result, [now[place] for place in self._assigned]) if self._assigned else result
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""

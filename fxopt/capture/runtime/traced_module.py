@@ -24,6 +24,10 @@ from fxopt.torch_internals import DERIVED_FROM_GRAPH, REGISTRIES
 _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 
 
+ASSIGNED = "assigned"
+"""Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the list beside its result."""
+
+
 class TracedModule(torch.fx.GraphModule):
     """A captured model.
 
