@@ -55,6 +55,7 @@ class _Graph:
     """
 
     lowered: Lowered
+    report: GraphReport
     calls: _Calls
     shapes: Shapes
     used: int = 0
@@ -88,6 +89,7 @@ class _Book:
         numbers: the values of each input that is a number.
         assigned: the attributes that each graph assigns; None before the first.
         settled: whether graphs may be made for this state.
+        reports: of the graphs, and of those that are not used.
     """
 
     state: State
@@ -97,6 +99,9 @@ class _Book:
     numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     settled: bool = True
+    reports: collections.deque[GraphReport] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_MOST_STRUCTURES)
+    )
 
 
 class Graphs:
@@ -136,7 +141,6 @@ class Graphs:
         with self._lock:
             self._books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
             self._changes = 0
-            self._reports = collections.deque[GraphReport](maxlen=_MOST_STRUCTURES)
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
 
@@ -152,8 +156,9 @@ class Graphs:
 
     @property
     def report(self) -> Report:
-        """The graphs that were made so far."""
-        return Report([*self._reports, *(each for part in self.parts.values() for each in part.report)])
+        """The graphs that there are, and why there is none."""
+        own = (report for book in self._books for report in book.reports)
+        return Report([*own, *(each for part in self.parts.values() for each in part.report)])
 
     def run(self, inputs: Inputs) -> Any:
         """Compute the forward: by a graph where there is one for these inputs, else by the model's own."""
@@ -213,7 +218,7 @@ class Graphs:
             named = inputs.named(self._model)
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            self._warn(f"its inputs cannot be described ({type(error).__name__})")
+            self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
             return None
         if any(map(has_own_kernels, tensors_of_inputs(named))) or self._varies(book, named):
             return None
@@ -235,14 +240,14 @@ class Graphs:
             return None
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
-        lowered = self._prepared(inputs, named, calls.free)
-        reason = self._disagreement(book, self._reports[-1]) or self._reports[-1].reason
+        lowered = self._prepared(book, inputs, named, calls.free)
+        reason = self._disagreement(book, book.reports[-1]) or book.reports[-1].reason
         if lowered is None or reason:
             calls.graphs[shapes] = None
             calls.failures += 1
             self._warn(str(reason))
             return None
-        made = calls.graphs[shapes] = _Graph(lowered, calls, shapes, next(self._uses))
+        made = calls.graphs[shapes] = _Graph(lowered, book.reports[-1], calls, shapes, next(self._uses))
         calls.made += 1
         self._file(book, key, made)
         self._drop_unused()
@@ -263,6 +268,8 @@ class Graphs:
 
     def _disagreement(self, book: _Book, report: GraphReport) -> str:
         """Note what the forward assigns; or say what it assigns for these inputs alone: graphs for others may read it."""
+        if report.assigned is None:  # there is no graph
+            return ""
         if book.assigned is None:
             book.assigned = {*report.assigned}
             for path, name in report.assigned:
@@ -274,15 +281,21 @@ class Graphs:
         """Drop the graphs that were not called for longest, where there are too many."""
         graphs = [each for book in self._books for some in book.tried.values() for each in some]
         kept = sorted({*graphs}, key=lambda graph: -graph.used)[: self.options.max_graphs]
-        for graph in {*graphs} - {*kept}:
+        dropped = {*graphs} - {*kept}
+        for graph in dropped:
             graph.calls.graphs.pop(graph.shapes, None)
         for book in self._books:
+            for graph in dropped:
+                if graph.report in book.reports:
+                    book.reports.remove(graph.report)
             book.tried = {
                 key: tuple(each for each in graphs if each in kept) for key, graphs in book.tried.items()
             }
         self._books = (*self._books[:1], *(b for b in self._books[1:] if any(b.tried.values())))
 
-    def _prepared(self, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]) -> Lowered | None:
+    def _prepared(
+        self, book: _Book, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
+    ) -> Lowered | None:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         choices: list[Any] = [self.dynamic]
         if free and self.dynamic is None:
@@ -305,7 +318,7 @@ class Graphs:
                 lowered, report = None, GraphReport(title, reason=reason)
             self._evict()
             trim()
-            self._reports.append(report)
+            book.reports.append(report)
             if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
                 return lowered
         return None

@@ -23,7 +23,7 @@ class GraphReport:
         memory: what the weights take in memory, those of the graph included, by what the model's take; None if not known.
         kept: which weights these are.
         reason: why the model itself runs for these inputs; None where the graph does.
-        assigned: the attributes that the forward assigns, each as a module and a name; the graph assigns them, too.
+        assigned: the attributes that the forward assigns, each as a module and a name, and the graph, too; None if not known.
     """
 
     inputs: str
@@ -35,7 +35,7 @@ class GraphReport:
     memory: float | None = None
     kept: str = ""
     reason: str | None = None
-    assigned: Sequence[tuple[str, str]] = ()
+    assigned: Sequence[tuple[str, str]] | None = None
 
     def __str__(self) -> str:
         if self.reason is not None:

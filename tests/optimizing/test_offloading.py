@@ -99,7 +99,8 @@ def test_no_copy_beside_the_packed_one(memory):
     x = torch.randn(2, 64, 8, 8)
     wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
     fast = fxopt.optimize(model, (x,), tune=False, memory=memory)
-    (lowered,) = [each for graphs in getattr(fast, GRAPHS)._graphs.values() for each in graphs]
+    (((graph,),),) = (book.tried.values() for book in getattr(fast, GRAPHS)._books)
+    lowered = graph.lowered
     assert lowered.given_up == ("0",)
     assert lowered.traced.get_submodule("0").weight.is_meta
     whole = lowered.with_weights()

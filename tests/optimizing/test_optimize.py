@@ -14,10 +14,8 @@ import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import dispatch
 from fxopt.optimizing import prepare as prepare_module
-from fxopt.optimizing.dispatch import MOST_GRAPHS
 from fxopt.testing import randomise
 from tests.capture.test_transformers import bert, resnet
-from tests.modules import module
 
 pytestmark = [
     pytest.mark.filterwarnings("error:the model itself runs"),
@@ -112,19 +110,43 @@ def test_sizes_that_are_free_from_the_start():
     assert len(fast.report) == 1
 
 
+class Powers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, power=1, **kinds):
+        return self.layer(x) ** power
+
+
+@torch.no_grad()
+def test_the_graph_that_was_called_longest_ago_goes():
+    model, x = Powers().eval(), torch.randn(2, 8)
+    fast = fxopt.optimize(model, max_graphs=2)
+    for kind in "abaca":
+        assert torch.equal(fast(x, **{kind: True}), fast(x, **{kind: True}))
+    assert [report.inputs[:1] for report in fast.report] == ["a", "c"]
+
+
 @pytest.mark.filterwarnings("default:the model itself runs")
 @torch.no_grad()
-def test_no_more_graphs_than_that():
-    model = module(lambda m, x, power=1: m.layer(x) ** power, layer=nn.Linear(8, 8))
-    fast, x = fxopt.optimize(model), torch.randn(2, 8)
-    for power in range(MOST_GRAPHS):
-        assert torch.allclose(fast(x, power), model(x, power), rtol=1e-3, atol=1e-5)
-    with pytest.warns(UserWarning, match="its inputs fit none of 8 graphs"):
-        assert torch.equal(fast(x, MOST_GRAPHS), model(x, MOST_GRAPHS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
-        assert torch.equal(fast(x, MOST_GRAPHS + 1), model(x, MOST_GRAPHS + 1))
-    assert len(fast.report) == MOST_GRAPHS
+def test_kinds_of_inputs_that_take_turns_do_not_capture_for_ever():
+    model, x = Powers().eval(), torch.randn(2, 8)
+    fast = fxopt.optimize(model, max_graphs=1)
+    with pytest.warns(UserWarning, match="more than 1 kinds of inputs are in use"):
+        _ = [fast(x, **{kind: True}) for kind in "ab" * 5]
+
+
+@pytest.mark.filterwarnings("default:the model itself runs")
+@torch.no_grad()
+def test_a_number_that_varies_is_said_to_be_the_cause():
+    model, x = Powers().eval(), torch.randn(2, 8)
+    fast = fxopt.optimize(model)
+    with pytest.warns(UserWarning, match="'power' is another one from call to call") as warned:
+        found = [fast(x, power) for power in range(9)]
+    assert len(warned) == 1
+    for power, value in enumerate(found):
+        torch.testing.assert_close(value, model(x, power), rtol=1e-3, atol=1e-5)
 
 
 class Branches(nn.Module):
@@ -220,7 +242,7 @@ def test_threads_share_the_graphs():
     assert not errors
     for (number, length), value in found.items():
         assert torch.allclose(value, model(**text(1 + number % 2, length))[0], atol=1e-4)
-    assert len(fast.report) <= MOST_GRAPHS
+    assert len(fast.report) <= 4
 
 
 class Counter(nn.Module):
