@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 from fxopt.errors import GuardError
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered
-from fxopt.optimizing.offloading import Offloaded, trim
 from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.structures import (
@@ -114,18 +113,10 @@ class Graphs:
         model: the model.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
-        offloaded: the weights of the model, if they are in a file.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        dynamic: Any = None,
-        offloaded: Offloaded | None = None,
-    ) -> None:
-        self._model, self.options, self.offloaded, self.dynamic = model, options, offloaded, dynamic
-        self._evict = bool if offloaded is None else offloaded.evict
+    def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
+        self._model, self.options, self.dynamic = model, options, dynamic
         self._warned: set[str] = set()
         self._uses = itertools.count(1)
         self.renew_lock()
@@ -167,29 +158,31 @@ class Graphs:
         if book is None:
             return eager(*inputs.args, **inputs.kwargs)
         key = (len(inputs.args), *sorted(inputs.kwargs))
-        for tried in book.tried.get(key, ()):
+        known = book.tried.get(key, ())
+        for graph in known:
             with contextlib.suppress(GuardError):
-                return self._called(book, key, tried, inputs)
+                return self._called(book, key, graph, inputs)
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self._lock.acquire(blocking=self.options.wait):
             return eager(*inputs.args, **inputs.kwargs)
-        try:
-            made = self._find(book, inputs, key) or self._make(book, inputs, key)
+        try:  # perhaps another thread has made one meanwhile
+            made: list[_Graph | None] = [each for each in book.tried.get(key, ()) if each not in known]
+            made = made or [self._make(book, inputs, key)]
         finally:
             self._lock.release()
-        if made is None and plain is not None and len(book.vain) < _MOST_STRUCTURES:
+        if made == [None] and plain is not None and len(book.vain) < _MOST_STRUCTURES:
             book.vain.add(plain)
-        if made is not None:
+        for graph in filter(None, made):
             with contextlib.suppress(GuardError):
-                return self._called(book, key, made, inputs)
+                return self._called(book, key, graph, inputs)
         return eager(*inputs.args, **inputs.kwargs)
 
-    def make(self, inputs: Inputs) -> None:
+    def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
-        book = self._book()
-        if book is not None:
-            with self._lock:
-                self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
+        with self._lock:
+            book = self._book()
+            made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
+        return made.lowered if made else None
 
     def _called(self, book: _Book, key: Any, tried: _Graph, inputs: Inputs) -> Any:
         """Call a graph, which is tried before others from now on.
@@ -207,10 +200,6 @@ class Graphs:
         with self._lock:
             book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
         return graph
-
-    def _find(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
-        """A graph that another thread has made meanwhile."""
-        return next((each for each in book.tried.get(key, ()) if each.lowered.takes(inputs)), None)
 
     def _make(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
@@ -305,19 +294,11 @@ class Graphs:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     lowered, report = prepare(
-                        self._model,
-                        inputs,
-                        dynamic,
-                        self.options,
-                        title,
-                        self._evict,
-                        self._books[0].state.holds,
+                        self._model, inputs, dynamic, self.options, title, book.state.holds
                     )
             except Exception as error:  # the model can still run, and whoever reads the report can tell us
                 reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
                 lowered, report = None, GraphReport(title, reason=reason)
-            self._evict()
-            trim()
             book.reports.append(report)
             if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
                 return lowered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,23 +10,20 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from fxopt.testing.differences import leaves, mapped
+from fxopt.testing.differences import mapped, pairs
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 
 
-def in_float64(traced: GraphModule, values: Any, evict: Callable[[], object] = bool) -> Any:
+def in_float64(traced: GraphModule, values: Any) -> Any:
     """Run a graph in float64.
 
     Args:
         traced: the graph; its weights stay as they are.
         values: the values of its placeholders, in order, which stay as they are.
-        evict: is called after each layer.
     """
-    run = _Float64(traced)
-    run.evict = evict
-    return run.run(*_raised(values))
+    return _Float64(traced).run(*_raised(values))
 
 
 def relative_error(exact: Any, found: Any) -> float:
@@ -37,11 +33,11 @@ def relative_error(exact: Any, found: Any) -> float:
 
 def unlike(own: Any, found: Any) -> str | None:
     """Where two outputs differ in structure, shapes, dtypes, or in what is no floating tensor; None where they are alike."""
-    left, right = dict(leaves(own)), dict(leaves(found))
-    if [*left] != [*right]:
+    try:
+        both = pairs(own, found)
+    except AssertionError:
         return "their structure"
-    for path, value in left.items():
-        other = right[path]
+    for path, value, other in both:
         if isinstance(value, Tensor) and isinstance(other, Tensor):
             alike = value.shape == other.shape and value.dtype == other.dtype
             if not alike or (not value.is_floating_point() and not torch.equal(value, other)):
@@ -64,8 +60,6 @@ def cosine_similarity(exact: Any, found: Any) -> float:
 class _Float64(torch.fx.Interpreter):
     """Runs a graph in float64; one layer at a time has its weights in float64."""
 
-    evict: Callable[[], object]
-
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return next(self.args_iter)  # that of `*args` has others behind it, by keyword
 
@@ -75,10 +69,7 @@ class _Float64(torch.fx.Interpreter):
             return None  # it would ask for the dtype of the capture
         if any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers())):
             module = copy.deepcopy(module).double()
-        found = module(*args, **kwargs)
-        del module
-        self.evict()
-        return found
+        return module(*args, **kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _raised(super().get_attr(target, args, kwargs))
@@ -104,15 +95,10 @@ def _raised_dtype(value: Any) -> Any:
 
 def _pairs(exact: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
     """The floating tensors of two outputs, at the same places."""
-    others = dict(leaves(found))
-    pairs = ((value, others.get(path)) for path, value in leaves(exact))
     return [
         (left, right)
-        for left, right in pairs
-        if isinstance(left, Tensor)
-        and isinstance(right, Tensor)
-        and left.is_floating_point()
-        and left.numel()
+        for _, left, right in pairs(exact, found)
+        if isinstance(left, Tensor) and left.is_floating_point() and left.numel()
     ]
 
 

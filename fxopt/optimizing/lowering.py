@@ -22,7 +22,6 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
-from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.structures import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
@@ -63,18 +62,6 @@ class Lowered:
             setattr(module, name, each)
         return value
 
-    def takes(self, inputs: Inputs) -> bool:
-        """Tell whether the graph is for these inputs."""
-        placeholders = self.traced.graph.find_nodes(op="placeholder")
-        guard: Any = next(m for m in self.traced.children() if isinstance(m, InputGuard))
-        try:
-            values = zip(placeholders, inputs.bound(self.traced), strict=True)
-            named = {str(node.target).lstrip("*"): value for node, value in values}
-            _checked(guard, **named)
-        except (GuardError, TypeError):
-            return False
-        return True
-
     def with_weights(self) -> GraphModule:
         """The graph with all its weights, which assigns nothing; those that were given up are unpacked, bit for bit."""
         if not self.given_up and not self.assigned:
@@ -92,18 +79,16 @@ class Lowered:
         return whole
 
 
-def lowered(
-    traced: TracedModule, model: nn.Module | None = None, evict: Callable[[], object] = bool
-) -> Lowered:
+def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bool = True) -> Lowered:
     """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
 
     Args:
         traced: the graph.
         model: the model, whose own parameters stay; of others, a copy beside the packed one is given up. None: keep all.
-        evict: is called after each module.
+        keep_model: without it, a copy beside a packed one is given up of the model's own parameters, too.
     """
     packed, given_up = dict[str, Packed](), list[str]()
-    own = {*map(id, model.parameters())} if model is not None else None
+    own = {*map(id, model.parameters() if keep_model else ())} if model is not None else None
     uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
 
     def settle(path: str) -> None:
@@ -112,7 +97,6 @@ def lowered(
             if id(layer.weight) not in own and uses[id(layer.weight)] == 1:
                 _give_up(layer)
                 given_up.append(path)
-        evict()
 
     function = _function(traced, packed, settle)
     places = traced.meta.get(ASSIGNED, ()) if model is not None else ()

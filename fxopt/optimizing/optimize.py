@@ -15,8 +15,8 @@ from fxopt.errors import PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
-from fxopt.optimizing.offloading import Offloaded
-from fxopt.optimizing.prepare import MEMORIES, PRECISIONS, Options
+from fxopt.optimizing.lowering import Lowered
+from fxopt.optimizing.prepare import PRECISIONS, Options
 from fxopt.optimizing.report import Report
 from fxopt.submodules import GRAPHS, STANDS_FOR, original
 from fxopt.torch_internals import COMPILED
@@ -31,7 +31,7 @@ def optimize(
     *,
     precision: str = "float32",
     tune: bool = True,
-    memory: str = "high",
+    keep_model: bool = True,
     dynamic_shapes: Any = None,
     max_graphs: int = 8,
     wait: bool = True,
@@ -44,15 +44,15 @@ def optimize(
     warning that says why.
 
     Args:
-        model: a module in eval mode. It stays as it is, but for where its weights are with `memory="low"`.
+        model: a module in eval mode.
         args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
             for each structure of inputs; sizes that differ in a later call are free in the next graph.
         kwargs: example inputs by keyword.
         precision: `float32` differs from the model by rounding alone; `bfloat16` runs layers in that; `int8` gives linear
             layers weights in int8 where that is faster, as in decoding.
         tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
-        memory: `high` keeps the model's weights beside the packed ones; `low` moves them to a file in `~/.cache/fxopt`
-            (or in the folder that `FXOPT_CACHE` names), from which they come back, bit for bit, where something reads them.
+        keep_model: without it, the result holds the graph for the example inputs alone, and no weight beside a packed one:
+            other inputs are a GuardError. The memory of the model's weights is free when nothing else holds the model.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
         max_graphs: how many graphs are kept; the one that was called longest ago goes first.
         wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
@@ -65,10 +65,10 @@ def optimize(
 
     Raises:
         PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
-            `__call__`; example inputs are given and weights are on the meta device; or the file for `memory="low"` cannot be
-            written.
-        ValueError: an unknown precision, or value of `memory`; or `max_graphs` is less than 1.
-        TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others.
+            `__call__`; example inputs are given and weights are on the meta device; or `keep_model=False` and there is no graph.
+        ValueError: an unknown precision, or `max_graphs` is less than 1.
+        TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
+            and there are none.
 
     Example:
         >>> import torch, fxopt
@@ -77,14 +77,13 @@ def optimize(
         ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
-    options = Options(precision, tune, memory, max_graphs, wait)
+    options = Options(precision, tune, keep_model, max_graphs, wait)
     _check(model, options)
-    _check_inputs(model, args, kwargs, dynamic_shapes)
+    _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)
-    if args or kwargs:
-        graphs: Graphs = getattr(fast, GRAPHS)
-        graphs.make(Inputs(tuple(args), dict(kwargs or {})))
-    return fast
+    graphs: Graphs = getattr(fast, GRAPHS)
+    made = graphs.make(Inputs(tuple(args), dict(kwargs or {}))) if args or kwargs else None
+    return fast if keep_model else _Alone(made, graphs.report)  # type: ignore[return-value]
 
 
 def _check(model: Any, options: Options) -> None:
@@ -114,18 +113,20 @@ def _check(model: Any, options: Options) -> None:
         )
     if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
         raise PassError("the model has parameters without a shape yet: run it once, then optimize it")
-    for name, known in (("precision", PRECISIONS), ("memory", MEMORIES)):
-        given = getattr(options, name)
-        if given not in known:
-            raise ValueError(f"{name} is {given!r}; give one of {', '.join(map(repr, known))}")
+    if options.precision not in PRECISIONS:
+        raise ValueError(
+            f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
+        )
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
 
-def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
+def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, keep_model: bool) -> None:
     fault = why_no_inputs(args, kwargs)
     if fault:
         raise TypeError(fault)
+    if not (args or kwargs) and not keep_model:
+        raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
     if not (args or kwargs):
         return
     try:
@@ -141,21 +142,33 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any)
         raise PassError("the model has weights on the meta device, which cannot be measured: load them first")
 
 
-def _standing_for(model: M, options: Options, dynamic_shapes: Any, offloaded: Offloaded | None = None) -> M:
+def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
-    if options.memory == "low" and offloaded is None:
-        offloaded = Offloaded(model.parameters(), model.buffers())
     kind: Any = type(model)
     added = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
     fast: Any = object.__new__(_optimized_class(kind, added))
     own = {
         "__dict__": vars(model),
         STANDS_FOR: model,
-        GRAPHS: Graphs(model, options, dynamic_shapes, offloaded),
+        GRAPHS: Graphs(model, options, dynamic_shapes),
     }
     for name, value in own.items():
         object.__setattr__(fast, name, value)
     return fast  # type: ignore[no-any-return]
+
+
+class _Alone(nn.Module):
+    """A graph without its model."""
+
+    def __init__(self, made: Lowered | None, report: Report) -> None:
+        super().__init__()
+        if made is None:
+            raise PassError(f"there is no graph, and keep_model=False keeps nothing else. {report}")
+        self.eval()
+        self.graph, self.report, self._computed = made.traced, report, made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._computed(*args, **kwargs)
 
 
 class _Own:
@@ -177,15 +190,6 @@ class _Own:
 
     def __delete__(self, module: Any) -> None:
         object.__delattr__(module, self._name)
-
-
-def _in_model(slot: Any) -> property:
-    """A slot of the model's class: its value is the model's."""
-    return property(
-        lambda module: slot.__get__(original(module)),
-        lambda module, value: slot.__set__(original(module), value),
-        lambda module: slot.__delete__(original(module)),
-    )
 
 
 _OWN_FORWARD, _OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
@@ -224,14 +228,8 @@ def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
     def refresh(self: Any) -> None:
         getattr(self, GRAPHS).refresh()
 
-    slots = {
-        name: slot
-        for each in cls.__mro__
-        for name, slot in vars(each).items()
-        if inspect.ismemberdescriptor(slot)
-    }
-    members: dict[str, Any] = {name: _in_model(slot) for name, slot in slots.items()}
-    members |= {"__slots__": (STANDS_FOR, GRAPHS, _OWN_FORWARD, _OWN_COMPILED), "__reduce_ex__": reduce}
+    slots = (STANDS_FOR, GRAPHS, _OWN_FORWARD, _OWN_COMPILED)
+    members: dict[str, Any] = {"__slots__": slots, "__reduce_ex__": reduce}
     members["forward"] = _Own(_OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
     members[COMPILED] = _Own(_OWN_COMPILED, lambda module: None, None)
     members |= {
@@ -248,7 +246,7 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
     if made is None:
         try:
             _check(part, graphs.options)
-            made = _standing_for(part, graphs.options, None, graphs.offloaded)
+            made = _standing_for(part, graphs.options, None)
         except PassError:  # it is in training mode, or nothing that can be optimized
             return part
         graphs.parts[id(part)] = made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_e
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
-from fxopt.optimizing.speed import speedup, times
-from fxopt.optimizing.worthwhile import FoldBatchNormsOneByOne, FoldScaleBehindLayers
+from fxopt.optimizing.speed import speedup
+from fxopt.optimizing.worthwhile import FoldScaleAndShift
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
+from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
@@ -57,12 +58,6 @@ MOST_ROUNDING = 0.05
 LEAST_SPEEDUP = 0.98
 """A graph that is slower than this is not used: less is within what measuring leaves open."""
 
-MEMORIES: Mapping[str, str] = {
-    "high": "the model's weights and packed ones",
-    "low": "packed weights, and those that are used as they are; the model's own are in a file",
-}
-"""For each value of `memory`, what is in memory."""
-
 UNCAPTURED = "it cannot be captured"
 """How the reason begins where there is no graph."""
 
@@ -73,7 +68,7 @@ class Options:
 
     precision: str
     tune: bool
-    memory: str = "high"
+    keep_model: bool = True
     max_graphs: int = 8
     wait: bool = True
 
@@ -84,13 +79,11 @@ def prepare(
     dynamic_shapes: Any,
     options: Options,
     title: str,
-    evict: Callable[[], object] = bool,
     ask: Callable[[], object] = bool,
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Args:
-        evict: lets go of the memory of the model's weights, which come back when they are read.
         ask: what is asked before each call of the graph, and so counts as its time.
 
     Returns:
@@ -101,18 +94,15 @@ def prepare(
     try:
         traced = _captured(model, inputs, dynamic_shapes)
         places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
-        exact, own = in_float64(traced, inputs.bound(traced), evict), _own(model.forward, inputs)
+        exact, own = in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
         if places:
             own = own, [getattr(model.get_submodule(path), name) for path, name in places]
-        # With `memory="low"` the model's weights are not there while the graph's are.
-        before = times(model.forward, inputs) if options.tune and options.memory == "low" else []
-        evict()
-        made = _rewritten(model, traced, options, evict, facts)
+        made = _rewritten(model, traced, options, facts)
         facts["error"], wrong = _judged(exact, own, inputs.call(made.function), PRECISIONS[options.precision])
         if wrong:
             raise _Unused(wrong)
         if options.tune:
-            facts["speedup"] = _timed(model.forward, made, inputs, before, ask)
+            facts["speedup"] = _timed(model.forward, made, inputs, ask)
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise _Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
     except _Unused as unused:
@@ -149,18 +139,15 @@ def _rewritten(
     model: nn.Module,
     traced: TracedModule,
     options: Options,
-    evict: Callable[[], object],
     facts: dict[str, Any],
 ) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
     facts["explanations"] = explanations = list[Explanation]()
-    for pass_ in pipeline(options, evict):
-        explanations.append(dataclasses.replace(pass_.commit(traced), name=public_name(pass_)))
-        evict()
+    for pass_ in pipeline(options):
+        explanations.append(pass_.commit(traced))
     traced.recompile()
-    made = lowered(traced, model, evict)
+    made = lowered(traced, model, options.keep_model)
     facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
-    facts["kept"] = MEMORIES[options.memory]
     return made
 
 
@@ -168,7 +155,6 @@ def _timed(
     model: Callable[..., Any],
     made: Lowered,
     inputs: Inputs,
-    before: Sequence[float],
     ask: Callable[[], object],
 ) -> float:
     """The model's time by the graph's, measured twice where the graph seems slower: perhaps something else was busy."""
@@ -177,18 +163,18 @@ def _timed(
         ask()
         return made(*args, **kwargs)
 
-    found = speedup(model, asked, inputs, before)
-    return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs, before))
+    found = speedup(model, asked, inputs)
+    return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs))
 
 
-def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewrite[Any]]:
-    """The passes of `optimize`, in order; `evict` is called after each layer that is made anew."""
+def pipeline(options: Options) -> list[Rewrite[Any]]:
+    """The passes of `optimize`, in order."""
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
-        FoldBatchNormsOneByOne(reversible=False, evict=evict),
-        FoldScaleBehindLayers(reversible=False),
+        FoldBatchNorms(reversible=False),
+        FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
         RemoveRepeatedHeads(),
@@ -196,14 +182,9 @@ def pipeline(options: Options, evict: Callable[[], object] = bool) -> list[Rewri
         EliminateDeadCode(),
         *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
         PackConvs(options.tune),
-        PackLinears(options.tune, alone=options.memory == "low"),
+        PackLinears(options.tune, alone=not options.keep_model),
         FuseEpilogues(),
     ]
-
-
-def public_name(pass_: Rewrite[Any]) -> str:
-    """The pass of `fxopt.passes` that a pass of `pipeline` is, perhaps where it pays alone."""
-    return next(cls.__name__ for cls in type(pass_).__mro__ if cls.__module__.startswith("fxopt.passes."))
 
 
 def _fix_dtypes(traced: GraphModule) -> None:
@@ -265,14 +246,8 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
-    """The memory of the weights, the model's and those of its graph, by what the model's alone take."""
+    """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
     own = {id(each): each.nbytes for each in model.parameters()}
     used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
-    if options.memory == "low":
-        packed = (computed.traced.get_submodule(path) for path in computed.packed)
-        in_file = own.keys() & {id(layer.weight) for layer in packed}
-        used = {each: size for each, size in used.items() if each not in in_file}
-    else:
-        used |= own
-    sizes = {id(each): each.nbytes for each in computed.packed.values()}
-    return (sum(used.values()) + sum(sizes.values())) / max(1, sum(own.values()))
+    packed = sum({id(each): each.nbytes for each in computed.packed.values()}.values())
+    return (sum((used | own if options.keep_model else used).values()) + packed) / max(1, sum(own.values()))

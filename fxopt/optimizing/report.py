@@ -21,7 +21,6 @@ class GraphReport:
         error: how far the outputs are from those in float64, by how far the model's own are; None if not known.
         speedup: the model's time by the graph's, measured on the example inputs; None if it was not measured.
         memory: what the weights take in memory, those of the graph included, by what the model's take; None if not known.
-        kept: which weights these are.
         reason: why the model itself runs for these inputs; None where the graph does.
         assigned: the attributes that the forward assigns, each as a module and a name, and the graph, too; None if not known.
     """
@@ -33,7 +32,6 @@ class GraphReport:
     error: float | None = None
     speedup: float | None = None
     memory: float | None = None
-    kept: str = ""
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
 
@@ -46,7 +44,7 @@ class GraphReport:
         if self.error is not None:
             lines.append(f"  {self.error:.2f} times as far from float64 as the model")
         if self.memory is not None:
-            lines.append(f"  memory: {self.memory:.2f} times the model's weights ({self.kept})")
+            lines.append(f"  memory: {self.memory:.2f} times the model's weights")
         lines.append(f"  ready in {self.seconds:.1f} s")
         for explanation in self.explanations:
             if explanation.sites or explanation.refusals:

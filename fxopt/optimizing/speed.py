@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fxopt.optimizing.inputs import Inputs
@@ -13,27 +13,14 @@ _SECONDS = 0.2  # how long to time a graph, and the model
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
-def speedup(
-    model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs, before: Sequence[float] = ()
-) -> float:
-    """The model's time by the graph's: the median over rounds in which both run, or beside times of the model before."""
-    if before:
-        return statistics.median(before) / statistics.median(times(computed, inputs))
+def speedup(model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs) -> float:
+    """The model's time by the graph's: the median over rounds in which both run."""
     ratios: list[float] = []
     begun = time.perf_counter()
     while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
         theirs, mine = _seconds(model, inputs), _seconds(computed, inputs)
         ratios.append(theirs / mine)
     return statistics.median(ratios)
-
-
-def times(function: Callable[..., Any], inputs: Inputs) -> list[float]:
-    """The seconds of some calls."""
-    _seconds(function, inputs)  # the first one reads the weights from where they are
-    found: list[float] = []
-    while len(found) < 3 or (len(found) < 50 and sum(found) < _SECONDS):
-        found.append(_seconds(function, inputs))
-    return found
 
 
 def _seconds(function: Callable[..., Any], inputs: Inputs) -> float:

@@ -97,7 +97,7 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
                 next(numbers)
             kind = type(value).__name__
             return f"{kind} of {len(parts)} tensors, {first}" if parts else kind
-        return repr(value)
+        return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
 

@@ -70,7 +70,7 @@ def compare(
     tensors = values = 0
     max_abs = max_rel = 0.0
     where = ""
-    for place, left, right in _pairs(expected, actual, path):
+    for place, left, right in pairs(expected, actual, path):
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
             if not dtypes and isinstance(left, torch.dtype) and isinstance(right, torch.dtype):
                 continue
@@ -105,9 +105,9 @@ def ulps(expected: object, actual: object) -> float:
         >>> ulps(torch.tensor([1.0]), torch.tensor([1 + 2**-22]))
         2.0
     """
-    pairs = _pairs(expected, actual, "output")
+    found = pairs(expected, actual)
     return max(
-        (ulps_between(a, b) for _, a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)),
+        (ulps_between(a, b) for _, a, b in found if isinstance(a, Tensor) and isinstance(b, Tensor)),
         default=0.0,
     )
 
@@ -115,12 +115,12 @@ def ulps(expected: object, actual: object) -> float:
 def unchanged(left: object, right: object) -> bool:
     """True where two values have the same structure, and the same bits in every tensor."""
     try:
-        pairs = list(_pairs(left, right, ""))
+        found = pairs(left, right)
     except AssertionError:
         return False
     return all(
         same_bits(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b or _both_nan(a, b)
-        for _, a, b in pairs
+        for _, a, b in found
     )
 
 
@@ -180,7 +180,7 @@ def _key(key: object) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
-def _pairs(expected: object, actual: object, path: str) -> list[tuple[str, Any, Any]]:
+def pairs(expected: object, actual: object, path: str = "output") -> list[tuple[str, Any, Any]]:
     """The leaves of two values, side by side; raises `AssertionError` where they differ in structure."""
     sides = [list(_walk(value, path)) for value in (expected, actual)]
     for (place, left), (_, right) in zip(*sides, strict=False):
@@ -209,11 +209,11 @@ def _both_nan(left: object, right: object) -> bool:
 def other_strides(expected: object, actual: object) -> str:
     """Where two outputs differ in structure, or are laid out differently in memory; empty where they are not."""
     try:
-        pairs = _pairs(expected, actual, "output")
+        found = pairs(expected, actual)
     except AssertionError as error:
         return str(error)
-    found = (_other_strides(*each) for each in pairs if all(isinstance(value, Tensor) for value in each[1:]))
-    return next(filter(None, found), "")
+    texts = (_other_strides(*each) for each in found if all(isinstance(value, Tensor) for value in each[1:]))
+    return next(filter(None, texts), "")
 
 
 def _other_strides(place: str, left: Tensor, right: Tensor) -> str:

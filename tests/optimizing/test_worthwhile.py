@@ -5,7 +5,7 @@ from torch import nn
 
 import fxopt
 from fxopt.optimizing import prepare as prepare_module
-from fxopt.optimizing.worthwhile import FoldScaleBehindLayers
+from fxopt.optimizing.worthwhile import FoldScaleAndShift
 from fxopt.testing import randomise
 from tests.before_after import fxopt_trace, refused, rewritten
 from tests.modules import module
@@ -26,10 +26,10 @@ class Block(nn.Module):
 
 
 def test_scales_behind_layers_alone():
-    rewritten(FoldScaleBehindLayers(), Block(), X, sites=1, trace=fxopt_trace)
+    rewritten(FoldScaleAndShift(), Block(), X, sites=1, trace=fxopt_trace)
     scale = nn.Parameter(torch.rand(16))
     before = module(lambda m, x: m.layer(x * m.scale), layer=nn.Linear(16, 4), scale=scale)
-    refused(FoldScaleBehindLayers(), before, X, reason="would copy the weights", trace=fxopt_trace)
+    refused(FoldScaleAndShift(), before, X, reason="would copy the weights", trace=fxopt_trace)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import typer
 
 import fxopt
 from fxopt.optimizing.lowering import lowered
-from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline, public_name
+from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from ..report.markdown import pipes
 from ..timing import cores, in_random_order, ratio, second_of_two
@@ -62,7 +62,7 @@ def _measured(name: str, workload: Workload, precision: str, seconds: float) -> 
     for pass_ in passes:
         without = _graph(workload, [each for each in passes if each is not pass_])
         if without.traced.code != runs[ALL].traced.code:
-            runs[public_name(pass_)] = without
+            runs[type(pass_).__name__] = without
     others = machine.Others()
 
     def turn(run: Any) -> Callable[[], float]:

@@ -1,5 +1,5 @@
-"""How much memory an optimized model takes, by the value of `memory` that it was made with, a capture at its peak, and the first
-call of an engine: each in a process of its own.
+"""The memory of an optimized model, with the model itself and without, of a capture at its peak, and of an engine's first call:
+each in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rich.table import Table
 
 import fxopt
 from fxopt.objects import tensors_in
-from fxopt.optimizing.prepare import MEMORIES
 
 from .engines import Prepare, Unavailable, engines, fresh, quiet, reason
 from .workloads import SMALL, VERIFIED, WORKLOADS, Workload, build, llama, named
@@ -47,15 +46,20 @@ def memory(
     ] = "bert-1x128,llama-prefill",
     small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
 ) -> None:
-    """Resident and peak memory of fxopt.optimize in each mode, the original released, each in a process of its own."""
+    """Resident and peak memory of fxopt.optimize with `keep_model` and without, the original released, each in a process of its own."""
     table = Table(
-        *("model", "memory", "weights, MB", "resident", "after a call", "peak", "peak of eager", "report"),
+        *("model", "it is", "weights, MB", "resident", "after a call", "peak", "peak of eager", "report"),
         title="memory above what was there before the model, by the memory of its weights",
     )
     for name in named(models, SMALL if small else WORKLOADS):
-        for mode in MEMORIES:
-            weights, *ratios = _alone(_of_optimized, name, small, mode)
-            table.add_row(name, mode, f"{weights / 1e6:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+        for keep_model in (True, False):
+            weights, *ratios = _alone(_of_optimized, name, small, keep_model)
+            table.add_row(
+                name,
+                "kept" if keep_model else "not",
+                f"{weights / 1e6:.0f}",
+                *(f"{ratio:.2f}" for ratio in ratios),
+            )
     Console().print(table)
 
 
@@ -82,7 +86,7 @@ def _alone(function: Any, *arguments: Any) -> Any:
 
 
 @torch.no_grad()
-def _of_optimized(name: str, small: bool, mode: str) -> tuple[float, ...]:
+def _of_optimized(name: str, small: bool, keep_model: bool) -> tuple[float, ...]:
     """The bytes of the weights; by them: resident after `optimize`, after a call, peaks of `optimize` and eager; the report."""
     with quiet():
         # What torch and fxopt import and keep at the first time is not this model's.
@@ -98,7 +102,7 @@ def _of_optimized(name: str, small: bool, mode: str) -> tuple[float, ...]:
         eager = resident("VmHWM")
         gc.collect()
         forget_peak()
-        fast: Any = fxopt.optimize(model, (), fresh(inputs), memory=mode)
+        fast: Any = fxopt.optimize(model, (), fresh(inputs), keep_model=keep_model)
         del model
         gc.collect()
         peak, after = resident("VmHWM"), resident("VmRSS")

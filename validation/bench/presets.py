@@ -71,9 +71,7 @@ def _measured(entry: Entry, kinds: list[str], seconds: float) -> dict[str, str]:
     """The cells of a model: the ratio of each precision, and its accuracy where the model was trained."""
     with torch.enable_grad():
         model, inputs = build_model(entry), make_inputs(entry)
-    fast: dict[str, Any] = {
-        kind: fxopt.optimize(model, (), inputs, precision=kind, memory="high") for kind in kinds
-    }
+    fast: dict[str, Any] = {kind: fxopt.optimize(model, (), inputs, precision=kind) for kind in kinds}
     turns = {
         name: _turn(run, inputs) for name, run in {"eager": model, "eager, again": model, **fast}.items()
     }
