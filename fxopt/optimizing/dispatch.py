@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fxopt.capture.patches.interception import lock
 from fxopt.errors import GuardError
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered
@@ -88,7 +89,7 @@ class _Book:
         numbers: the values of each input that is a number.
         assigned: the attributes that each graph assigns; None before the first.
         settled: whether graphs may be made for this state.
-        reports: of the graphs, and of those that are not used.
+        refused: the reports of graphs that are not used.
     """
 
     state: State
@@ -98,9 +99,13 @@ class _Book:
     numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     settled: bool = True
-    reports: collections.deque[GraphReport] = dataclasses.field(
+    refused: collections.deque[GraphReport] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_MOST_STRUCTURES)
     )
+
+    def graphs(self) -> list[_Graph]:
+        """The graphs, each once."""
+        return list(dict.fromkeys(graph for graphs in self.tried.values() for graph in graphs))
 
 
 class Graphs:
@@ -119,17 +124,13 @@ class Graphs:
         self._model, self.options, self.dynamic = model, options, dynamic
         self._warned: set[str] = set()
         self._uses = itertools.count(1)
-        self.renew_lock()
+        self.lock = threading.RLock()
         self.refresh()
         _ALL.add(self)
 
-    def renew_lock(self) -> None:
-        """Make a lock that no other thread holds: those of a process that forked do not exist in the child."""
-        self._lock = threading.RLock()
-
     def refresh(self) -> None:
         """Drop all graphs."""
-        with self._lock:
+        with self.lock:
             self._books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
             self._changes = 0
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
@@ -148,7 +149,7 @@ class Graphs:
     @property
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
-        own = (report for book in self._books for report in book.reports)
+        own = (each for book in self._books for each in (*(g.report for g in book.graphs()), *book.refused))
         return Report([*own, *(each for part in self.parts.values() for each in part.report)])
 
     def run(self, inputs: Inputs) -> Any:
@@ -163,13 +164,13 @@ class Graphs:
             with contextlib.suppress(GuardError):
                 return self._called(book, key, graph, inputs)
         plain = plain_signature(inputs)
-        if plain in book.vain or not book.settled or not self._lock.acquire(blocking=self.options.wait):
+        if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
             return eager(*inputs.args, **inputs.kwargs)
         try:  # perhaps another thread has made one meanwhile
             made: list[_Graph | None] = [each for each in book.tried.get(key, ()) if each not in known]
             made = made or [self._make(book, inputs, key)]
         finally:
-            self._lock.release()
+            self.lock.release()
         if made == [None] and plain is not None and len(book.vain) < _MOST_STRUCTURES:
             book.vain.add(plain)
         for graph in filter(None, made):
@@ -179,7 +180,7 @@ class Graphs:
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
-        with self._lock:
+        with self.lock:
             book = self._book()
             made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
         return made.lowered if made else None
@@ -197,7 +198,7 @@ class Graphs:
         return value
 
     def _file(self, book: _Book, key: Any, graph: _Graph) -> _Graph:
-        with self._lock:
+        with self.lock:
             book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
         return graph
 
@@ -229,14 +230,17 @@ class Graphs:
             return None
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
-        lowered = self._prepared(book, inputs, named, calls.free)
-        reason = self._disagreement(book, book.reports[-1]) or book.reports[-1].reason
-        if lowered is None or reason:
+        lowered, report = self._prepared(book, inputs, named, calls.free)
+        disagreement = self._disagreement(book, report)
+        if disagreement:
+            lowered, report = None, dataclasses.replace(report, reason=disagreement)
+        if lowered is None:
+            book.refused.append(report)
             calls.graphs[shapes] = None
             calls.failures += 1
-            self._warn(str(reason))
+            self._warn(str(report.reason))
             return None
-        made = calls.graphs[shapes] = _Graph(lowered, book.reports[-1], calls, shapes, next(self._uses))
+        made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses))
         calls.made += 1
         self._file(book, key, made)
         self._drop_unused()
@@ -268,15 +272,13 @@ class Graphs:
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
-        graphs = [each for book in self._books for some in book.tried.values() for each in some]
-        kept = sorted({*graphs}, key=lambda graph: -graph.used)[: self.options.max_graphs]
-        dropped = {*graphs} - {*kept}
-        for graph in dropped:
+        graphs = sorted(
+            (each for book in self._books for each in book.graphs()), key=lambda graph: -graph.used
+        )
+        kept = graphs[: self.options.max_graphs]
+        for graph in graphs[self.options.max_graphs :]:
             graph.calls.graphs.pop(graph.shapes, None)
         for book in self._books:
-            for graph in dropped:
-                if graph.report in book.reports:
-                    book.reports.remove(graph.report)
             book.tried = {
                 key: tuple(each for each in graphs if each in kept) for key, graphs in book.tried.items()
             }
@@ -284,25 +286,20 @@ class Graphs:
 
     def _prepared(
         self, book: _Book, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
-    ) -> Lowered | None:
+    ) -> tuple[Lowered | None, GraphReport]:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
-        choices: list[Any] = [self.dynamic]
-        if free and self.dynamic is None:
-            choices = [dynamic_shapes(named, free), None]
-        for dynamic in choices:
-            title = text_of(named, free if dynamic is not None else set())
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    lowered, report = prepare(
-                        self._model, inputs, dynamic, self.options, title, book.state.holds
-                    )
-            except Exception as error:  # the model can still run, and whoever reads the report can tell us
-                reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
-                lowered, report = None, GraphReport(title, reason=reason)
-            book.reports.append(report)
-            if lowered is not None or not str(report.reason).startswith(UNCAPTURED):
-                return lowered
-        return None
+        dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
+        title = text_of(named, free if dynamic is not None else set())
+        try:
+            with lock, torch.no_grad(), torch.random.fork_rng(devices=[]):  # a fork waits for its end
+                lowered, report = prepare(self._model, inputs, dynamic, self.options, title, book.state.holds)
+        except Exception as error:  # the model can still run, and whoever reads the report can tell us
+            reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
+            lowered, report = None, GraphReport(title, reason=reason)
+        if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
+            book.refused.append(report)
+            return self._prepared(book, inputs, named, set())
+        return lowered, report
 
     def _book_for(self, inputs: Inputs) -> _Book | None:
         """The graphs for the model as it is; None where the model itself is to run, whatever graphs there are."""
@@ -314,7 +311,7 @@ class Graphs:
         ):
             return self._without(cannot_tell())
         if self._model.training:
-            return self._without("it is in training mode; call .eval()", trains=torch.is_grad_enabled())
+            return self._without("it is in training mode; call .eval()", trains=True)
         book = self._book()
         parameters = book.state.parameters if book is not None else []
         if torch.is_grad_enabled() and (
@@ -346,14 +343,18 @@ class Graphs:
                 return book
         if swapped(self._model):
             return None
-        with self._lock:
-            self._changes += bool(self._books)
-            made = _Book(State(self._model), settled=self._changes <= _RESTLESS)
-            self._opened(made)
-        return made
+        if not self.lock.acquire(blocking=self.options.wait):
+            return None
+        try:  # perhaps another thread has opened it meanwhile
+            if not (self._books and self._books[0].state.holds()):
+                self._changes += bool(self._books)
+                self._opened(_Book(State(self._model), settled=self._changes <= _RESTLESS))
+            return self._books[0]
+        finally:
+            self.lock.release()
 
     def _opened(self, book: _Book) -> None:
-        with self._lock:
+        with self.lock:
             others = (each for each in self._books if each is not book and not each.state.is_gone())
             self._books = (book, *others)
 
@@ -364,8 +365,9 @@ class Graphs:
 
 
 def _after_fork() -> None:
+    """Threads of a process that forked do not exist in the child; the locks that they hold would stay locked."""
     for graphs in list(_ALL):
-        graphs.renew_lock()
+        graphs.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

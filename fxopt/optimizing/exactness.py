@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from fxopt.testing.differences import mapped, pairs
+from fxopt.testing.differences import leaves, mapped, pairs
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -97,8 +97,11 @@ def _pairs(exact: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
     """The floating tensors of two outputs, at the same places."""
     return [
         (left, right)
-        for _, left, right in pairs(exact, found)
-        if isinstance(left, Tensor) and left.is_floating_point() and left.numel()
+        for (_, left), (_, right) in zip(leaves(exact), leaves(found), strict=False)
+        if isinstance(left, Tensor)
+        and isinstance(right, Tensor)
+        and left.is_floating_point()
+        and left.numel()
     ]
 
 

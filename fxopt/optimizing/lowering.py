@@ -99,8 +99,8 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
                 given_up.append(path)
 
     function = _function(traced, packed, settle)
-    places = traced.meta.get(ASSIGNED, ()) if model is not None else ()
-    assigned = [(model.get_submodule(path), name) for path, name in places] if model is not None else ()
+    places = traced.meta.get(ASSIGNED, ())
+    assigned = [(model.get_submodule(path), name) for path, name in places if model is not None]
     return Lowered(traced, function, packed, tuple(given_up), assigned)
 
 

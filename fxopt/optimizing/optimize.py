@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fxopt.capture.trace import check_model
 from fxopt.errors import PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
@@ -64,8 +65,9 @@ def optimize(
         adapters, train and eval, and numbers, strings and flags on modules are noticed; after anything else call `fast.refresh()`.
 
     Raises:
-        PassError: the model is in training mode, is a graph module or one of torch.jit, has lazy parameters, or overrides
-            `__call__`; example inputs are given and weights are on the meta device; or `keep_model=False` and there is no graph.
+        TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
+        PassError: the model is in training mode, is a graph module, or overrides `__call__`; example inputs are given and weights
+            are on the meta device; or `keep_model=False` and there is no graph.
         ValueError: an unknown precision, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
@@ -94,10 +96,6 @@ def _check(model: Any, options: Options) -> None:
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
             "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
         )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PassError(
-            "this is a torch.jit module, which has no forward in Python: give optimize the model itself"
-        )
     if type(model).__call__ is not nn.Module.__call__:
         raise PassError(
             f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
@@ -111,8 +109,7 @@ def _check(model: Any, options: Options) -> None:
         raise PassError(
             "the model is in training mode, and optimize is for inference: call model.eval() first"
         )
-    if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
-        raise PassError("the model has parameters without a shape yet: run it once, then optimize it")
+    check_model(model)
     if options.precision not in PRECISIONS:
         raise ValueError(
             f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
@@ -125,10 +122,10 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
     fault = why_no_inputs(args, kwargs)
     if fault:
         raise TypeError(fault)
-    if not (args or kwargs) and not keep_model:
-        raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
     if not (args or kwargs):
-        return
+        if keep_model:
+            return
+        raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
     try:
         given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
     except TypeError as error:

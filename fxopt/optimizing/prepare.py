@@ -55,6 +55,9 @@ ROUNDING = 5e-6
 MOST_ROUNDING = 0.05
 """An error of the model itself that says nothing of what a graph may do, such as that of one that overflows."""
 
+SOMETHING_ELSE = 0.5
+"""An error of the model itself, relative to an output, that no rounding makes."""
+
 LEAST_SPEEDUP = 0.98
 """A graph that is slower than this is not used: less is within what measuring leaves open."""
 
@@ -96,7 +99,7 @@ def prepare(
         places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
         exact, own = in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
         if places:
-            own = own, [getattr(model.get_submodule(path), name) for path, name in places]
+            own = own, tuple(getattr(model.get_submodule(path), name) for path, name in places)
         made = _rewritten(model, traced, options, facts)
         facts["error"], wrong = _judged(exact, own, inputs.call(made.function), PRECISIONS[options.precision])
         if wrong:
@@ -230,6 +233,8 @@ def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[floa
     if where:
         return float("inf"), f"its outputs differ from the model's in {where}"
     theirs, mine = relative_error(exact, own), relative_error(exact, found)
+    if SOMETHING_ELSE < theirs < float("inf"):
+        return theirs, "its graph in float64 computes something else than the model"
     error = mine / max(theirs, torch.finfo(torch.float32).eps)
     if least is not None:
         cosine = cosine_similarity(exact, found)

@@ -45,13 +45,11 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self._sums: list[float] | None = None
-        self._trained = False
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
         return (
-            self._trained
-            or sum(map(version_of, self._tensors)) != self._versions
+            sum(map(version_of, self._tensors)) != self._versions
             or [*map(Tensor.data_ptr, self._placed)] != self._addresses
         )
 
@@ -78,8 +76,10 @@ class State:
     def trained(self) -> bool:
         """Tell whether weights have changed since `mark`."""
         sums, self._sums = self._sums, None
-        self._trained = sums is not None and sums != self._sums_now()
-        return self._trained
+        if sums is None or sums == self._sums_now():
+            return False
+        self._versions = -1  # it is gone
+        return True
 
     def _sums_now(self) -> list[float]:
         """The sum of the bits of each tensor: a step of training may leave any single number as it is."""

@@ -278,7 +278,7 @@ def test_an_attribute_called_report_stays():
 
 
 def test_what_has_no_forward_to_capture_is_refused():
-    with pytest.raises(fxopt.PassError, match="a torch.jit module"):
+    with pytest.raises(fxopt.TraceError, match="compiled by TorchScript"):
         fxopt.optimize(torch.jit.trace(nn.Linear(16, 16).eval(), X))
 
     class Doubling(nn.Module):

@@ -54,8 +54,6 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "negative": operator.neg,
     "__invert__": operator.invert,
 }
-# Overloads of these names on `torch` mean something else than the operator (`torch.mod` does not exist).
-_METHODS_ONLY = {"and", "or", "xor", "truediv", "floordiv", "mod", "getitem"}
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
@@ -105,7 +103,7 @@ def _operation(function: Any, name: str, method: str | None, operands: int) -> C
         return operator.setitem
     if method in _REFLECTED:
         return _REFLECTED[method] if operands == 2 else None
-    if method is None and (name in _METHODS_ONLY or getattr(torch, name, None) is not function):
+    if method is None and getattr(torch, name, None) is not function:
         return None
     if operands == 1:
         return _UNARY.get(method or name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
 
 lock = threading.RLock()
+# A fork waits for the end of a capture: its child would have the functions of torch replaced, and the lock held, for good.
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @contextlib.contextmanager

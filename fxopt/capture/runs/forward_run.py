@@ -7,7 +7,6 @@ import contextvars
 import decimal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -212,9 +211,10 @@ class ForwardRun:
                 context.run(variable.set, value)
             before = dict(context)
             lent = lend_copies(recorder.writer, self.request.assigned)
-            called, inside = self._called(model)
-            held = recorder.shell.held_by_name()
-            with inside:
+            method, held = self.request.method, recorder.shell.held_by_name()
+            called = getattr(model, method) if method else model
+            # A call of the module names it by itself.
+            with recorder.writer.inside("", model) if method else contextlib.nullcontext():
                 result = context.run(_run_forward, called, args, kwargs)
             write_back(recorder, lent, [args, kwargs, result, recorder.shell.outside])
             result = self._with_assigned(result, held)
@@ -231,21 +231,14 @@ class ForwardRun:
                 self._check_values()
                 recorder.writer.add_output(result)
 
-    def _called(self, model: torch.nn.Module) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
-        """What is run, and the context that names the module of its nodes: a call of the module has its own."""
-        method = self.request.method
-        if not method:
-            return model, contextlib.nullcontext()
-        return getattr(model, method), self.recorder.writer.inside("", model)
-
     def _with_assigned(self, result: Any, held: Mapping[tuple[str, str], Any]) -> Any:
-        """The result of a method, with a list of what it has assigned to attributes of the modules."""
+        """The result of a method, with a tuple of what it has assigned to attributes of the modules."""
         now = self.recorder.shell.held_by_name()
         if self.request.method:
             self._assigned = sorted(
                 place for place, value in now.items() if held.get(place, self) is not value
             )
-        return (result, [now[place] for place in self._assigned]) if self._assigned else result
+        return (result, tuple(now[place] for place in self._assigned)) if self._assigned else result
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""

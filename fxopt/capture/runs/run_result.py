@@ -54,9 +54,8 @@ class RunResult:
     # What it changed outside of the model, in words, and whether it put a tensor there.
     changed_outside: Mapping[str, bool]
     moved: Set[str]  # numbers in inputs and tensors that were taken for constants, though it changes them
-    assigned: Sequence[
-        tuple[str, str]
-    ]  # attributes, by module and name, whose values are a list beside the method's result
+    # Attributes, by module and name, whose values are a tuple beside the method's result.
+    assigned: Sequence[tuple[str, str]]
     # By line, what is done after each branch there, and may be left out.
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
     # Later calls read what the forward keeps of sizes and constants, as was tried at several sizes.

@@ -25,7 +25,7 @@ _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 
 
 ASSIGNED = "assigned"
-"""Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the list beside its result."""
+"""Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the tuple beside its result."""
 
 
 class TracedModule(torch.fx.GraphModule):

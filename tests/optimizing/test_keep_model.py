@@ -1,0 +1,73 @@
+"""`keep_model=False`: a graph without its model, in which nothing is held twice."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.kernels import kernels_for
+from fxopt.optimizing import prepare as prepare_module
+from fxopt.submodules import GRAPHS
+from fxopt.testing import randomise
+from tests.modules import module
+
+pytestmark = pytest.mark.skipif(not kernels_for(nn.Linear(16, 16)), reason="no packed kernels")
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
+
+
+def folded():
+    layers = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3))
+    return randomise(layers.eval()), torch.randn(2, 64, 8, 8)
+
+
+@torch.no_grad()
+def test_a_folded_weight_is_held_packed_alone_and_saved_bit_for_bit():
+    model, x = folded()
+    wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
+    fast = fxopt.optimize(model, (x,), tune=False)
+    (((graph,),),) = (book.tried.values() for book in getattr(fast, GRAPHS)._books)
+    assert graph.lowered.given_up == ("0",)
+    assert graph.lowered.traced.get_submodule("0").weight.is_meta
+    whole = graph.lowered.with_weights()
+    assert torch.equal(whole.get_submodule("0").weight, wanted.get_submodule("0").weight)
+    assert torch.allclose(whole(x), fast(x), rtol=1e-4, atol=1e-4)
+    assert fast.report[0].memory <= 2.05
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_nothing_of_the_model_is_held(precision):
+    model, x = folded()
+    wanted, weights = model(x), [weakref.ref(layer.weight) for layer in (model[0], model[2])]
+    alone = fxopt.optimize(model, (x,), precision=precision, tune=False, keep_model=False)
+    del model
+    gc.collect()
+    assert [weight() for weight in weights] == [None, None]
+    assert alone.report[0].memory <= 1.05
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if precision == "float32" else {"rtol": 0.1, "atol": 1.0}
+    torch.testing.assert_close(alone(x), wanted, **tolerance)
+    with pytest.raises(fxopt.GuardError, match="dimension 0 is 3"):
+        alone(torch.randn(3, 64, 8, 8))
+
+
+@torch.no_grad()
+def test_errors_say_what_to_do():
+    model, x = folded()
+    with pytest.raises(
+        TypeError, match="keep_model=False keeps the graph for example inputs: give optimize some"
+    ):
+        fxopt.optimize(model, keep_model=False)
+    listed = module(lambda m, x: x[x > 0].tolist())
+    with (
+        pytest.warns(UserWarning, match="the model itself runs"),
+        pytest.raises(fxopt.PassError, match=r"there is no graph, and keep_model=False keeps nothing else"),
+    ):
+        fxopt.optimize(listed.eval(), (x,), keep_model=False)

@@ -1,0 +1,255 @@
+"""What is set on the optimized module or on the model, or left by the forward, is one state; graphs last as long as it does."""
+
+import copy
+import functools
+import multiprocessing
+import pickle
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.optimizing import dispatch
+from fxopt.optimizing import prepare as prepare_module
+from tests.capture.test_transformers import bert, text
+from tests.modules import module
+
+pytestmark = pytest.mark.filterwarnings("ignore:the model itself runs")
+X = torch.randn(2, 8)
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
+
+
+def graphs(fast):
+    return [report for report in fast.report if report.reason is None]
+
+
+class Named(dict):
+    """As configurations are in diffusers and Lightning."""
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+REGISTERED = weakref.WeakKeyDictionary()
+
+
+def registered(self, x):
+    assert type(self).__mro__[1] is nn.Module
+    return self.layer(x) * REGISTERED.get(self, 0) + id(self) * 0
+
+
+def scaled(self, x):
+    return self.layer(x) * self.hparams.scale
+
+
+def remembered(self, x):
+    self.layer(x)
+    self.shared["mean"] = x.mean()
+    return self.reader(x)
+
+
+class Reader(nn.Module):
+    def forward(self, x):
+        return x * self.shared["mean"]
+
+
+@torch.no_grad()
+def test_the_forward_runs_on_the_model_itself():
+    model = module(registered, layer=nn.Linear(8, 8)).eval()
+    REGISTERED[model] = 2
+    torch.testing.assert_close(fxopt.optimize(model)(X), model(X))
+    model = module(scaled, layer=nn.Linear(8, 8), hparams=Named(scale=2.0)).eval()
+    fast = fxopt.optimize(model)
+    torch.testing.assert_close(fast(X), model(X))
+    assert fast.hparams is model.hparams
+    assert graphs(fast)
+
+
+@torch.no_grad()
+def test_a_dict_that_model_and_layer_share_stays_one():
+    shared = {"mean": torch.zeros(())}
+    model = module(remembered, layer=nn.Linear(8, 8), reader=Reader(), shared=shared).eval()
+    model.reader.shared = shared
+    fast = fxopt.optimize(model)
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        assert torch.equal(fast(x), x * x.mean())
+
+
+@torch.no_grad()
+def test_attributes_are_those_of_the_model():
+    model = module(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(8, 8), scale=2.0).eval()
+    fast = fxopt.optimize(model)
+    before = fast(X)
+    model.scale = 3.0
+    torch.testing.assert_close(fast(X), 1.5 * before)
+    fast.scale = 4.0
+    torch.testing.assert_close(model(X), 2 * before)
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fxopt.optimize(bert())))):
+        assert fxopt.undo(other) is not other
+    assert torch.equal(copy.deepcopy(fast)(X), fast(X))
+
+
+class Leaves(nn.Module):
+    """Leaves what it computes in attributes, its own and those of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.inner = nn.Linear(8, 8), module(self.map, layer=nn.Linear(8, 8))
+        self.loss, self.size = torch.zeros(()), None
+
+    @staticmethod
+    def map(inner, x):
+        inner.kept = (inner.layer(x).softmax(-1), 2)
+        return inner.kept[0] * x
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.loss, self.size = y.pow(2).mean(), x.shape[0]
+        return self.inner(y)
+
+
+@torch.no_grad()
+def test_what_a_forward_leaves_is_left_by_the_graph():
+    model = Leaves().eval()
+    fast, reference = fxopt.optimize(model), copy.deepcopy(model)
+    for rows in (2, 2, 3, 4, 3):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x), reference(x))
+        torch.testing.assert_close(fast.loss, reference.loss)
+        torch.testing.assert_close(model.inner.kept, reference.inner.kept)
+        assert fast.size == rows
+    assert len(graphs(fast)) == 2, "one for the first size, and one for all"
+
+
+@torch.no_grad()
+def test_an_attribute_that_other_inputs_leave_alone_is_no_constant_of_their_graph():
+    def forward(self, x, keep=False):
+        if keep:
+            self.kept = self.layer(x)
+        return self.layer(x) + self.kept
+
+    model = module(forward, layer=nn.Linear(8, 8), kept=torch.zeros(2, 8)).eval()
+    fast, reference = fxopt.optimize(model), copy.deepcopy(model)
+    for keep in (False, True, False, True, False, False):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(fast(x, keep), reference(x, keep))
+
+
+def counted(function, calls):
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    return run
+
+
+@torch.no_grad()
+def test_a_wrapper_on_the_forward_wraps_the_fast_call():
+    model, calls = nn.Sequential(nn.Linear(8, 8)).eval(), []
+    fast = fxopt.optimize(model)
+    fast.forward = counted(fast.forward, calls)
+    torch.testing.assert_close(fast(X), model(X))
+    assert (len(calls), len(graphs(fast))) == (1, 1)
+    del fast.forward
+    fast(X)
+    assert (len(calls), len(graphs(fast))) == (1, 1)
+
+
+@torch.no_grad()
+def test_the_graph_of_a_state_is_found_again():
+    def forward(self, x):
+        return self.layer(x) + self.adapters[self.active](x)
+
+    adapters = nn.ModuleDict({name: nn.Linear(8, 8) for name in "ab"})
+    model = module(forward, layer=nn.Linear(8, 8), adapters=adapters, active="a").eval()
+    fast = fxopt.optimize(model)
+    for active in "abababab" * 3:
+        fast.active = active
+        torch.testing.assert_close(fast(X), model(X))
+    assert len(graphs(fast)) == 2
+    adapters["a"].weight.mul_(2)
+    torch.testing.assert_close(fast(X), model(X))
+    assert len(graphs(fast)) == 1, "those of weights that are gone are dropped"
+
+
+@torch.no_grad()
+def test_a_state_that_changes_with_each_call_is_not_captured_for_ever(monkeypatch):
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) + self.calls
+
+    asked = []
+    monkeypatch.setattr(dispatch, "prepare", counted(dispatch.prepare, asked))
+    model = module(forward, layer=nn.Linear(8, 8), calls=0).eval()
+    fast = fxopt.optimize(model)
+    for number in range(1, 40):
+        torch.testing.assert_close(fast(X), model.layer(X) + number)
+    assert len(asked) <= 6
+
+
+@torch.no_grad()
+def test_refresh_follows_what_is_not_watched():
+    model = module(
+        lambda m, x: m.layer(x) * m.options["scale"], layer=nn.Linear(8, 8), options={"scale": 1.0}
+    )
+    fast = fxopt.optimize(model.eval())
+    before = fast(X)
+    fast.options["scale"] = 2.0
+    fast.refresh()
+    torch.testing.assert_close(fast(X), 2 * before)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_cold_start_of_threads_makes_one_graph_for_each_structure(wait):
+    model = bert()
+    fast, barrier, found = fxopt.optimize(model, tune=False, wait=wait), threading.Barrier(6), {}
+    inputs = [text(2, 5 + number) for number in range(6)]
+
+    def work(number):
+        barrier.wait()
+        with torch.no_grad():
+            found[number] = fast(**inputs[number])[0]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        for number, value in found.items():
+            torch.testing.assert_close(value, model(**inputs[number])[0], rtol=1e-4, atol=1e-4)
+    assert len(graphs(fast)) <= 2
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_capture_can_call():
+    fast = fxopt.optimize(bert(), tune=False)
+
+    def call(length, queue=None):
+        with torch.no_grad():
+            shape = fast(**text(1, length))[0].shape
+        if queue:
+            queue.put(shape)
+
+    context = multiprocessing.get_context("fork")
+    queue, thread = context.Queue(), threading.Thread(target=call, args=(5,))
+    thread.start()
+    time.sleep(0.1)
+    child = context.Process(target=call, args=(7, queue))
+    child.start()
+    assert queue.get(timeout=60)[1] == 7
+    thread.join()
+    child.join()
