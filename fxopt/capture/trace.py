@@ -91,7 +91,7 @@ def trace_method(
     method: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any,
     leaf_modules: LeafModules = (),
     specialize: bool = False,
     verify: bool = False,

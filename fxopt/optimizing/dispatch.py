@@ -58,7 +58,7 @@ class _Graph:
     report: GraphReport
     calls: _Calls
     shapes: Shapes
-    used: int = 0
+    used: int
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What is set on the optimized module or on the model, or left by the forward, is one state; graphs last as long as it does."""
+"""An optimized module and its model have one state, and graphs last as long as it does."""
 
 import copy
 import functools

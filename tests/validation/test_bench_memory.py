@@ -28,7 +28,7 @@ def test_each_mode_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(app, ["memory", "--small", "--models", "bert"], catch_exceptions=False)
     lines = result.output.splitlines()
-    assert sum("high" in line for line in lines) == sum("low" in line for line in lines) == 1
+    assert sum(" kept " in line for line in lines) == sum(" not " in line for line in lines) == 1
     assert CliRunner().invoke(app, ["memory", "--models", "nothing"]).exit_code == 2
 
 
