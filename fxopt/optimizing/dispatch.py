@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -99,9 +98,7 @@ class _Book:
     numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     settled: bool = True
-    refused: collections.deque[GraphReport] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=_MOST_STRUCTURES)
-    )
+    refused: list[GraphReport] = dataclasses.field(default_factory=list)
 
     def graphs(self) -> list[_Graph]:
         """The graphs, each once."""
@@ -193,13 +190,14 @@ class Graphs:
         """
         value = tried.lowered(*inputs.args, **inputs.kwargs)
         tried.used = next(self._uses)
-        if book.tried.get(key, ())[:1] != (tried,):
+        # While another thread makes a graph, the order does not matter.
+        if book.tried.get(key, ())[:1] != (tried,) and self.lock.acquire(blocking=False):
             self._file(book, key, tried)
+            self.lock.release()
         return value
 
     def _file(self, book: _Book, key: Any, graph: _Graph) -> _Graph:
-        with self.lock:
-            book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
+        book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
         return graph
 
     def _make(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
@@ -231,8 +229,7 @@ class Graphs:
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
         lowered, report = self._prepared(book, inputs, named, calls.free)
-        disagreement = self._disagreement(book, report)
-        if disagreement:
+        if disagreement := self._disagreement(book, report):
             lowered, report = None, dataclasses.replace(report, reason=disagreement)
         if lowered is None:
             book.refused.append(report)
@@ -313,7 +310,9 @@ class Graphs:
         if self._model.training:
             return self._without("it is in training mode; call .eval()", trains=True)
         book = self._book()
-        parameters = book.state.parameters if book is not None else []
+        if book is None:
+            return None
+        parameters = book.state.parameters
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in parameters) or requires_grad((inputs.args, dict(inputs.kwargs)))
         ):
@@ -338,8 +337,9 @@ class Graphs:
         for book in self._books:
             if book.state.holds() and not book.state.trained():
                 book.settled = True
-                if book is not self._books[0]:
+                if self._books[:1] != (book,) and self.lock.acquire(blocking=False):
                     self._opened(book)
+                    self.lock.release()
                 return book
         if swapped(self._model):
             return None
@@ -354,9 +354,8 @@ class Graphs:
             self.lock.release()
 
     def _opened(self, book: _Book) -> None:
-        with self.lock:
-            others = (each for each in self._books if each is not book and not each.state.is_gone())
-            self._books = (book, *others)
+        others = (each for each in self._books if each is not book and not each.state.is_gone())
+        self._books = (book, *others)
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:

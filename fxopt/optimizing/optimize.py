@@ -161,7 +161,6 @@ class _Alone(nn.Module):
         super().__init__()
         if made is None:
             raise PassError(f"there is no graph, and keep_model=False keeps nothing else. {report}")
-        self.eval()
         self.graph, self.report, self._computed = made.traced, report, made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
