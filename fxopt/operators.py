@@ -178,12 +178,12 @@ def is_write_name(name: str) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks of a module that run when it is called, or its gradients are, which may do anything."""
+    """The kinds of hooks of a module, which may do anything to what it is called with."""
     attributes = vars(module)
     return [name for name in _HOOKS if attributes.get(name)]
 
 
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name]
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 
 # Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
