@@ -54,7 +54,7 @@ class State:
         )
 
     def holds(self) -> bool:
-        """Tell whether all is as it was; in a model as large as BERT-base, some 50 microseconds."""
+        """Tell whether all is as it was; in a model as large as BERT-base, some 80 microseconds."""
         if self.is_gone() or any(self._empty) or not _equal(self._filled, self._contents):
             return False
         if _equal(self._now, self._before):  # fast, where all are the same objects
