@@ -19,10 +19,17 @@ STANDS_FOR = "_fxopt_stands_for"
 GRAPHS = "_fxopt_graphs"
 """That in which its graphs are."""
 
+OWN_FORWARD, OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
+"""Those in which is what someone puts in the place of its forward, and what `Module.compile` makes of it."""
+
 
 def original(module: Any) -> Any:
-    """The model that an optimized module stands for; another object is itself."""
-    return getattr(module, STANDS_FOR, module)
+    """The model that an optimized module stands for; another object is itself, also one that passes its attributes on."""
+    slot = getattr(type(module), STANDS_FOR, None)
+    try:
+        return module if slot is None else slot.__get__(module)
+    except AttributeError:  # an instance that was made of the class
+        return module
 
 
 def split_path(path: str) -> tuple[str, str]:

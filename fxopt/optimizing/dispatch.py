@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
 from fxopt.errors import GuardError
@@ -34,13 +36,15 @@ from fxopt.optimizing.structures import (
     tensors_of_inputs,
     text_of,
 )
-from fxopt.optimizing.watching import State, swapped
+from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
 _MOST_FAILURES = 2  # how often to try for one structure
+_MOST_DROPPED = 2  # how many graphs for one structure may be dropped
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
+_EVERY = 16  # in how many calls to look once at a model that changes and has no graph
 
 _ALL = weakref.WeakSet["Graphs"]()
 
@@ -67,14 +71,12 @@ class _Calls:
     Attributes:
         graphs: the graph for the shapes of each, None where there is none.
         free: the dimensions that were not the same in all of them.
-        failures: how often there was none.
-        made: how often there was one.
+        dropped: how many were dropped.
     """
 
     graphs: dict[Shapes, _Graph | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    failures: int = 0
-    made: int = 0
+    dropped: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,14 +130,14 @@ class Graphs:
     def refresh(self) -> None:
         """Drop all graphs."""
         with self.lock:
-            self._books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
+            self.books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
             self._changes = 0
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
 
     def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
         """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
-        books = [book for book in self._books[:1] if book.state.holds()]
+        books = [book for book in self.books[:1] if book.state.holds()]
         return {
             (key[0], tuple(key[1:])): tuple(each.lowered.with_weights() for each in graphs)
             for book in books
@@ -146,7 +148,7 @@ class Graphs:
     @property
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
-        own = (each for book in self._books for each in (*(g.report for g in book.graphs()), *book.refused))
+        own = (each for book in self.books for each in (*(g.report for g in book.graphs()), *book.refused))
         return Report([*own, *(each for part in self.parts.values() for each in part.report)])
 
     def run(self, inputs: Inputs) -> Any:
@@ -159,7 +161,7 @@ class Graphs:
         known = book.tried.get(key, ())
         for graph in known:
             with contextlib.suppress(GuardError):
-                return self._called(book, key, graph, inputs)
+                return self._called(graph, inputs)
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
             return eager(*inputs.args, **inputs.kwargs)
@@ -172,7 +174,7 @@ class Graphs:
             book.vain.add(plain)
         for graph in filter(None, made):
             with contextlib.suppress(GuardError):
-                return self._called(book, key, graph, inputs)
+                return self._called(graph, inputs)
         return eager(*inputs.args, **inputs.kwargs)
 
     def make(self, inputs: Inputs) -> Lowered | None:
@@ -182,21 +184,14 @@ class Graphs:
             made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
         return made.lowered if made else None
 
-    def _called(self, book: _Book, key: Any, tried: _Graph, inputs: Inputs) -> Any:
-        """Call a graph, which is tried before others from now on.
-
-        Raises:
-            GuardError: it does not fit.
-        """
-        value = tried.lowered(*inputs.args, **inputs.kwargs)
-        tried.used = next(self._uses)
-        # While another thread makes a graph, the order does not matter.
-        if book.tried.get(key, ())[:1] != (tried,) and self.lock.acquire(blocking=False):
-            self._file(book, key, tried)
-            self.lock.release()
+    def _called(self, graph: _Graph, inputs: Inputs) -> Any:
+        """Call a graph; GuardError where it does not fit."""
+        value = graph.lowered(*inputs.args, **inputs.kwargs)
+        graph.used = next(self._uses)
         return value
 
     def _file(self, book: _Book, key: Any, graph: _Graph) -> _Graph:
+        """Put a graph before those that are tried."""
         book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
         return graph
 
@@ -218,27 +213,26 @@ class Graphs:
         known = calls.graphs.get(shapes)
         if known is not None:  # for keywords instead of positions
             return self._file(book, key, known)
-        if shapes in calls.graphs or calls.failures >= _MOST_FAILURES:
+        if shapes in calls.graphs or [*calls.graphs.values()].count(None) >= _MOST_FAILURES:
             return None
-        if calls.made > 2 * self.options.max_graphs:
+        if calls.dropped > _MOST_DROPPED:
             self._warn(
-                f"graphs for its inputs were dropped to make others {calls.made} times: more than {self.options.max_graphs} "
-                "kinds of inputs are in use, so give optimize a larger max_graphs"
+                f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
+                "use, so give optimize a larger max_graphs"
             )
             return None
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
         lowered, report = self._prepared(book, inputs, named, calls.free)
-        if disagreement := self._disagreement(book, report):
+        disagreement = self._disagreement(book, report)
+        if lowered and disagreement:
             lowered, report = None, dataclasses.replace(report, reason=disagreement)
         if lowered is None:
             book.refused.append(report)
             calls.graphs[shapes] = None
-            calls.failures += 1
             self._warn(str(report.reason))
             return None
         made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses))
-        calls.made += 1
         self._file(book, key, made)
         self._drop_unused()
         return made
@@ -261,25 +255,29 @@ class Graphs:
         if report.assigned is None:  # there is no graph
             return ""
         if book.assigned is None:
-            book.assigned = {*report.assigned}
+            book.assigned, assigned = {*report.assigned}, collections.defaultdict[int, set[str]](set)
             for path, name in report.assigned:
-                book.state.assigns(self._model.get_submodule(path), name)
-        others = sorted(".".join(filter(None, place)) for place in book.assigned ^ {*report.assigned})
-        return f"the forward assigns {', '.join(others)} for some inputs and not for others" if others else ""
+                assigned[id(vars(self._model.get_submodule(path)))].add(name)
+            book.state.assigned = assigned
+        others = sorted(name for _, name in book.assigned ^ {*report.assigned})
+        if others:
+            return f"the forward assigns {', '.join(others)} for some inputs and not for others"
+        return "" if book.state.holds() else "the model was changed while its graph was made"
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
         graphs = sorted(
-            (each for book in self._books for each in book.graphs()), key=lambda graph: -graph.used
+            (each for book in self.books for each in book.graphs()), key=lambda graph: -graph.used
         )
         kept = graphs[: self.options.max_graphs]
         for graph in graphs[self.options.max_graphs :]:
             graph.calls.graphs.pop(graph.shapes, None)
-        for book in self._books:
+            graph.calls.dropped += 1
+        for book in self.books:
             book.tried = {
                 key: tuple(each for each in graphs if each in kept) for key, graphs in book.tried.items()
             }
-        self._books = (*self._books[:1], *(b for b in self._books[1:] if any(b.tried.values())))
+        self.books = (*self.books[:1], *(b for b in self.books[1:] if any(b.tried.values())))
 
     def _prepared(
         self, book: _Book, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
@@ -308,17 +306,18 @@ class Graphs:
         ):
             return self._without(cannot_tell())
         if self._model.training:
-            return self._without("it is in training mode; call .eval()", trains=True)
+            return self._without("it is in training mode; call .eval()")
+        if torch.is_grad_enabled() and (
+            any(p.requires_grad for p in self._model.parameters())
+            or requires_grad((inputs.args, dict(inputs.kwargs)))
+        ):
+            return self._without(
+                "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
+            )
         book = self._book()
         if book is None:
             return None
         parameters = book.state.parameters
-        if torch.is_grad_enabled() and (
-            any(p.requires_grad for p in parameters) or requires_grad((inputs.args, dict(inputs.kwargs)))
-        ):
-            return self._without(
-                "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()", trains=True
-            )
         device = parameters[0].device.type if parameters else "cpu"
         if device not in ("cpu", "cuda"):
             return None
@@ -326,36 +325,39 @@ class Graphs:
             return self._without("autocast is on; choose the precision when you optimize")
         return book
 
-    def _without(self, reason: str, trains: bool = False) -> _Book | None:
-        for book in self._books if trains else ():
-            book.state.mark()
+    def _without(self, reason: str) -> _Book | None:
         self._warn(reason)
         return None
 
     def _book(self) -> _Book | None:
         """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
-        for book in self._books:
-            if book.state.holds() and not book.state.trained():
+        for book in self.books:
+            if book.state.holds():
                 book.settled = True
-                if self._books[:1] != (book,) and self.lock.acquire(blocking=False):
-                    self._opened(book)
+                if self.books[:1] != (book,) and self.lock.acquire(blocking=False):
+                    if book in self.books:  # it was not refreshed meanwhile
+                        self._opened(book)
                     self.lock.release()
                 return book
-        if swapped(self._model):
+        if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
+            return None  # as in `torch.func.functional_call`
+        resting = self._changes > _RESTLESS and not any(book.graphs() for book in self.books)
+        if resting and next(self._uses) % _EVERY:
             return None
         if not self.lock.acquire(blocking=self.options.wait):
             return None
         try:  # perhaps another thread has opened it meanwhile
-            if not (self._books and self._books[0].state.holds()):
-                self._changes += bool(self._books)
-                self._opened(_Book(State(self._model), settled=self._changes <= _RESTLESS))
-            return self._books[0]
+            if not (self.books and self.books[0].state.holds()):
+                self._changes += bool(self.books)
+                assigned = self.books[0].state.assigned if self.books else {}
+                self._opened(_Book(State(self._model, assigned), settled=self._changes <= _RESTLESS))
+            return self.books[0]
         finally:
             self.lock.release()
 
     def _opened(self, book: _Book) -> None:
-        others = (each for each in self._books if each is not book and not each.state.is_gone())
-        self._books = (book, *others)
+        others = (each for each in self.books if each is not book and not each.state.is_gone())
+        self.books = (book, *others)[: self.options.max_graphs]
 
     def _warn(self, reason: str) -> None:
         if reason and reason not in self._warned:
@@ -369,4 +371,12 @@ def _after_fork() -> None:
         graphs.lock = threading.RLock()
 
 
+def _after_step(optimizer: Any, *_: Any) -> None:
+    """Drop graphs: fused optimizers write into parameters and leave their versions as they were."""
+    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for graphs in list(_ALL):
+        graphs.books = tuple(b for b in graphs.books if written.isdisjoint(map(id, b.state.parameters)))
+
+
 os.register_at_fork(after_in_child=_after_fork)
+register_optimizer_step_post_hook(_after_step)

@@ -49,9 +49,9 @@ class Lowered:
 
     traced: TracedModule
     function: Function
-    packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict)
-    given_up: Collection[str] = ()
-    assigned: Sequence[tuple[nn.Module, str]] = ()
+    packed: Mapping[str, Packed]
+    given_up: Collection[str]
+    assigned: Sequence[tuple[nn.Module, str]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self.function(*args, **kwargs)

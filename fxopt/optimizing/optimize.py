@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from fxopt.capture.trace import check_model
-from fxopt.errors import PassError
+from fxopt.errors import GuardError, PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options
 from fxopt.optimizing.report import Report
-from fxopt.submodules import GRAPHS, STANDS_FOR, original
+from fxopt.submodules import GRAPHS, OWN_COMPILED, OWN_FORWARD, STANDS_FOR, original
 from fxopt.torch_internals import COMPILED
 
 M = TypeVar("M", bound=nn.Module)
@@ -161,9 +161,13 @@ class _Alone(nn.Module):
         super().__init__()
         if made is None:
             raise PassError(f"there is no graph, and keep_model=False keeps nothing else. {report}")
-        self.graph, self.report, self._computed = made.traced, report, made
+        self.training, self.report, self._computed = False, report, made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            raise GuardError(
+                "the graph is for inference: call it under torch.no_grad(), and without autocast"
+            )
         return self._computed(*args, **kwargs)
 
 
@@ -186,9 +190,6 @@ class _Own:
 
     def __delete__(self, module: Any) -> None:
         object.__delattr__(module, self._name)
-
-
-_OWN_FORWARD, _OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,10 +225,10 @@ def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
     def refresh(self: Any) -> None:
         getattr(self, GRAPHS).refresh()
 
-    slots = (STANDS_FOR, GRAPHS, _OWN_FORWARD, _OWN_COMPILED)
+    slots = (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED)
     members: dict[str, Any] = {"__slots__": slots, "__reduce_ex__": reduce}
-    members["forward"] = _Own(_OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
-    members[COMPILED] = _Own(_OWN_COMPILED, lambda module: None, None)
+    members["forward"] = _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
+    members[COMPILED] = _Own(OWN_COMPILED, lambda module: None, None)
     members |= {
         name: value for name, value in (("report", property(report)), ("refresh", refresh)) if name in added
     }

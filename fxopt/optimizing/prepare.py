@@ -99,6 +99,8 @@ def prepare(
         places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
         exact, own = in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
         if places:
+            if not options.keep_model:
+                raise _Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
             own = own, tuple(getattr(model.get_submodule(path), name) for path, name in places)
         made = _rewritten(model, traced, options, facts)
         facts["error"], wrong = _judged(exact, own, inputs.call(made.function), PRECISIONS[options.precision])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxopt.testing.bits import bits_of
-from fxopt.torch_internals import COMPILED, FORWARD_HOOKS, REGISTRIES, parameters_of, version_of
+from fxopt.torch_internals import COMPILED, FORWARD_HOOKS, REGISTRIES, version_of
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -19,14 +18,15 @@ _CONTENTS = (*REGISTRIES, *FORWARD_HOOKS)
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Other attributes are not seen (lists, objects but for `config`), and neither are writes into a tensor that leave its version and
-    place as they were: through numpy, into `.data`, or by fused optimizers, unless `trained` is asked.
+    Not seen is what changes inside of other attributes (lists, objects but for `config`), and writes into a tensor that leave its
+    version and place as they were: through numpy, into `.data`, or by fused optimizers.
 
     Args:
         model: the module to watch.
+        assigned: what the forward assigns, as far as it is known.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, assigned: Mapping[int, Set[str]]) -> None:
         self.parameters = list(model.parameters())
         modules = list(model.modules())
         configs = {id(config): vars(config) for config in map(_config, modules) if config is not None}
@@ -35,7 +35,8 @@ class State:
         found = [vars(module)[name] for module in modules for name in _CONTENTS if name in vars(module)]
         self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
         self._contents = [each.copy() for each in self._filled]
-        self._assigned = dict[int, set[str]]()  # by the id of the attributes, what the forward assigns
+        # By the id of a module's attributes, those that the forward assigns: another value of them is no change.
+        self.assigned = assigned
         plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))
         tensors = [*self.parameters, *model.buffers(), *plain]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -44,7 +45,6 @@ class State:
         self._placed = [t for t in self._tensors if type(t) in _PLACED and t.layout is torch.strided]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
-        self._sums: list[float] | None = None
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -60,39 +60,10 @@ class State:
         if _equal(self._now, self._before):  # fast, where all are the same objects
             return True
         pairs = zip(self._now, self._before, strict=True)
-        if not all(_same(now, before, self._assigned.get(id(now), ())) for now, before in pairs):
+        if not all(_same(now, before, self.assigned.get(id(now), ())) for now, before in pairs):
             return False
         self._before = [dict(attributes) for attributes in self._now]
         return True
-
-    def assigns(self, module: nn.Module, name: str) -> None:
-        """Note that the forward assigns an attribute: another value of it is no change."""
-        self._assigned.setdefault(id(vars(module)), set()).add(name)
-
-    def mark(self) -> None:
-        """Gradients are recorded: after that, `trained` tells whether weights have changed in a way that leaves their versions."""
-        self._sums = self._sums or self._sums_now()
-
-    def trained(self) -> bool:
-        """Tell whether weights have changed since `mark`."""
-        sums, self._sums = self._sums, None
-        if sums is None or sums == self._sums_now():
-            return False
-        self._versions = -1  # it is gone
-        return True
-
-    def _sums_now(self) -> list[float]:
-        """The sum of the bits of each tensor: a step of training may leave any single number as it is."""
-        return [bits_of(t).sum().item() for t in self._placed if t.device.type != "meta"]
-
-
-def swapped(model: nn.Module) -> bool:
-    """Tell whether parameters are other tensors for the time being, as in `torch.func.functional_call`."""
-    for module in model.modules():
-        for parameter in parameters_of(module).values():
-            if parameter is not None and not isinstance(parameter, nn.Parameter):
-                return True
-    return False
 
 
 def _config(module: nn.Module) -> Any:
@@ -106,10 +77,7 @@ def _same(now: Mapping[str, Any], before: Mapping[str, Any], assigned: Any) -> b
         old, new = before.get(name), now.get(name)
         if old is new:
             continue
-        if isinstance(new, _PLAIN) or isinstance(old, _PLAIN):
-            if type(new) is not type(old) or new != old:
-                return False
-        elif isinstance(new, Tensor | nn.Module) or name in ("forward", "config", *_CONTENTS):
+        if type(new) is not type(old) or not isinstance(new, _PLAIN) or new != old:
             return False
     return True
 

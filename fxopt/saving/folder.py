@@ -20,7 +20,7 @@ from fxopt.saving.graphs import read_graph, write_graph
 from fxopt.saving.modules import ModuleReader, ModuleWriter
 from fxopt.saving.tensors import NoSuchDevice, TensorTable, restored
 from fxopt.saving.values import NotData
-from fxopt.submodules import GRAPHS
+from fxopt.submodules import GRAPHS, original
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 
@@ -139,7 +139,7 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
         return [((0, ()), module)]
     if isinstance(module, GraphSet):
         return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
-    if not isinstance(module, torch.nn.Module) or not hasattr(module, GRAPHS):
+    if not isinstance(module, torch.nn.Module) or original(module) is module:
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
         )

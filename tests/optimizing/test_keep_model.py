@@ -33,7 +33,7 @@ def test_a_folded_weight_is_held_packed_alone_and_saved_bit_for_bit():
     model, x = folded()
     wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
     fast = fxopt.optimize(model, (x,), tune=False)
-    (((graph,),),) = (book.tried.values() for book in getattr(fast, GRAPHS)._books)
+    (((graph,),),) = (book.tried.values() for book in getattr(fast, GRAPHS).books)
     assert graph.lowered.given_up == ("0",)
     assert graph.lowered.traced.get_submodule("0").weight.is_meta
     whole = graph.lowered.with_weights()
@@ -56,6 +56,8 @@ def test_nothing_of_the_model_is_held(precision):
     torch.testing.assert_close(alone(x), wanted, **tolerance)
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 3"):
         alone(torch.randn(3, 64, 8, 8))
+    with torch.enable_grad(), pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+        alone(x)
 
 
 @torch.no_grad()

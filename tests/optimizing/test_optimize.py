@@ -15,6 +15,7 @@ from fxopt.kernels import kernels_for
 from fxopt.optimizing import dispatch
 from fxopt.optimizing import prepare as prepare_module
 from fxopt.testing import randomise
+from tests import modules
 from tests.capture.test_transformers import bert, resnet
 
 pytestmark = [
@@ -110,18 +111,13 @@ def test_sizes_that_are_free_from_the_start():
     assert len(fast.report) == 1
 
 
-class Powers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x, power=1, **kinds):
-        return self.layer(x) ** power
+def powers():
+    return modules.module(lambda m, x, power=1, **kinds: m.layer(x) ** power, layer=nn.Linear(8, 8))
 
 
 @torch.no_grad()
 def test_the_graph_that_was_called_longest_ago_goes():
-    model, x = Powers().eval(), torch.randn(2, 8)
+    model, x = powers(), torch.randn(2, 8)
     fast = fxopt.optimize(model, max_graphs=2)
     for kind in "abaca":
         assert torch.equal(fast(x, **{kind: True}), fast(x, **{kind: True}))
@@ -131,7 +127,7 @@ def test_the_graph_that_was_called_longest_ago_goes():
 @pytest.mark.filterwarnings("default:the model itself runs")
 @torch.no_grad()
 def test_kinds_of_inputs_that_take_turns_do_not_capture_for_ever():
-    model, x = Powers().eval(), torch.randn(2, 8)
+    model, x = powers(), torch.randn(2, 8)
     fast = fxopt.optimize(model, max_graphs=1)
     with pytest.warns(UserWarning, match="more than 1 kinds of inputs are in use"):
         _ = [fast(x, **{kind: True}) for kind in "ab" * 5]
@@ -140,7 +136,7 @@ def test_kinds_of_inputs_that_take_turns_do_not_capture_for_ever():
 @pytest.mark.filterwarnings("default:the model itself runs")
 @torch.no_grad()
 def test_a_number_that_varies_is_said_to_be_the_cause():
-    model, x = Powers().eval(), torch.randn(2, 8)
+    model, x = powers(), torch.randn(2, 8)
     fast = fxopt.optimize(model)
     with pytest.warns(UserWarning, match="'power' is another one from call to call") as warned:
         found = [fast(x, power) for power in range(9)]

@@ -18,6 +18,7 @@ from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, i
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import attributes
+from fxopt.submodules import OWN_COMPILED
 from fxopt.torch_internals import (
     COMPILED,
     FORWARD_HOOKS,
@@ -38,7 +39,7 @@ MADE = object()
 _PLAIN = (bool, int, float, str)
 _HOOKS = FORWARD_HOOKS[0]
 # Attributes that every module has: parameters, children and hooks among them.
-_OF_TORCH = vars(torch.nn.Module()).keys() | {COMPILED}
+_OF_TORCH = vars(torch.nn.Module()).keys() | {COMPILED, OWN_COMPILED}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -235,6 +235,8 @@ class ForwardRun:
         """The result of a method, with a tuple of what it has assigned to attributes of the modules."""
         now = self.recorder.shell.held_by_name()
         if self.request.method:
+            if gone := held.keys() - now.keys():
+                self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
             self._assigned = sorted(
                 place for place, value in now.items() if held.get(place, self) is not value
             )
