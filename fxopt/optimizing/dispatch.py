@@ -111,7 +111,8 @@ class Graphs:
     """Computes a model's forward by graphs, and makes one where none fits.
 
     The first graph for a structure of inputs (their names, containers and constants) has the sizes of the first call.
-    Where a later call has other sizes, those that differ are free in the next graph, which takes the place of the others.
+    Where a later call has other sizes, those that differ are free in the next graph. Where there are more than `max_graphs`,
+    the graph that was called longest ago goes.
 
     Args:
         model: the model.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxopt.capture.trace import check_model
-from fxopt.errors import GuardError, PassError
+from fxopt.errors import FxoptError, GuardError, PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.inputs import Inputs
@@ -244,7 +244,7 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
         try:
             _check(part, graphs.options)
             made = _standing_for(part, graphs.options, None)
-        except PassError:  # it is in training mode, or nothing that can be optimized
+        except FxoptError:  # it is in training mode, or nothing that can be optimized
             return part
         graphs.parts[id(part)] = made
     return made

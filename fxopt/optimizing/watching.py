@@ -19,7 +19,7 @@ class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
     Not seen is what changes inside of other attributes (lists, objects but for `config`), and writes into a tensor that leave its
-    version and place as they were: through numpy, into `.data`, or by fused optimizers.
+    version and place as they were: through numpy or into `.data`.
 
     Args:
         model: the module to watch.

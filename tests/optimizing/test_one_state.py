@@ -265,7 +265,10 @@ def test_a_cold_start_of_threads_makes_one_graph_for_each_structure(wait):
             found[number] = fast(**inputs[number])[0]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    _ = [thread.start() for thread in threads], [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     with torch.no_grad():
         for number, value in found.items():
             torch.testing.assert_close(value, model(**inputs[number])[0], rtol=1e-4, atol=1e-4)
