@@ -18,15 +18,16 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import FxoptError
+from fxopt.float64 import run_in_float64
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
 from fxopt.operators import hooks_of
-from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.speed import speedup
 from fxopt.optimizing.worthwhile import FoldScaleAndShift
+from fxopt.outputs import cosine_similarity, relative_error, unlike
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
@@ -97,7 +98,7 @@ def prepare(
     try:
         traced = _captured(model, inputs, dynamic_shapes)
         places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
-        exact, own = in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
+        exact, own = run_in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
         if places:
             if not options.keep_model:
                 raise _Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
