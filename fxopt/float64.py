@@ -94,6 +94,10 @@ class _Interpreter(torch.fx.Interpreter):
             return module(*args, **kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        branches = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
+        if None not in branches:
+            branch: Any = branches[0 if args[0] else 1]
+            return _Interpreter(branch).run(*args[1:])
         with Float64():
             return super().call_function(target, args, kwargs)
 
