@@ -4,6 +4,7 @@ from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.capture.runtime.guard_listing import Guard, guards
 from fxopt.drawing import draw
 from fxopt.errors import (
+    FallbackWarning,
     FxoptError,
     GuardError,
     LoadError,
@@ -53,6 +54,7 @@ __all__ = [
     "DeepCopy",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FallbackWarning",
     "FoldBatchNorms",
     "FoldConstants",
     "FoldNormWeights",

@@ -32,6 +32,10 @@ class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
 
 
+class FallbackWarning(UserWarning):
+    """An optimized module falls back to eager, or to float32; `print(fast.report)` lists the reasons."""
+
+
 class VerificationWarning(UserWarning):
     """A site did not compute what it had computed before, when both were run, and was taken back."""
 

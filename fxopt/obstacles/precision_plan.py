@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -187,8 +188,7 @@ class Planner:
 def graph_obstacle(index: GraphIndex) -> Refusal | None:
     """Why the precision of a graph cannot be changed as a whole; `None` if it can."""
     for node in index.nodes:
-        container = node.op == "output" or isinstance(node.target, type)
-        if not container and graph.value_of(node) is None and node.users and not node.is_impure():
+        if graph.value_of(node) is None and not node.is_impure() and not _is_no_tensor(node):
             return Refusal(
                 node, "its dtype is unknown: the graph has no metadata (trace it with fxopt.trace)"
             )
@@ -201,6 +201,14 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
             if writer:
                 return Refusal(writer, f"it may write into the parameter {node.target}")
     return None
+
+
+def _is_no_tensor(node: Node) -> bool:
+    """Tell whether a value without metadata is an object, such as a cache, of which others read or set attributes alone."""
+    reading = (getattr, operator.getitem)
+    return operators.is_container(node.target) or all(
+        user.target in reading or operators.is_container(user.target) for user in node.users
+    )
 
 
 def obstacle(index: GraphIndex, node: Node, kept: Mapping[Node, str]) -> str | None:

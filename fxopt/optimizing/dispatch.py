@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
-from fxopt.errors import GuardError
-from fxopt.optimizing.inputs import Inputs
+from fxopt.errors import FallbackWarning, GuardError
+from fxopt.optimizing.inputs import Inputs, written_back
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
@@ -38,6 +39,7 @@ from fxopt.optimizing.structures import (
 )
 from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
+from fxopt.version import __version__
 
 _MOST_FAILURES = 2  # how often to try for one structure
 _MOST_DROPPED = 2  # how many graphs for one structure may be dropped
@@ -118,10 +120,16 @@ class Graphs:
         model: the model.
         options: what `optimize` was asked for.
         dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
+        method: the method of the model to compute.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
-        self._model, self.options, self.dynamic = model, options, dynamic
+    def __init__(
+        self, model: nn.Module, options: Options, dynamic: Any = None, method: str = "forward"
+    ) -> None:
+        self._model, self.options, self.dynamic, self._method = model, options, dynamic, method
+        names = options.methods if method == "forward" else ()
+        self.methods = {name: Graphs(model, options, None, name) for name in names}
+        self.called = set[str]()  # other methods that were called
         self._warned: set[str] = set()
         self._uses = itertools.count(1)
         self.lock = threading.RLock()
@@ -135,6 +143,8 @@ class Graphs:
             self._changes = 0
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
+        for graphs in self.methods.values():
+            graphs.refresh()
 
     def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
         """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
@@ -150,14 +160,26 @@ class Graphs:
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
         own = (each for book in self.books for each in (*(g.report for g in book.graphs()), *book.refused))
-        return Report([*own, *(each for part in self.parts.values() for each in part.report)])
+        others = (*self.methods.values(), *self.parts.values())
+        report = Report([*own, *(each for other in others for each in other.report)])
+        report.called = tuple(self.called)
+        return report
 
     def run(self, inputs: Inputs) -> Any:
-        """Compute the forward: by a graph where there is one for these inputs, else by the model's own."""
-        eager = self._model.forward
+        """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
+        mappings = inputs.mappings()
+        if mappings:
+            value = self._run(inputs.replaced(mappings), lambda: self._eager(inputs))
+            return written_back(value, mappings)
+        return self._run(inputs, lambda: self._eager(inputs))
+
+    def _eager(self, inputs: Inputs) -> Any:
+        return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+
+    def _run(self, inputs: Inputs, eager: Callable[[], Any]) -> Any:
         book = self._book_for(inputs)
         if book is None:
-            return eager(*inputs.args, **inputs.kwargs)
+            return eager()
         key = (len(inputs.args), *sorted(inputs.kwargs))
         known = book.tried.get(key, ())
         for graph in known:
@@ -165,7 +187,7 @@ class Graphs:
                 return self._called(graph, inputs)
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
-            return eager(*inputs.args, **inputs.kwargs)
+            return eager()
         try:  # perhaps another thread has made one meanwhile
             made: list[_Graph | None] = [each for each in book.tried.get(key, ()) if each not in known]
             made = made or [self._make(book, inputs, key)]
@@ -176,7 +198,7 @@ class Graphs:
         for graph in filter(None, made):
             with contextlib.suppress(GuardError):
                 return self._called(graph, inputs)
-        return eager(*inputs.args, **inputs.kwargs)
+        return eager()
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
@@ -199,7 +221,7 @@ class Graphs:
     def _make(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
         try:
-            named = inputs.named(self._model)
+            named = inputs.named(getattr(self._model, self._method))
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
@@ -233,6 +255,7 @@ class Graphs:
             calls.graphs[shapes] = None
             self._warn(str(report.reason))
             return None
+        self._warn(report.unused or "", "computes in float32")
         made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses))
         self._file(book, key, made)
         self._drop_unused()
@@ -287,10 +310,15 @@ class Graphs:
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
         title = text_of(named, free if dynamic is not None else set())
         try:
-            with lock, torch.no_grad(), torch.random.fork_rng(devices=[]):  # a fork waits for its end
-                lowered, report = prepare(self._model, inputs, dynamic, self.options, title, book.state.holds)
+            with lock, torch.no_grad():  # a fork waits for its end
+                lowered, report = prepare(
+                    self._model, inputs, dynamic, self.options, title, book.state.holds, self._method
+                )
         except Exception as error:  # the model can still run, and whoever reads the report can tell us
-            reason = f"{type(error).__name__} while its graph was made, please report this: {error}"
+            reason = (
+                f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
+                f"{torch.__version__} and fxopt {__version__}: {str(error).splitlines()[:1]}"
+            )
             lowered, report = None, GraphReport(title, reason=reason)
         if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
             book.refused.append(report)
@@ -360,10 +388,11 @@ class Graphs:
         others = (each for each in self.books if each is not book and not each.state.is_gone())
         self.books = (book, *others)[: self.options.max_graphs]
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"the model itself runs: {reason}", stacklevel=5)
+            text = f"{type(self._model).__name__}.{self._method} {consequence}: {reason}"
+            warnings.warn(text, FallbackWarning, stacklevel=6)
 
 
 def _after_fork() -> None:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule
 
 from fxopt.outputs import mapped
@@ -20,6 +19,17 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def mappings(self) -> list[tuple[Any, dict[Any, Any]]]:
+        """The inputs that are mappings but not dicts, such as `BatchEncoding`, each with a dict of its items."""
+        values = (*self.args, *self.kwargs.values())
+        return [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
+
+    def replaced(self, pairs: list[tuple[Any, Any]]) -> Inputs:
+        """The inputs with the second of each pair in the place of the first."""
+        found = {id(old): new for old, new in pairs}
+        args = tuple(found.get(id(each), each) for each in self.args)
+        return Inputs(args, {name: found.get(id(each), each) for name, each in self.kwargs.items()})
+
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
         return Inputs(*mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone()))
@@ -29,9 +39,9 @@ class Inputs:
         copied = self.copied()
         return function(*copied.args, **copied.kwargs)
 
-    def named(self, model: nn.Module) -> dict[str, Any]:
-        """The arguments by the names of the forward's parameters; those of `**kwargs` by their own."""
-        signature = inspect.signature(model.forward)
+    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The arguments by the names of the function's parameters; those of `**kwargs` by their own."""
+        signature = inspect.signature(function)
         bound = signature.bind(*self.args, **self.kwargs).arguments
         rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
         found = {name: value for name, value in bound.items() if name not in rest}
@@ -43,3 +53,12 @@ class Inputs:
         bound.apply_defaults()
         nodes = traced.graph.find_nodes(op="placeholder")
         return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
+
+
+def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
+    """Put items that a call set in a dict into the mapping that it replaced; returns the mapping if the call returned the dict."""
+    for mapping, items in pairs:
+        for key in [key for key, item in items.items() if mapping.get(key) is not item]:
+            mapping[key] = items[key]
+        value = mapping if value is items else value
+    return value

@@ -36,6 +36,7 @@ def optimize(
     dynamic_shapes: Any = None,
     max_graphs: int = 8,
     wait: bool = True,
+    methods: Sequence[str] = (),
 ) -> M:
     """Make a model faster for inference.
 
@@ -57,6 +58,7 @@ def optimize(
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
         max_graphs: how many graphs are kept; the one that was called longest ago goes first.
         wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
+        methods: other methods to compute by graphs, such as `encode` and `decode`, made at their first calls.
 
     Returns:
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
@@ -68,7 +70,7 @@ def optimize(
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
         PassError: the model is in training mode, is a graph module, or overrides `__call__`; example inputs are given and weights
             are on the meta device; or `keep_model=False` and there is no graph.
-        ValueError: an unknown precision, or `max_graphs` is less than 1.
+        ValueError: an unknown precision, a name in `methods` that is not a method, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
@@ -79,7 +81,7 @@ def optimize(
         ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
-    options = Options(precision, tune, keep_model, max_graphs, wait)
+    options = Options(precision, tune, keep_model, max_graphs, wait, tuple(methods))
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)
@@ -114,6 +116,9 @@ def _check(model: Any, options: Options) -> None:
         raise ValueError(
             f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
         )
+    unknown = [name for name in options.methods if not callable(getattr(type(model), name, None))]
+    if unknown:
+        raise ValueError(f"methods: {type(model).__name__} has no method {unknown[0]!r}")
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
@@ -143,7 +148,7 @@ def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
     kind: Any = type(model)
     added = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
-    fast: Any = object.__new__(_optimized_class(kind, added))
+    fast: Any = object.__new__(_optimized_class(kind, added, options.methods))
     own = {
         "__dict__": vars(model),
         STANDS_FOR: model,
@@ -193,18 +198,11 @@ class _Own:
 
 
 @functools.lru_cache(maxsize=256)
-def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
+def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...]) -> Any:
     """A subclass with the name of `cls`: libraries look models up by the names of their classes.
 
     What is made of the class itself, and not by `optimize`, is as one of `cls`.
     """
-
-    @functools.wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        if graphs is None:
-            return cls.forward(self, *args, **kwargs)
-        return graphs.run(Inputs(args, kwargs))
 
     def reduce(self: Any, protocol: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
@@ -226,7 +224,14 @@ def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
         getattr(self, GRAPHS).refresh()
 
     slots = (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED)
-    members: dict[str, Any] = {"__slots__": slots, "__reduce_ex__": reduce}
+    members: dict[str, Any] = {
+        "__slots__": slots,
+        "__reduce_ex__": reduce,
+        "__jit_ignored_attributes__": ["report"],
+    }
+    members |= {name: _noted(each) for name, each in vars(cls).items() if _is_method(name, each)}
+    members |= {name: _by_graphs(getattr(cls, name), name) for name in methods}
+    forward = _by_graphs(cls.forward, "forward")
     members["forward"] = _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
     members[COMPILED] = _Own(OWN_COMPILED, lambda module: None, None)
     members |= {
@@ -235,6 +240,36 @@ def _optimized_class(cls: Any, added: tuple[str, ...]) -> Any:
     members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (_Subclass, cls), members | names)
+
+
+def _is_method(name: str, value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("_")
+
+
+def _noted(method: Any) -> Any:
+    """A method that is not optimized, and is named in the report if it is called."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
+        if graphs is not None:
+            graphs.called.add(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return called
+
+
+def _by_graphs(method: Any, name: str) -> Any:
+    """A method that graphs compute."""
+
+    @functools.wraps(method)
+    def optimized(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs: Graphs | None = getattr(self, GRAPHS, None)
+        if graphs is None:
+            return method(self, *args, **kwargs)
+        return graphs.methods.get(name, graphs).run(Inputs(args, kwargs))
+
+    return optimized
 
 
 def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,7 @@ SOMETHING_ELSE = 0.5
 LEAST_SPEEDUP = 0.98
 """A graph that is slower than this is not used: less is within what measuring leaves open."""
 
+_PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 UNCAPTURED = "it cannot be captured"
 """How the reason begins where there is no graph."""
 
@@ -73,6 +75,7 @@ class Options:
     keep_model: bool = True
     max_graphs: int = 8
     wait: bool = True
+    methods: tuple[str, ...] = ()
 
 
 def prepare(
@@ -82,11 +85,13 @@ def prepare(
     options: Options,
     title: str,
     ask: Callable[[], object] = bool,
+    method: str = "forward",
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Args:
         ask: what is asked before each call of the graph, and so counts as its time.
+        method: the method of the model to compute.
 
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
@@ -94,10 +99,11 @@ def prepare(
     start, facts = time.perf_counter(), dict[str, Any]()
     made: Lowered | None = None
     try:
-        traced = _captured(model, inputs, dynamic_shapes)
+        traced = _captured(model, method, inputs, dynamic_shapes)
         places = traced.meta.get(ASSIGNED, ())
+        eager = getattr(model, method)
         trial = Trial(model, traced, inputs)
-        own = trial.own()
+        own = trial.own(eager)
         facts["assigned"] = [*places, *trial.places]
         if places:
             if not options.keep_model:
@@ -106,24 +112,22 @@ def prepare(
         exact = run_in_float64(traced, inputs.bound(traced))
         made = _rewritten(model, traced, options, facts)
         found = trial.run(made.function)
-        facts["error"], wrong = _judged(exact, own, found, PRECISIONS[options.precision])
-        if wrong:
-            raise Unused(wrong)
+        _judge(exact, own, found, options.precision, facts)
         if options.tune:
-            facts["speedup"] = _timed(trial.repeatable(model.forward), trial.repeatable(made), inputs, ask)
+            facts["speedup"] = _timed(trial.repeatable(eager), trial.repeatable(made), inputs, ask)
             if facts["speedup"] < LEAST_SPEEDUP:
-                raise Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
+                raise Unused("the graph is slower than eager")
     except Unused as unused:
         made, facts["reason"] = None, str(unused)
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
 
-def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
+def _captured(model: nn.Module, method: str, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
     """The model's graph, if it can be tried out."""
     try:
-        traced = trace_method(model, "forward", inputs.args, inputs.kwargs, dynamic_shapes)
+        traced = trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
     except FxoptError as error:
-        raise Unused(f"{UNCAPTURED}: {error}") from error
+        raise Unused(f"{UNCAPTURED}: {_without_options(str(error))}") from error
     _fix_dtypes(traced)
     return traced
 
@@ -140,6 +144,11 @@ def _rewritten(
         explanations.append(pass_.commit(traced))
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
+    changed = _PASSES.get(options.precision)
+    for each in explanations:
+        if each.name.startswith(str(changed)) and not each.sites:
+            reasons = [reason for _, _, reason in each.refusals] or ["no layer can compute in it"]
+            facts["unused"] = f"{options.precision} is not used: {reasons[0]}"
     facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
     return made
 
@@ -197,27 +206,28 @@ def _kernels(traced: GraphModule) -> dict[str, int]:
     return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
 
 
-def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[float, str | None]:
-    """How far `found` is from `exact`, by how far the model's `own` outputs are; and why that is too far."""
-    where = unlike(own, found)
+def _judge(exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any]) -> None:
+    """Raise Unused if `found` is farther from `exact` than the eager model's `own` outputs allow; fill in the errors."""
+    where, least = unlike(own, found), PRECISIONS[precision]
     if where:
-        return float("inf"), f"its outputs differ from the model's in {where}"
+        raise Unused(f"the outputs of the graph differ from eager's in {where}")
     theirs, mine = relative_error(exact, own), relative_error(exact, found)
+    facts["error"] = mine / max(theirs, torch.finfo(torch.float32).eps)
     if SOMETHING_ELSE < theirs < float("inf"):
-        return theirs, "its graph in float64 computes something else than the model"
-    error = mine / max(theirs, torch.finfo(torch.float32).eps)
-    if least is not None:
-        cosine = cosine_similarity(exact, found)
-        return error, (
-            f"its outputs have a cosine of {cosine:.4f} with those in float64, less than {least}"
-            if not cosine >= least
-            else None
-        )
-    return error, (
-        f"its outputs are {error:.1f} times as far from those in float64 as the model's"
-        if not mine <= MOST_ERROR * max(min(theirs, MOST_ROUNDING), ROUNDING)
-        else None
-    )
+        raise Unused("its graph in float64 computes something else than the model")
+    if least is None:
+        if not mine <= MOST_ERROR * max(min(theirs, MOST_ROUNDING), ROUNDING):
+            raise Unused("the outputs of the graph are less exact than eager's, measured against float64")
+        return
+    facts["cosine"] = cosine_similarity(exact, found)
+    if not facts["cosine"] >= least:
+        raise Unused(f"the outputs in {precision} have a cosine below {least} with those in float64")
+
+
+def _without_options(text: str) -> str:
+    """Leave out advice of `fxopt.trace` that names options which `optimize` does not have."""
+    plain = text.replace("(leaf_modules=...)", "(leaf_modules)")
+    return re.sub(r"(?:^|[.;,:])[^.;,:]*\b(?:leaf_modules|specialize=True)\b[^.;]*", "", plain)
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:

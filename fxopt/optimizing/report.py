@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fxopt.rewriting.explanation import Explanation
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
-    """The graph for one structure of inputs, or why there is none.
+    """The graph for one input signature, or why there is none.
 
     Attributes:
-        inputs: the inputs, with their shapes; free sizes are written as `?`.
+        inputs: the inputs with their shapes; dynamic sizes are written as `?`.
         explanations: what each pass rewrote, and what it refused and why.
-        kernels: how many layers compute with each kernel.
+        kernels: the number of layers that compute with each kernel.
         seconds: how long capture, passes, tuning and checks took together.
-        error: how far the outputs are from those in float64, by how far the model's own are; None if not known.
-        speedup: the model's time by the graph's, measured on the example inputs; None if it was not measured.
-        memory: what the weights take in memory, those of the graph included, by what the model's take; None if not known.
-        reason: why the model itself runs for these inputs; None where the graph does.
-        assigned: the attributes that the forward assigns, each as a module and a name, and the graph, too; None if not known.
+        error: the error vs float64, as a ratio to the eager model's; None if not known.
+        cosine: the cosine of the outputs with those in float64; None if the precision is float32.
+        speedup: eager time ÷ graph time on the example inputs; None if it was not measured.
+        memory: bytes of the weights, those of the graph included, as a ratio to the eager model's; None if not known.
+        reason: why calls with these inputs fall back to eager; None if the graph is used.
+        assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
+        unused: why no layer computes in the precision that was asked for; None if one does.
     """
 
     inputs: str
@@ -30,48 +32,58 @@ class GraphReport:
     kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     error: float | None = None
+    cosine: float | None = None
     speedup: float | None = None
     memory: float | None = None
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
+    unused: str | None = None
 
     def __str__(self) -> str:
-        if self.reason is not None:
-            return f"{self.inputs}\n  the model itself runs: {self.reason}"
-        lines = [self.inputs]
-        if self.speedup is not None:
-            lines.append(f"  {self.speedup:.2f} times as fast as the model on these inputs")
-        if self.error is not None:
-            lines.append(f"  {self.error:.2f} times as far from float64 as the model")
-        if self.memory is not None:
-            lines.append(f"  memory: {self.memory:.2f} times the model's weights")
-        lines.append(f"  ready in {self.seconds:.1f} s")
-        for explanation in self.explanations:
-            if explanation.sites or explanation.refusals:
-                lines.append(f"  {explanation.name}: {len(explanation.sites)} sites{_refused(explanation)}")
-        if self.kernels:
-            lines.append(f"  kernels: {', '.join(f'{n} {name}' for name, n in self.kernels.items())}")
-        return "\n".join(lines)
+        head = f"{'graph' if self.reason is None else 'eager'} for {self.inputs}"
+        return "\n".join([head, *(f"  {name:10}{text}" for name, text in self._rows() if text)])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "reason", self.reason or ""
+        yield "precision", self.unused or ""
+        yield "speed", "" if self.speedup is None else f"{self.speedup:.2f}x eager"
+        yield "error", "" if self.error is None else f"{self.error:.2f}x eager's, vs float64"
+        yield "cosine", "" if self.cosine is None else f"{self.cosine:.5f}, with the outputs in float64"
+        if self.reason is None:
+            yield "memory", "" if self.memory is None else f"{self.memory:.2f}x the weights of the model"
+            yield "prepared", f"in {self.seconds:.1f} s"
+            passes = (f"{each.name} {len(each.sites)}" for each in self.explanations if each.sites)
+            yield "sites", ", ".join(passes)
+            for each in self.explanations:
+                yield "refused", _refused(each)
+            yield "kernels", ", ".join(f"{name} {number}" for name, number in self.kernels.items())
 
 
 class Report(tuple[GraphReport, ...]):
-    """The graphs for each structure of inputs so far: a tuple whose `str()` is a text to read."""
+    """The graphs for each input signature so far: a tuple whose `str()` is a text to read.
 
-    __slots__ = ()
+    Attributes:
+        called: the methods that were called other than forward, and not optimized.
+    """
+
+    called: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if not self:
-            return "nothing was captured so far: call the module, or give optimize example inputs"
-        return "\n".join(map(str, self))
+        if self:
+            return "\n".join(map(str, self))
+        if self.called:
+            names = ", ".join(map(repr, self.called))
+            return f"no graph yet: forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
+        return "no graph yet: call the module, or pass example inputs to optimize"
 
     __repr__ = __str__
 
 
 def _refused(explanation: Explanation) -> str:
-    """How often each reason was given, the most frequent one first."""
+    """The pass with its most frequent reason, and how many others there are."""
     reasons = collections.Counter(reason for _, _, reason in explanation.refusals)
     if not reasons:
         return ""
     (reason, count), *others = reasons.most_common()
-    more = f", and {sum(n for _, n in others)} for other reasons" if others else ""
-    return f", {sum(reasons.values())} refused ({count}: {reason}{more})"
+    more = f", and {sum(number for _, number in others)} for other reasons" if others else ""
+    return f"{explanation.name} {count}: {reason}{more}"

@@ -41,7 +41,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
         index = GraphIndex(traced)
-        self._model, self._inputs = model, inputs
+        self._inputs = inputs
         own = dict(tensors_of({"": model}))
         written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._before = {name: (tensor, tensor.detach().clone()) for name, tensor in written.items()}
@@ -61,11 +61,11 @@ class Trial:
             if writer is not None:
                 raise Unused(f"each call writes into a tensor outside of the model, at {graph.place(writer)}")
 
-    def own(self) -> Any:
-        """The outputs of the model itself. Fake tensors let pass what others do not, such as two dtypes in a product."""
+    def own(self, eager: Callable[..., Any]) -> Any:
+        """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
         before = {path: dict(vars(layer)) for path, layer in self._layers.items()}
         try:
-            value, self._left = self._run(self._model.forward)
+            value, self._left = self._run(eager)
         except Exception as error:
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
         self.places = [split_path(name) for name in self._left]

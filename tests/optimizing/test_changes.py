@@ -1,4 +1,4 @@
-"""After a change of the model its graphs follow, or the model itself runs."""
+"""After a change of the model its graphs follow, or falls back to eager."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from fxopt.testing import randomise
 from tests.modules import module
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:the model itself runs"),
+    pytest.mark.filterwarnings("ignore:falls back to eager"),
     pytest.mark.skipif(
         not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
     ),

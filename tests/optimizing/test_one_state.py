@@ -19,7 +19,7 @@ from fxopt.submodules import GRAPHS
 from tests.capture.test_transformers import bert, text
 from tests.modules import module
 
-pytestmark = pytest.mark.filterwarnings("ignore:the model itself runs")
+pytestmark = pytest.mark.filterwarnings("ignore:falls back to eager")
 X = torch.randn(2, 8)
 
 
