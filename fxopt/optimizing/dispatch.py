@@ -315,9 +315,10 @@ class Graphs:
                     self._model, inputs, dynamic, self.options, title, book.state.holds, self._method
                 )
         except Exception as error:  # the model can still run, and whoever reads the report can tell us
+            first = str(error).partition("\n")[0]
             reason = (
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
-                f"{torch.__version__} and fxopt {__version__}: {str(error).splitlines()[:1]}"
+                f"{torch.__version__} and fxopt {__version__}: {first}"
             )
             lowered, report = None, GraphReport(title, reason=reason)
         if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):

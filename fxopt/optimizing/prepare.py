@@ -230,9 +230,10 @@ def _without_options(text: str) -> str:
     return re.sub(r"(?:^|[.;,:])[^.;,:]*\b(?:leaf_modules|specialize=True)\b[^.;]*", "", plain)
 
 
-def _memory(model: nn.Module, computed: Lowered, options: Options) -> float:
+def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
     """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
     own = {id(each): each.nbytes for each in model.parameters()}
     used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
     packed = sum({id(each): each.nbytes for each in computed.packed.values()}.values())
-    return (sum((used | own if options.keep_model else used).values()) + packed) / max(1, sum(own.values()))
+    total = sum((used | own if options.keep_model else used).values()) + packed
+    return total / sum(own.values()) if own else None

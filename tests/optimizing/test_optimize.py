@@ -86,7 +86,7 @@ def test_without_examples_the_first_call_makes_a_graph():
     model = bert()
     fast = fxopt.optimize(model)
     assert not fast.report
-    assert "nothing was captured" in str(fast.report)
+    assert "no graph yet" in str(fast.report)
     for length in (5, 9, 7, 12, 20, 24):
         assert torch.allclose(fast(**text(2, length))[0], model(**text(2, length))[0], atol=1e-4)
     # One for the first length, one for all others.
@@ -257,11 +257,9 @@ class Counter(nn.Module):
 @torch.no_grad()
 def test_what_each_run_writes_is_written_once():
     model = Counter().eval()
-    with pytest.warns(
-        UserWarning, match="each run writes into its weights or buffers, at add_.*test_optimize.py"
-    ):
-        fast = fxopt.optimize(model, (torch.ones(2, 8),))
+    fast = fxopt.optimize(model, (torch.ones(2, 8),), tune=False)
     assert model.calls == 0
+    assert reasons(fast) == [None]
     for _ in range(3):
         fast(torch.ones(2, 8))
     assert model.calls == 3
@@ -318,7 +316,7 @@ def test_a_fault_of_ours_is_reported(monkeypatch):
 
     monkeypatch.setattr(prepare_module, "run_in_float64", fails)
     with pytest.warns(
-        UserWarning, match="RuntimeError while its graph was made, please report this: of ours"
+        UserWarning, match="RuntimeError while its graph was made. Please report this .* of ours"
     ):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
@@ -329,10 +327,10 @@ def test_a_fault_of_ours_is_reported(monkeypatch):
 def test_slower_or_wrong_graphs_are_not_used(monkeypatch):
     model = bert()
     monkeypatch.setattr(prepare_module, "speedup", lambda *_: 0.5)
-    with pytest.warns(UserWarning, match="its graph takes 2.00 times as long"):
+    with pytest.warns(UserWarning, match="the graph is slower than eager"):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
-    assert "falls back to eager: its graph takes 2.00 times as long" in str(fast.report)
+    assert "reason    the graph is slower than eager" in str(fast.report)
     monkeypatch.setattr(prepare_module, "speedup", lambda *_: 1.5)
 
     class Wrong(fxopt.RemoveIdentity):
@@ -344,7 +342,7 @@ def test_slower_or_wrong_graphs_are_not_used(monkeypatch):
             rewriter.set(site, op="call_function", target=torch.neg)
 
     monkeypatch.setattr(prepare_module, "RemoveIdentity", Wrong)
-    with pytest.warns(UserWarning, match="as far from those in float64 as the model's"):
+    with pytest.warns(UserWarning, match="less exact than eager's"):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
 
@@ -357,7 +355,7 @@ def test_calls_for_which_there_is_no_graph_are_described_once(monkeypatch):
     model = nn.Linear(4, 4).eval()
     fast = fxopt.optimize(model)
     inputs = [torch.randn(rows, 4) for rows in (2, 2, 3, 2, 3)]
-    with pytest.warns(UserWarning, match="its graph takes 2.00 times as long"):
+    with pytest.warns(UserWarning, match="the graph is slower than eager"):
         outputs = [fast(x) for x in inputs]
     assert all(map(torch.equal, outputs, map(model, inputs)))
     x = inputs[-1]
