@@ -140,6 +140,8 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         raise refused
     again = _second_call(made, made.changes)
     if (again is not None and is_steady_state(made, again)) or _only_counts(made):
+        if made.request.method:
+            _refuse_left_in_containers(made)
         return False
     if made.changed_outside:
         raise refused
@@ -149,6 +151,16 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         except TraceError as reason:
             raise TraceError(f"{refused} It is no table of sizes and constants alone: {reason}") from None
     return True
+
+
+def _refuse_left_in_containers(made: RunResult) -> None:
+    """Raise TraceError if the forward leaves a tensor or a dynamic size in a list, dict or object that was there before."""
+    for place, value in made.changes.items():
+        if place not in made.assigned and isinstance(value, Snapshot) and (value.tensors or value.sizes):
+            raise TraceError(
+                f"the forward writes into {'.'.join(place).lstrip('.')!r}, a {type(value.kept).__name__} that the model "
+                "keeps, which a graph cannot do. Assign a new one to the attribute."
+            )
 
 
 def _only_counts(made: RunResult) -> bool:
