@@ -81,7 +81,10 @@ def _of_library(name: str) -> Subject:
     methods = []
     if hasattr(model, "encode"):
         latent = torch.randn(2, model.config.latent_channels, 8, 8)
-        methods = [_call("encode", {"x": torch.randn(2, 3, 16, 16)}, "x"), _call("decode", {"z": latent}, "z")]
+        methods = [
+            _call("encode", {"x": torch.randn(2, 3, 16, 16)}, "x"),
+            _call("decode", {"z": latent}, "z"),
+        ]
     first, other = (libraries.example_inputs(model, batch) for batch in (2, 3))
     return Subject(model, _forwards(model, first, other), [], methods)
 

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +40,7 @@ TOLERANCE = 1e-4
 """How far a result may be from eager's, relative to the largest value of the tensor; tokens are equal."""
 
 LIMIT = 300
-"""Seconds after which a model is given up."""
+"""Seconds after which the process of a model ends."""
 
 _PRELOADED = [__name__, "torch._dynamo", "diffusers", "timm", "sentence_transformers"]
 
@@ -65,7 +64,7 @@ def users(
         for row in pool.map(_alone, [name for name in names if name.partition(".")[0] not in absent]):
             typer.echo(row, err=True)
             rows.append(row)
-    columns = ["library", "model", "graphs", "fallbacks", "wrong", *_NAMES, "eager raises", "seconds"]
+    columns = ["library", "model", "graphs", "fallbacks", "wrong", *CELLS, "eager raises", "seconds"]
     table = pd.DataFrame(rows, columns=columns)
     wrong, served = int(table["wrong"].sum()), int((table["graphs"] > 0).sum())
     write(
@@ -76,7 +75,7 @@ def users(
         *(f"Left out: {library} is not installed." for library in absent),
         pipes(table.drop(columns="wrong")),
         f"A result is `ok` where it is within {TOLERANCE} of that of a copy made before `optimize`, relative to the largest value "
-        "of the tensor; so is an error that the copy raises, too. The reasons of *fallbacks* are those of reports and warnings.",
+        "of the tensor, or where both raise the same error. *Fallbacks* are the reasons of reports and warnings.",
     )
     store.replace(out / "users.parquet", table.to_parquet(None, index=False))
     raise typer.Exit(int(wrong > 0))
@@ -89,10 +88,8 @@ def _alone(name: str) -> dict[str, Any]:
     with ProcessPoolExecutor(1, context) as pool:
         try:
             return pool.submit(_limited, name).result()
-        except BrokenProcessPool:
-            return _row(
-                name, {}, [], {"first": f"its process ended, as it does after {LIMIT} seconds"}, float("nan")
-            )
+        except Exception as error:  # it cannot be built, or its process ended
+            return _row(name, {}, [], {"report": reason(error)}, float("nan"))
 
 
 def _limited(name: str) -> dict[str, Any]:
@@ -106,20 +103,27 @@ def _limited(name: str) -> dict[str, Any]:
 def journeys(name: str) -> dict[str, Any]:
     """Take all journeys with a model: its row of the table."""
     start, cells, graphs = time.perf_counter(), dict[str, str](), dict[int, GraphReport]()
-    subject = user_models.subject(name)
-    eager = copy.deepcopy(subject.model)
+    subject, errors = user_models.subject(name), dict[str, None]()
+
+    def pair() -> Pair:
+        return Pair(
+            subject, copy.deepcopy(subject.model), fxopt.optimize(copy.deepcopy(subject.model)), errors
+        )
+
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        pair = Pair(subject, eager, fxopt.optimize(subject.model))
+        now = pair()
         for journey in JOURNEYS:
             try:
-                cells[journey.__name__] = journey(pair) or "ok"
+                cells[journey.__name__] = journey(now) or OK
             except Exception as error:  # whatever goes wrong is what the row says
                 cells[journey.__name__] = reason(error)
-            graphs |= {id(each): each for each in pair.fast.report}  # some go when the model changes
+            graphs |= {id(each): each for each in now.fast.report}  # some go when the model changes
+            if not cells[journey.__name__].startswith(FINE):  # the two may have other weights now
+                now = pair()
     told = [str(each.message) for each in warned]
     row = _row(name, graphs, told, cells, round(time.perf_counter() - start, 1))
-    return row | {"eager raises": "; ".join(pair.errors) or NONE}
+    return row | {"eager raises": "; ".join(errors) or NONE}
 
 
 def _row(
@@ -129,24 +133,24 @@ def _row(
     told = [text.partition(": ")[2] for text in warned if text.startswith("the model itself runs: ")]
     reasons = dict.fromkeys([*told, *(each.reason for each in graphs.values() if each.reason)])
     count = sum(each.reason is None for each in graphs.values())
-    report = "ok" if count or reasons else "no graph and no reason"
+    report = OK if count or reasons else "no graph and no reason"
     report = next((text for text in reasons if "please report this" in text), report)
     cells = {"report": report, **cells}
-    wrong = any(cell not in ("ok", NONE) and not cell.startswith(SKIPPED) for cell in cells.values())
+    wrong = any(not cell.startswith(FINE) for cell in cells.values())
     return {
         "library": library,
         "model": kind,
         "graphs": count,
         "fallbacks": "; ".join(reasons) or NONE,
         "wrong": wrong,
-        **dict.fromkeys(_NAMES, NONE),
+        **dict.fromkeys(CELLS, NONE),
         **cells,
         "seconds": seconds,
     }
 
 
-SKIPPED, NONE = "skipped", "-"
-"""How the result of a journey begins that eager cannot take either, and that of one that there is not."""
+FINE = OK, SKIPPED, NONE = "ok", "skipped", "-"
+"""How the result of a journey begins that is right, that eager cannot take either, or that there is not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Pair:
     subject: Subject
     eager: Any
     fast: Any
-    errors: dict[str, None] = dataclasses.field(default_factory=dict)  # those of the copy, in order
+    errors: dict[str, None]  # those of eager, in order
 
     def check(self, *calls: Call, fast: Any = None) -> None:
         """Make calls of both."""
@@ -180,7 +184,9 @@ def _same(expected: Any, found: Any) -> None:
     if isinstance(found, Exception) and type(found) is not type(expected):
         raise found
     if isinstance(expected, Exception):
-        assert isinstance(found, Exception), f"eager raises {reason(expected)}, and the optimized model does not"
+        assert isinstance(found, Exception), (
+            f"eager raises {reason(expected)}, and the optimized model does not"
+        )
         return
     difference = compare(expected, found)
     assert difference.max_rel <= TOLERANCE, (
@@ -213,7 +219,7 @@ def threads(pair: Pair) -> None:
     @torch.no_grad()
     def work(first: int) -> None:
         barrier.wait()
-        for index in [*range(len(calls))][first:] + [*range(first)]:
+        for index in [*range(first, len(calls)), *range(first)]:
             _same(expected[index], _outcome(calls[index], fast))
 
     with ThreadPoolExecutor(4) as pool:
@@ -267,7 +273,8 @@ def pickled(pair: Pair) -> str | None:
 JOURNEYS: tuple[Callable[[Pair], str | None], ...] = (
     *(shapes, methods, generate, threads, inference_mode, to, load_state_dict, deepcopy, pickled),
 )
-_NAMES = ["report", *(journey.__name__ for journey in JOURNEYS)]
+CELLS = ["report", *(journey.__name__ for journey in JOURNEYS)]
+"""The columns that say whether something is wrong."""
 
 
 def _other(state: Mapping[str, Any]) -> dict[str, Any]:
