@@ -21,7 +21,7 @@ MODELS = {
         BloomForCausalLM GemmaForCausalLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MistralForCausalLM
         MixtralForCausalLM OPTForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM
         BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
-        ConvNextModel DetrForObjectDetection MobileViTModel ResNetForImageClassification SegformerModel SwinModel ViTModel
+        ConvNextModel DetrForObjectDetection MobileNetV2Model ResNetForImageClassification SegformerModel SwinModel ViTModel
         HubertModel Wav2Vec2Model
         BlipForConditionalGeneration CLIPModel GroupViTModel SiglipModel ViltModel""",
     "diffusers": """
@@ -39,7 +39,7 @@ NAMES = [f"{library}.{kind}" for library, kinds in MODELS.items() for kind in ki
 Call = Callable[[Any], Any]
 """Something that a user does with a model, and gets a result of."""
 
-_GENERATE = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+_GENERATE = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,11 @@ def _of_transformers(cls: Any) -> Subject:
     first, other = (architectures.example_inputs(model, *sizes) for sizes in ((2, 16), (3, 24)))
     generations, methods = [], []
     if hasattr(model, "generate") and model.can_generate():
-        given = {key: value for key, value in first.items() if not key.startswith("decoder_")} | _GENERATE
-        left = {key: given[key].flip(1) for key in ("attention_mask",) if key in given}
-        generations = [_call("generate", given | more) for more in ({}, left, {"num_beams": 2})]
+        model.generation_config.pad_token_id = 0  # what configs of their own leave out
+        model.generation_config.decoder_start_token_id = 0
+        given = {key: value for key, value in first.items() if not key.startswith("decoder_")}
+        left = {"attention_mask": given["attention_mask"].flip(1)} if "attention_mask" in given else {}
+        generations = [_call("generate", given | _GENERATE | more) for more in ({}, left, {"num_beams": 2})]
     if hasattr(model, "get_text_features") and not generations:
         for method in ("get_text_features", "get_image_features"):
             taken = inspect.signature(getattr(model, method)).parameters

@@ -243,7 +243,12 @@ def to(pair: Pair) -> None:
 
 def load_state_dict(pair: Pair) -> None:
     """Other weights, and the first ones again."""
-    first = copy.deepcopy(pair.eager.state_dict())
+    first, call = copy.deepcopy(pair.eager.state_dict()), pair.subject.calls[0]
+    before = call(pair.eager)
+    pair.eager.load_state_dict(_other(first))
+    assert compare(before, call(pair.eager)).max_rel > 10 * TOLERANCE, (
+        "other weights make no difference to eager"
+    )
     for state in (_other(first), first):
         pair.eager.load_state_dict(state)
         pair.fast.load_state_dict(state)
