@@ -40,11 +40,11 @@ def test_a_model_takes_all_journeys(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_ends_its_process_or_is_not_there_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = users._alone("transformers.Nothing")
+    row = users._alone("transformers.Nothing", True)
     assert row["wrong"]
     assert "has no attribute Nothing" in row["report"]
     monkeypatch.setattr(users, "_limited", dies)
-    row = users._alone("transformers.BertModel")
+    row = users._alone("transformers.BertModel", True)
     assert row["wrong"]
     assert row["report"].startswith("BrokenProcessPool")
 
@@ -179,7 +179,7 @@ def test_a_planted_fault_is_reported(
 ) -> None:
     monkeypatch.setattr(users, "_alone", users.journeys)
     monkeypatch.setattr(user_models, "subject", lambda name: _subject(Tiny))
-    monkeypatch.setattr(fxopt, "optimize", fault)
+    monkeypatch.setattr(fxopt, "optimize", lambda model, tune: fault(model))
     result, row = _run(tmp_path)
     assert {name for name in users.CELLS if row[name] != "ok"} == found, row
     assert result.exit_code == row["wrong"] == bool(found)

@@ -23,7 +23,7 @@ MODELS = {
         BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
         ConvNextModel DetrForObjectDetection MobileNetV2Model ResNetForImageClassification SegformerModel SwinModel ViTModel
         HubertModel Wav2Vec2Model
-        BlipForConditionalGeneration CLIPModel GroupViTModel SiglipModel ViltModel""",
+        BlipForConditionalGeneration CLIPModel GroupViTModel LxmertModel SiglipModel""",
     "diffusers": """
         AutoencoderKL ControlNetModel DiTTransformer2DModel FluxTransformer2DModel PixArtTransformer2DModel
         SD3Transformer2DModel UNet2DConditionModel UNet2DModel UNet3DConditionModel VQModel""",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import faulthandler
+import functools
 import importlib.util
 import multiprocessing
 import pickle
@@ -49,6 +50,9 @@ def users(
     models: Annotated[
         str, typer.Option(help="Models by name or its beginning, separated by commas; empty for all.")
     ] = "",
+    tune: Annotated[
+        bool, typer.Option(help="With --no-tune, also graphs that are slower here are used, and so tried.")
+    ] = True,
     workers: Annotated[
         int, typer.Option(help="How many models at a time, each with one thread; 0 for all cores.")
     ] = 0,
@@ -61,7 +65,8 @@ def users(
     absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
     rows = []
     with ThreadPoolExecutor(workers or cores()) as pool:
-        for row in pool.map(_alone, [name for name in names if name.partition(".")[0] not in absent]):
+        present = [name for name in names if name.partition(".")[0] not in absent]
+        for row in pool.map(functools.partial(_alone, tune=tune), present):
             typer.echo(row, err=True)
             rows.append(row)
     columns = ["library", "model", "graphs", "fallbacks", "wrong", *CELLS, "eager raises", "seconds"]
@@ -71,7 +76,8 @@ def users(
         "users",
         out,
         "What users do with an optimized model",
-        f"**Something is wrong with {wrong} of {len(rows)} models.** {served} get a graph.",
+        f"**Something is wrong with {wrong} of {len(rows)} models.** {served} get a graph"
+        f"{'' if tune else ', and `tune=False`'}.",
         *(f"Left out: {library} is not installed." for library in absent),
         pipes(table.drop(columns="wrong")),
         f"A result is `ok` where it is within {TOLERANCE} of that of a copy made before `optimize`, relative to the largest value "
@@ -81,34 +87,33 @@ def users(
     raise typer.Exit(int(wrong > 0))
 
 
-def _alone(name: str) -> dict[str, Any]:
+def _alone(name: str, tune: bool) -> dict[str, Any]:
     """The row of a model, from a process of its own."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
         try:
-            return pool.submit(_limited, name).result()
+            return pool.submit(_limited, name, tune).result()
         except Exception as error:  # it cannot be built, or its process ended
             return _row(name, {}, [], {"report": reason(error)}, float("nan"))
 
 
-def _limited(name: str) -> dict[str, Any]:
+def _limited(name: str, tune: bool) -> dict[str, Any]:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     with quiet():
-        return journeys(name)
+        return journeys(name, tune)
 
 
 @torch.no_grad()
-def journeys(name: str) -> dict[str, Any]:
+def journeys(name: str, tune: bool = True) -> dict[str, Any]:
     """Take all journeys with a model: its row of the table."""
     start, cells, graphs = time.perf_counter(), dict[str, str](), dict[int, GraphReport]()
     subject, errors = user_models.subject(name), dict[str, None]()
 
     def pair() -> Pair:
-        return Pair(
-            subject, copy.deepcopy(subject.model), fxopt.optimize(copy.deepcopy(subject.model)), errors
-        )
+        eager, model = copy.deepcopy(subject.model), copy.deepcopy(subject.model)
+        return Pair(subject, eager, fxopt.optimize(model, tune=tune), tune, errors)
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -160,6 +165,7 @@ class Pair:
     subject: Subject
     eager: Any
     fast: Any
+    tune: bool
     errors: dict[str, None]  # those of eager, in order
 
     def check(self, *calls: Call, fast: Any = None) -> None:
@@ -213,7 +219,8 @@ def generate(pair: Pair) -> str | None:
 
 def threads(pair: Pair) -> None:
     """Four threads begin at once, when there is no graph."""
-    fast, barrier, calls = fxopt.optimize(copy.deepcopy(pair.eager)), threading.Barrier(4), pair.subject.calls
+    fast, barrier = fxopt.optimize(copy.deepcopy(pair.eager), tune=pair.tune), threading.Barrier(4)
+    calls = pair.subject.calls
     expected = [_outcome(call, pair.eager) for call in calls]
 
     @torch.no_grad()
