@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fxopt import graph, operators
-from fxopt.operators import Fact, facts_of, hooks_of
+from fxopt.operators import Fact, facts_of
 from fxopt.submodules import parts
-from fxopt.torch_internals import OpOverload, OpOverloadPacket, modules_of, schema_of
+from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, schema_of
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -45,19 +45,19 @@ def is_write(target: object) -> bool:
 def is_pure(node: Node, module: nn.Module | None) -> bool:
     """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
     facts = facts_of(node, module)
-    known = (
-        bool(facts)
-        and written_by(node, module) == ()
-        and (Fact.RANDOM not in facts or _is_inactive(node, module))
-    )
+    known = bool(facts) and written_by(node, module) == () and not draws(node, module)
     return known and (module is None or not any(True for _ in written_parameters(module)))
 
 
-def _is_inactive(node: Node, module: nn.Module | None) -> bool:
-    """Tell whether what may draw random numbers draws none: dropout outside of training."""
+def draws(node: Node, module: nn.Module | None) -> bool:
+    """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
+    if Fact.RANDOM not in facts_of(node, module):
+        return False
     if module is not None:
-        return not any(part.training for part in parts(module))
-    return graph.argument(node, "training") is False or 0 in (
+        return any(part.training for part in parts(module))
+    if operators.name_of(node) == "scaled_dot_product_attention":
+        return graph.argument(node, "dropout_p") not in (None, 0)
+    return graph.argument(node, "training") is not False and 0 not in (
         node.kwargs.get("p"),
         node.kwargs.get("dropout_p"),
     )
@@ -66,7 +66,7 @@ def _is_inactive(node: Node, module: nn.Module | None) -> bool:
 def written_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers that a call of a module of torch's own may write into."""
     for part in parts(module):
-        if not operators.is_torch_module(part) or hooks_of(part) or "parametrizations" in modules_of(part):
+        if not operators.is_torch_module(part) or has_forward_hooks(part):
             yield from (*part.parameters(), *part.buffers())
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield part.weight
@@ -74,10 +74,16 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
             yield from part.buffers(recurse=False)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
+    hooks = (hook for name in FORWARD_HOOKS for hook in vars(module).get(name, {}).values())
+    return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)
+
+
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:
     if getattr(module, "_is_impure", False):
         return None
-    if not operators.is_torch_module(module) or any(hooks_of(part) for part in parts(module)):
+    if not operators.is_torch_module(module) or any(map(has_forward_hooks, parts(module))):
         return tuple(node.all_input_nodes)
     return _first_argument(node) if any(getattr(part, "inplace", False) for part in parts(module)) else ()
 
@@ -93,6 +99,9 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
     if operators.is_container(target):
         return ()
+    branches = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
+    if None not in branches:
+        return tuple(node.all_input_nodes) if any(map(_writes_anything, branches)) else ()
     if not operators.is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
     if graph.argument(node, "max_norm") is not None:
@@ -103,6 +112,14 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
+
+
+def _writes_anything(branch: Any) -> bool:
+    modules = dict(branch.named_modules())
+    return any(
+        written_by(node, modules[str(node.target)] if node.op == "call_module" else None) != ()
+        for node in branch.graph.nodes
+    )
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:

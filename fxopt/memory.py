@@ -94,9 +94,9 @@ class Memory:
         """Return the first node of the graph that may write into the tensor of `value`; `None` if no node may."""
         return next(iter(self.writers(value)), None)
 
-    def writer_of(self, module: nn.Module) -> Node | None:
-        """Return a node that may write into a parameter or buffer of `module`; `None` if no node may."""
-        tensors = map(storage_of, (tensor for _, tensor in tensors_of({"": module})))
+    def writer_of(self, value: nn.Module | Tensor) -> Node | None:
+        """Return a node that may write into `value`, a parameter or buffer or a module with such; `None` if no node may."""
+        tensors = map(storage_of, (tensor for _, tensor in tensors_of({"": value})))
         return next((self._memory_writers[s] for s in tensors if s in self._memory_writers), None)
 
     def may_alias(self, left: Node, right: Node) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fxopt.errors import FxoptError
+from fxopt.errors import FxoptError, TraceError
 
 TESTED = ("2.12", "2.15")
 """The oldest and the newest minor version of torch on which the tests run."""
@@ -138,6 +138,9 @@ class _Absent(type):
 FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", "shapes of nodes are unknown")
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode", "models cannot be captured")
 pytree = private("torch.utils._pytree", LIBRARY)
+TorchDispatchMode = private(
+    "torch.utils._python_dispatch.TorchDispatchMode", "models cannot be captured", error=TraceError
+)
 statically_known_true = private(
     "torch.fx.experimental.symbolic_shapes.statically_known_true",
     "sizes that are free count as unknown",

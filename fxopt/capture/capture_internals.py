@@ -86,7 +86,6 @@ float_operations = [
 # --- modes
 
 PreDispatchTorchFunctionMode = _required("torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode")
-TorchDispatchMode = _required("torch.utils._python_dispatch.TorchDispatchMode")
 pop_mode_temporarily = _required("torch.overrides._pop_mode_temporarily")
 pop_function_mode = _required("torch.overrides._pop_mode")
 function_mode_stack = _required("torch.overrides._get_current_function_mode_stack")

@@ -259,7 +259,7 @@ class Graphs:
             book.assigned, assigned = {*report.assigned}, collections.defaultdict[int, set[str]](set)
             for path, name in report.assigned:
                 assigned[id(vars(self._model.get_submodule(path)))].add(name)
-            book.state.assigned = assigned
+            book.state.forgive(assigned)
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"

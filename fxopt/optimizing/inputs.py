@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.testing.differences import mapped
+from fxopt.outputs import mapped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,21 +12,20 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt import graph
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import FxoptError
-from fxopt.graph_index import GraphIndex
+from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
-from fxopt.operators import hooks_of
-from fxopt.optimizing.exactness import cosine_similarity, in_float64, relative_error, unlike
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.speed import speedup
+from fxopt.optimizing.trial import Trial, Unused
 from fxopt.optimizing.worthwhile import FoldScaleAndShift
+from fxopt.outputs import cosine_similarity, relative_error, unlike
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
@@ -96,35 +95,27 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, inputs, dynamic_shapes)
-        places = facts["assigned"] = traced.meta.get(ASSIGNED, ())
-        exact, own = in_float64(traced, inputs.bound(traced)), _own(model.forward, inputs)
+        places = traced.meta.get(ASSIGNED, ())
+        trial = Trial(model, traced, inputs)
+        own = trial.own()
+        facts["assigned"] = [*places, *trial.places]
         if places:
             if not options.keep_model:
-                raise _Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
+                raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
             own = own, tuple(getattr(model.get_submodule(path), name) for path, name in places)
+        exact = run_in_float64(traced, inputs.bound(traced))
         made = _rewritten(model, traced, options, facts)
-        facts["error"], wrong = _judged(exact, own, inputs.call(made.function), PRECISIONS[options.precision])
+        found = trial.run(made.function)
+        facts["error"], wrong = _judged(exact, own, found, PRECISIONS[options.precision])
         if wrong:
-            raise _Unused(wrong)
+            raise Unused(wrong)
         if options.tune:
-            facts["speedup"] = _timed(model.forward, made, inputs, ask)
+            facts["speedup"] = _timed(trial.repeatable(model.forward), trial.repeatable(made), inputs, ask)
             if facts["speedup"] < LEAST_SPEEDUP:
-                raise _Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
-    except _Unused as unused:
+                raise Unused(f"its graph takes {1 / facts['speedup']:.2f} times as long")
+    except Unused as unused:
         made, facts["reason"] = None, str(unused)
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
-
-
-class _Unused(Exception):
-    """The model itself is to run; the message is the reason that the report gives."""
-
-
-def _own(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """The model's own outputs. Fake tensors let pass what real ones do not, such as two dtypes in a product."""
-    try:
-        return inputs.call(model)
-    except Exception as error:
-        raise _Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
 
 
 def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
@@ -132,10 +123,7 @@ def _captured(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> TracedMo
     try:
         traced = trace_method(model, "forward", inputs.args, inputs.kwargs, dynamic_shapes)
     except FxoptError as error:
-        raise _Unused(f"{UNCAPTURED}: {error}") from error
-    effect = _effect(traced)
-    if effect:
-        raise _Unused(effect)
+        raise Unused(f"{UNCAPTURED}: {error}") from error
     _fix_dtypes(traced)
     return traced
 
@@ -158,7 +146,7 @@ def _rewritten(
 
 def _timed(
     model: Callable[..., Any],
-    made: Lowered,
+    made: Callable[..., Any],
     inputs: Inputs,
     ask: Callable[[], object],
 ) -> float:
@@ -207,26 +195,6 @@ def _fix_dtypes(traced: GraphModule) -> None:
 def _kernels(traced: GraphModule) -> dict[str, int]:
     kinds = tuple(PACKED.values())
     return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
-
-
-def _effect(traced: GraphModule) -> str | None:
-    """Why a graph cannot be tried out, or be given up when it has begun; None where that does no harm."""
-    index = GraphIndex(traced)
-    writer = index.memory.writer_of(traced)
-    if writer is not None:
-        called = traced.get_submodule(str(writer.target)).modules() if writer.op == "call_module" else ()
-        what = (
-            "a layer has hooks"
-            if any(map(hooks_of, called))
-            else "each run writes into its weights or buffers"
-        )
-        return f"{what}, at {graph.place(writer)}"
-    nodes = index.nodes
-    if any(
-        getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks" for node in nodes
-    ) and any(node.op == "placeholder" and index.memory.written(node) for node in nodes):
-        return "its graph might refuse these inputs when it has already written into one of them"
-    return None
 
 
 def _judged(exact: Any, own: Any, found: Any, least: float | None) -> tuple[float, str | None]:

@@ -32,14 +32,30 @@ class State:
         configs = {id(config): vars(config) for config in map(_config, modules) if config is not None}
         self._now = [*map(vars, modules), *configs.values()]
         self._before = [dict(attributes) for attributes in self._now]
-        found = [vars(module)[name] for module in modules for name in _CONTENTS if name in vars(module)]
+        found = [vars(module).get(name) for module in modules for name in _CONTENTS]
+        found = [each for each in found if isinstance(each, dict)]  # those of scripted modules are not
         self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
         self._contents = [each.copy() for each in self._filled]
-        # By the id of a module's attributes, those that the forward assigns: another value of them is no change.
-        self.assigned = assigned
+        self._model, self.assigned = model, assigned
+        self.forgive(assigned)
+
+    def forgive(self, assigned: Mapping[int, Set[str]]) -> None:
+        """Take no other value of some attributes, and no write into some buffers, for a change: a forward makes it.
+
+        Args:
+            assigned: the names, by the id of the `vars` of a module.
+        """
+        modules, self.assigned = list(self._model.modules()), assigned
         plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))
-        tensors = [*self.parameters, *model.buffers(), *plain]
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        written = [
+            vars(module)[registry].get(name)
+            for module in modules
+            for name in assigned.get(id(vars(module)), ())
+            for registry in ("_parameters", "_buffers")
+        ]
+        tensors = [*self.parameters, *self._model.buffers(), *plain]
+        left_out = {*map(id, written)}
+        self._tensors = [t for t in tensors if not t.is_inference() and id(t) not in left_out]
         self._versions = sum(map(version_of, self._tensors))
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
         self._placed = [t for t in self._tensors if type(t) in _PLACED and t.layout is torch.strided]

@@ -65,13 +65,6 @@ class Numbers:
         return self.sizes.get(number, number)
 
 
-def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.dtype
-    return dtype.to_complex() if tensor.is_complex() else dtype
-
-
 def number_of(size: Any) -> int:
     """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
     if isinstance(size, int):

@@ -23,11 +23,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxopt import graph
 from fxopt.constants import computed_constant, constants_of, is_changing
 from fxopt.errors import PassError
+from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.agreement import epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
-from fxopt.rewriting.random_inputs import Numbers, number_of, wide_dtype
+from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.submodules import attribute, prefixes, sharing_copy
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 

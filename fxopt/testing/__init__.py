@@ -3,9 +3,10 @@
 Fresh weights hide faults (BatchNorm statistics are 0 and 1, biases 0), so call `randomise` first.
 """
 
+from fxopt.outputs import leaves
 from fxopt.testing.assertions import Equivalence, assert_equivalent, first_divergence
 from fxopt.testing.culprit import Culprit, find_culprit
-from fxopt.testing.differences import Difference, compare, leaves, ulps
+from fxopt.testing.differences import Difference, compare, ulps
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.minified import minified
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle

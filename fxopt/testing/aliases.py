@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
-from fxopt.testing.differences import leaves
+from fxopt.outputs import leaves
 
 MODULE = "what the module keeps"
 """The name of parameters, buffers and earlier results: whatever is there when the next call begins."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.outputs import pairs
 from fxopt.testing.bits import plain, same_bits, ulps_between
 
 
@@ -124,82 +120,8 @@ def unchanged(left: object, right: object) -> bool:
     )
 
 
-def leaves(value: object, path: str = "output") -> Iterator[tuple[str, object]]:
-    """The leaves of a nested output with their paths: tensors, numbers, strings, `None`.
-
-    Example:
-        >>> [path for path, _ in leaves({"logits": 1.0, "states": (2, 3), 1: None})]
-        ['output.logits', 'output.states[0]', 'output.states[1]', 'output[1]']
-    """
-    return ((place, item) for place, item in _walk(value, path) if _entries(item) is None)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A deep copy of nested values, with `function(tensor)` for each tensor."""
-    return copy.deepcopy(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
-
-
-def first_difference(before: Any, after: Any) -> str:
-    """The first of two sequences of lines or entries that differs, in words."""
-    if isinstance(before, str):
-        before, after = before.splitlines(), after.splitlines()
-    for old, new in zip(before, after, strict=False):
-        if old != new:
-            return f"{old!r} became {new!r}"
-    longer, word = (before, "is gone") if len(before) > len(after) else (after, "is new")
-    return f"{longer[min(len(before), len(after))]!r} {word}"
-
-
-def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
-    yield path, value
-    for key, item in _entries(value) or ():
-        yield from _walk(item, path + key)
-
-
 def _layout(tensor: Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"the layout {tensor.layout}"
-
-
-def _entries(value: object) -> list[tuple[str, object]] | None:
-    """The parts of a container, by the end of their paths; `None` for a leaf."""
-    if isinstance(value, Tensor):
-        return None
-    if isinstance(value, Mapping):
-        return [(_key(key), item) for key, item in value.items()]
-    if isinstance(value, tuple | list | deque):
-        return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if isinstance(value, type | nn.Module) or (callable(value) and not any(True for _ in tensors_in(value))):
-        return None
-    if hasattr(value, "__dict__") or is_open(value):  # a cache object, or a dataclass
-        named = vars(value) if hasattr(value, "__dict__") else attributes(value)
-        return [(f".{key}", item) for key, item in named.items()]
-    return None
-
-
-def _key(key: object) -> str:
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-
-
-def pairs(expected: object, actual: object, path: str = "output") -> list[tuple[str, Any, Any]]:
-    """The leaves of two values, side by side; raises `AssertionError` where they differ in structure."""
-    sides = [list(_walk(value, path)) for value in (expected, actual)]
-    for (place, left), (_, right) in zip(*sides, strict=False):
-        containers = [_entries(value) is not None for value in (left, right)]
-        if any(containers) and type(left) is not type(right):
-            raise AssertionError(f"{place}: expected {_a(left)}, got {_a(right)}")
-    left_paths, right_paths = ([place for place, _ in side] for side in sides)
-    if left_paths != right_paths:
-        raise AssertionError(f"the outputs differ in structure: {first_difference(left_paths, right_paths)}")
-    return [
-        (place, left, right)
-        for (place, left), (_, right) in zip(*sides, strict=True)
-        if _entries(left) is None
-    ]
-
-
-def _a(value: object) -> str:
-    plain = value is None or isinstance(value, int | float | str)
-    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _both_nan(left: object, right: object) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
+from fxopt.outputs import leaves, mapped
 from fxopt.testing.bits import plain, same_bits
-from fxopt.testing.differences import leaves, mapped
 from fxopt.testing.observations import Call, restored
 from fxopt.torch_internals import buffers_of
 

@@ -15,9 +15,10 @@ from fxopt import graph
 from fxopt.capture.runs.first_difference import parting_place
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
+from fxopt.outputs import mapped
 from fxopt.rewriting.edits import Redirect
 from fxopt.rewriting.record import Step, steps_of
-from fxopt.testing.differences import compare, mapped, unchanged
+from fxopt.testing.differences import compare, unchanged
 from fxopt.testing.divergence import Divergence, described
 from fxopt.testing.observations import Call, observe, run_call
 from fxopt.torch_internals import version_of

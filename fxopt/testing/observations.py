@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.float64 import wide_dtype
 from fxopt.objects import tensors_in, why_no_inputs
-from fxopt.rewriting.random_inputs import wide_dtype
+from fxopt.outputs import mapped
 from fxopt.testing.aliases import aliases, in_memory
 from fxopt.testing.bits import checksum
-from fxopt.testing.differences import Difference, compare, mapped, other_strides, unchanged
+from fxopt.testing.differences import Difference, compare, other_strides, unchanged
 from fxopt.torch_internals import buffers_of, version_of
 
 GIVEN, BROKEN = "the given inputs", "NaN and infinities"

@@ -6,15 +6,15 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.rewriting.random_inputs import wide_dtype
+from fxopt.float64 import Float64, wide_dtype
+from fxopt.outputs import leaves
 from fxopt.testing.bits import same_bits
-from fxopt.testing.differences import leaves
 from fxopt.torch_internals import converter_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,6 +40,14 @@ def in_float64(module: M) -> M:
             f"{type(module).__name__}: the graph contains dtype constants, so a float64 copy is not possible. Capture "
             "`model.double()` as well and pass `float64=(before, after)`."
         ) from error
+    forward = copied.forward
+
+    @functools.wraps(forward)
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with Float64():  # a forward may make tensors, or name a dtype
+            return forward(*args, **kwargs)
+
+    copied.forward = in_mode
     return copied
 
 

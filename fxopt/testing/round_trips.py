@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxopt.objects import tensors_in
+from fxopt.outputs import first_difference
 from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.testing.bits import same_bits
-from fxopt.testing.differences import first_difference
 from fxopt.torch_internals import COMPILED, REGISTRIES
 
 

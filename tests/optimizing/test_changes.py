@@ -12,7 +12,7 @@ from torch import nn
 import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
-from fxopt.optimizing.exactness import unlike
+from fxopt.outputs import unlike
 from fxopt.testing import randomise
 from tests.modules import module
 

@@ -314,7 +314,7 @@ def test_a_fault_of_ours_is_reported(monkeypatch):
     def fails(*_):
         raise RuntimeError("of ours")
 
-    monkeypatch.setattr(prepare_module, "in_float64", fails)
+    monkeypatch.setattr(prepare_module, "run_in_float64", fails)
     with pytest.warns(
         UserWarning, match="RuntimeError while its graph was made, please report this: of ours"
     ):

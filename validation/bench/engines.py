@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.objects import tensors_in
 from fxopt.optimizing import prepare
-from fxopt.testing.differences import mapped
+from fxopt.outputs import mapped
 
 
 class Unavailable(Exception):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from fxopt.capture.capture_internals import TorchDispatchMode
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import makes_calls
 from fxopt.capture.recording.indexing import squeeze_with_guard, unbind_with_guard
 from fxopt.capture.runtime import modes
 from fxopt.effects import is_write
+from fxopt.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -1,0 +1,118 @@
+"""Computes in float64 what a model computes in a lower precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fxopt.objects import tensors_in
+from fxopt.torch_internals import TorchDispatchMode, pytree, schema_of
+
+_LOWER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.dtype
+    return dtype.to_complex() if tensor.is_complex() else dtype
+
+
+class Float64(TorchDispatchMode):  # type: ignore[misc]
+    """While this mode is active, operators compute in float64, also where a model creates a tensor or names a lower dtype.
+
+    Convert weights to float64 before: composite operators such as `lstm` compare dtypes before they reach a mode. An
+    operator that does not accept float64, such as a quantized one, computes in float32.
+
+    Example:
+        >>> with Float64():
+        ...     (torch.zeros(2) + torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float64
+    """
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, schema = kwargs or {}, schema_of(operator)
+        # What reads bits or draws numbers (`rand`, `randn_like`) finds those of the model.
+        if operator is torch.ops.aten.view.dtype or operator.__name__.startswith("rand"):
+            return _in(torch.float64, operator(*_in(torch.float32, args), **kwargs))
+        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+        wide = [a if w else _in(torch.float64, a) for a, w in zip(args, written, strict=False)]
+        try:
+            found = operator(*wide, **_in(torch.float64, kwargs))
+            low = isinstance(found, Tensor) and found.dtype in _LOWER and "dtype" not in kwargs
+            if low and any(each.name == "dtype" for each in schema.arguments):  # it makes a tensor of numbers
+                found = operator(*wide, **_in(torch.float64, kwargs), dtype=torch.float64)
+        except RuntimeError:
+            found = operator(*_in(torch.float32, args), **_in(torch.float32, kwargs))
+        return found if any(written) else _in(torch.float64, found)
+
+
+def _in(dtype: torch.dtype, value: Any) -> Any:
+    """Nested arguments with floating tensors in `dtype`; dtypes that are lower than `dtype` become `dtype`."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(wide_dtype(leaf, dtype))
+        return dtype if isinstance(leaf, torch.dtype) and leaf in _LOWER else leaf
+
+    return pytree.tree_map(one, value)
+
+
+def run_in_float64(traced: GraphModule, values: Any) -> Any:
+    """Run a graph in float64, with the weights of one layer at a time in float64.
+
+    Args:
+        traced: the graph. Its weights and buffers keep their values.
+        values: the values of the placeholders, in order, which keep theirs.
+    """
+    copies = {id(each): _wide_copy(each) for each in tensors_in(values)}
+    with torch.no_grad():
+        return _Interpreter(traced).run(*copy.deepcopy(values, copies))
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs nodes on values in float64."""
+
+    def __init__(self, traced: GraphModule) -> None:
+        super().__init__(traced)
+        self._read = dict[str, Any]()
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)  # that of `*args` has others behind it, by keyword
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module: Any = self.fetch_attr(target)
+        if getattr(module, "checks_inputs", False):
+            return None  # it would ask for the dtype of the capture
+        if any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers())):
+            module = copy.deepcopy(module).double()
+        with Float64():
+            return module(*args, **kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        branches = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
+        if None not in branches:
+            branch: Any = branches[0 if args[0] else 1]
+            return _Interpreter(branch).run(*args[1:])
+        with Float64():
+            return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with Float64():
+            return super().call_method(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(
+            value, Tensor
+        ):  # a buffer that one node writes into, and another one reads, is one copy
+            return self._read.setdefault(target, _wide_copy(value))
+        return value
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(wide_dtype(tensor, torch.float64), copy=True)
