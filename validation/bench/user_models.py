@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fxopt.testing.differences import mapped
+from fxopt.outputs import mapped
 
 from ..zoo import architectures, libraries
 
