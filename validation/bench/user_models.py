@@ -21,7 +21,7 @@ MODELS = {
         BloomForCausalLM GemmaForCausalLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MistralForCausalLM
         MixtralForCausalLM OPTForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM
         BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
-        ConvNextModel DetrForObjectDetection MobileNetV2Model ResNetForImageClassification SegformerModel SwinModel ViTModel
+        ConvNextModel DetrForObjectDetection ResNetForImageClassification SegformerModel SwinModel ViTModel
         HubertModel Wav2Vec2Model
         BlipForConditionalGeneration CLIPModel GroupViTModel LxmertModel SiglipModel""",
     "diffusers": """
