@@ -11,6 +11,7 @@ from .passes import passes, verification
 from .peers import peers
 from .presets import presets
 from .profile import profile
+from .users import users
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,7 +21,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, memory, passes, peers, presets, profile, verification):
+for command in (ablation, capture, memory, passes, peers, presets, profile, users, verification):
     app.command()(command)
 
 if __name__ == "__main__":

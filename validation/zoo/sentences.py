@@ -9,7 +9,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import AutoModel, BertConfig, BertTokenizer, PreTrainedConfig
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -31,15 +31,17 @@ class SentenceEncoder(nn.Module):
 
 
 def bert_encoder(**config: Any) -> SentenceEncoder:
-    """A BERT of this `BertConfig` with random weights, the mean over its tokens, and a normalisation."""
-    options = BertConfig(**config)
+    """A BERT of this `BertConfig` as a function of tensors."""
+    return SentenceEncoder(encoder(BertConfig(**config)))
+
+
+def encoder(config: PreTrainedConfig) -> SentenceTransformer:
+    """A model of this config with random weights and words for tokens, the mean over its tokens, and a normalisation."""
     with tempfile.TemporaryDirectory() as folder:  # sentence-transformers takes its parts from files alone
-        BertModel(options).save_pretrained(folder)
-        words = (f"word{number}" for number in range(options.vocab_size - len(SPECIAL_TOKENS)))
+        AutoModel.from_config(config).save_pretrained(folder)
+        words = (f"word{number}" for number in range(config.vocab_size - len(SPECIAL_TOKENS)))
         vocabulary = Path(folder, "vocab.txt")
         vocabulary.write_text("\n".join([*SPECIAL_TOKENS, *words]))
         BertTokenizer(str(vocabulary)).save_pretrained(folder)
         transformer = Transformer(folder)
-    return SentenceEncoder(
-        SentenceTransformer(modules=[transformer, Pooling(options.hidden_size), Normalize()])
-    )
+    return SentenceTransformer(modules=[transformer, Pooling(config.hidden_size), Normalize()])

@@ -1,0 +1,127 @@
+"""Small models of four libraries with random weights, and what users call of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fxopt.outputs import mapped
+
+from ..zoo import architectures, libraries
+
+MODELS = {
+    "transformers": """
+        AlbertModel BertModel DebertaV2Model DistilBertModel ElectraModel ModernBertModel RobertaModel XLNetModel
+        BloomForCausalLM GemmaForCausalLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MistralForCausalLM
+        MixtralForCausalLM OPTForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM
+        BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
+        ConvNextModel DetrForObjectDetection ResNetForImageClassification SegformerModel SwinModel ViTModel
+        HubertModel Wav2Vec2Model
+        BlipForConditionalGeneration CLIPModel GroupViTModel LxmertModel SiglipModel""",
+    "diffusers": """
+        AutoencoderKL ControlNetModel DiTTransformer2DModel FluxTransformer2DModel PixArtTransformer2DModel
+        SD3Transformer2DModel UNet2DConditionModel UNet2DModel UNet3DConditionModel VQModel""",
+    "timm": """
+        convnext_atto efficientnet_b0 ghostnet_050 mobilenetv3_small_050 regnetx_002 resnet18 seresnet18
+        swin_tiny_patch4_window7_224 vit_tiny_patch16_224""",
+    "sentence_transformers": "bert distilbert modernbert",
+}
+"""The models by library: classes of transformers, models of the zoo `libraries`, and encoders by their model type."""
+
+NAMES = [f"{library}.{kind}" for library, kinds in MODELS.items() for kind in kinds.split()]
+
+Call = Callable[[Any], Any]
+"""Something that a user does with a model, and gets a result of."""
+
+_GENERATE = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, calls of it, of which the first is made in every state, and calls of other methods."""
+
+    model: Any
+    calls: list[Call]
+    generations: list[Call] = dataclasses.field(default_factory=list)
+    methods: list[Call] = dataclasses.field(default_factory=list)
+
+
+def subject(name: str) -> Subject:
+    """The model of this name, the same in every process."""
+    library, _, kind = name.partition(".")
+    torch.manual_seed(0)
+    if library == "transformers":
+        return _of_transformers(getattr(transformers, kind))
+    return _sentence_encoder(kind) if library == "sentence_transformers" else _of_library(name)
+
+
+def _of_transformers(cls: Any) -> Subject:
+    model = cls._from_config(architectures.config(cls.config_class.model_type), dtype=torch.float32).eval()
+    first, other = (architectures.example_inputs(model, *sizes) for sizes in ((2, 16), (3, 24)))
+    generations, methods = [], []
+    if hasattr(model, "generate") and model.can_generate():
+        model.generation_config.pad_token_id = 0  # what configs of their own leave out
+        model.generation_config.decoder_start_token_id = 0
+        given = {key: value for key, value in first.items() if not key.startswith("decoder_")}
+        left = {"attention_mask": given["attention_mask"].flip(1)} if "attention_mask" in given else {}
+        generations = [_call("generate", given | _GENERATE | more) for more in ({}, left, {"num_beams": 2})]
+    if hasattr(model, "get_text_features") and not generations:
+        for method in ("get_text_features", "get_image_features"):
+            taken = inspect.signature(getattr(model, method)).parameters
+            methods.append(_call(method, {key: value for key, value in first.items() if key in taken}))
+    return Subject(model, _forwards(model, first, other), generations, methods)
+
+
+def _of_library(name: str) -> Subject:
+    model: Any = libraries.build(name)
+    methods = []
+    if hasattr(model, "encode"):
+        latent = torch.randn(2, model.config.latent_channels, 8, 8)
+        methods = [
+            _call("encode", {"x": torch.randn(2, 3, 16, 16)}, "x"),
+            _call("decode", {"z": latent}, "z"),
+        ]
+    first, other = (libraries.example_inputs(model, batch) for batch in (2, 3))
+    return Subject(model, _forwards(model, first, other), [], methods)
+
+
+def _sentence_encoder(kind: str) -> Subject:
+    from ..zoo.sentences import encoder
+
+    def encode(*lengths: int) -> Call:
+        texts = [" ".join(f"word{number}" for number in range(length)) for length in lengths]
+        return lambda model: model.encode(texts, convert_to_tensor=True)
+
+    calls = [encode(5, 9), encode(5, 9, 30, 2), encode(30), encode(5)]
+    return Subject(encoder(architectures.config(kind)).eval(), calls)
+
+
+def _forwards(model: nn.Module, first: dict[str, Any], other: dict[str, Any]) -> list[Call]:
+    """Calls by keyword, with other sizes, with images of another size, and by position."""
+    calls = [_call("__call__", inputs) for inputs in (first, other, mapped(first, _larger))]
+    name = next(iter(inspect.signature(model.forward).parameters))
+    return [*calls, _call("__call__", first, name)] if name in first else calls
+
+
+def _larger(tensor: Tensor) -> Tensor:
+    if tensor.dim() != 4 or not tensor.is_floating_point():
+        return tensor.clone()
+    return nn.functional.interpolate(tensor, scale_factor=1.5)
+
+
+def _call(method: str, inputs: dict[str, Any], *positional: str) -> Call:
+    """A call with a copy of these inputs, the floating ones in the dtype of the model."""
+
+    def call(model: Any) -> Any:
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        given = mapped(inputs, lambda t: t.to(dtype if t.is_floating_point() else t.dtype, copy=True))
+        by_position = [given.pop(name) for name in positional]
+        return getattr(model, method)(*by_position, **given)
+
+    return call
