@@ -61,6 +61,8 @@ def rewritten(
         copies = [copy.deepcopy(after)] + ([pickle.loads(pickle.dumps(after))] if picklable else [])
         for copied in copies:
             assert_round_trip(before, copy.deepcopy(pass_)(copied, reverse=True))
+        again = pass_(pass_(pass_(copy.deepcopy(before)), reverse=True))
+        assert [node.name for node in again.graph.nodes] == [node.name for node in after.graph.nodes]
     return after
 
 

@@ -66,5 +66,5 @@ def site_names(rewrite: Rewrite[Any], graph_module: GraphModule) -> list[str]:
         found, _ = rewrite._rewrite_sites(Rewriter(sharing_copy(graph_module), rewrite.signature), False)
         return [node for node, _ in found.sites]
     except Exception:  # it raises at one of them, which is perhaps why they are asked for
-        found = found_by(rewrite, graph_module)
-        return [node_of(each).name for each in found if not isinstance(each, Refusal)]
+        sites = found_by(rewrite, graph_module)
+        return [node_of(site).name for site in sites if not isinstance(site, Refusal)]
