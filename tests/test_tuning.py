@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def kept_in(cache):
-    """What later processes find."""
+    """The rows that later processes find."""
     return dict(json.loads(line) for line in cache.read_text().splitlines() if line.startswith('["'))
 
 
