@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from fxopt.torch_internals import FakeTensor, pytree, statically_known_true
+from fxopt.torch_internals import FakeTensor, name_counts, pytree, statically_known_true, used_names
 
 T = TypeVar("T", bound=Hashable)
 
@@ -78,6 +78,14 @@ def value_of(node: Node) -> Any:
         if isinstance(parts, tuple | list) and isinstance(key, int):
             return parts[key]
     return value
+
+
+def free_name(graph: Graph, name: str) -> None:
+    """Let a graph give a name again, and count from there, as before it gave that name."""
+    used_names(graph).discard(name)
+    counts, (base, _, number) = name_counts(graph), name.rpartition("_")
+    if number.isdecimal():
+        counts[base] = int(number) - 1
 
 
 def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:

@@ -7,6 +7,8 @@ same: on the CPU, in the dtype of its weight, where no gradient is asked for. El
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,6 +80,7 @@ PACKED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: PackedLinear, nn
 _PLAIN = {packed: plain for plain, packed in PACKED.items()}
 
 _shared = WeakIdKeyDictionary()  # for each weight, by kernel, the packed one, as long as a layer has it
+_lock = threading.RLock()  # layers of one weight share what is packed, whichever threads call them
 
 
 def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Module:
@@ -228,9 +231,9 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
     held = layer.__dict__.get("_packed")
     seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     if held is None or held[1] != seen:
-        known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
-        packed = known.get(layer.kernel, lambda: None)()
-        with torch.no_grad():
+        with _lock, torch.no_grad():
+            known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
+            packed = known.get(layer.kernel, lambda: None)()
             if packed is None or not _holds(packed, weight):
                 packed = kernel.pack(layer, layer.packed_for)
                 known[layer.kernel] = weakref.ref(packed)
@@ -251,3 +254,11 @@ def _has_padding(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Conv2d):
         return True
     return layer.padding_mode == "zeros" and (layer.padding != "same" or padding_of(layer) is not None)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -199,6 +199,7 @@ codegen_of = attribute(_NEW_GRAPH, "_codegen", "graphs cannot be saved")
 root_of = attribute(_NEW_GRAPH, "_root", "passes cannot create nodes")
 is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "passes cannot be applied")
 used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")
+name_counts = attribute(_NEW_GRAPH, "_graph_namespace._base_count", "passes cannot be undone")
 
 # --- states in which nothing but torch's own layers may run
 

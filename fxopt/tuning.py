@@ -1,8 +1,9 @@
 """The fastest kernel of a layer, found by running each one: no kernel wins for every shape on every processor.
 
-What was found is kept for the process, and for later ones in a file: `kernels.json` in the folder that the environment
-variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`. Since a machine may be busy while it measures, a second process
-measures again, and takes the shorter time of each; when both find the same, later processes take it as it is.
+What was found is kept for the process, and for later ones in a file: `kernels.jsonl` in the folder that the environment
+variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`. Each measurement appends a line; of two with one key, the later
+one counts. Since a machine may be busy while it measures, a second process measures again, and takes the shorter time of
+each; when both find the same, later processes take it as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import json
 import os
 import platform
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ _PROCESSES = "processes"  # in each row, how many found the same choice: 1.0 or 
 
 _known: dict[str, dict[str, float]] = {}  # what two processes found, or this one
 _once: dict[str, dict[str, float]] = {}  # what one other process found
+_lock = threading.Lock()  # threads that measure at once would slow each other down
 
 
 def fastest(
@@ -83,19 +85,20 @@ def _looked_up(
     key: str, names: Collection[str], measure: Callable[[], dict[str, float]]
 ) -> Mapping[str, float]:
     """The times of some names; measured where they are missing, or where only one other process has found them."""
-    if not _known:
-        rows = _read()
-        _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
-        _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
-    known = _known.get(key, {})
-    if known.keys() >= {*names}:
-        return known
-    row, before = measure(), _once.pop(key, {})
-    agree = before.keys() >= {*names} and _is_fast(row, _choice({name: before[name] for name in names}))
-    shortest = {name: min(took, before.get(name, took)) for name, took in row.items()}
-    _known[key] = before | known | shortest | {_PROCESSES: 1.0 + agree}
-    _write(_known)
-    return _known[key]
+    with _lock:
+        if not _known:
+            rows = _read()
+            _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
+            _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
+        known = _known.get(key, {})
+        if known.keys() >= {*names}:
+            return known
+        row, before = measure(), _once.pop(key, {})
+        agree = before.keys() >= {*names} and _is_fast(row, _choice({name: before[name] for name in names}))
+        shortest = {name: min(took, before.get(name, took)) for name, took in row.items()}
+        _known[key] = before | known | shortest | {_PROCESSES: 1.0 + agree}
+        _append(key, _known[key])
+        return _known[key]
 
 
 def _is_fast(row: Mapping[str, float], name: str) -> bool:
@@ -131,9 +134,10 @@ def _processor() -> str:
 def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
-    with torch.random.fork_rng(devices=[]):  # whoever draws numbers gets the same, measured or not
-        copies = [_random_layer(layer) for _ in range(max(1, min(4, _WORKING_SET // max(1, size))))]
-        value = torch.randn(tuple(shape)).to(dtype)
+    generator = torch.Generator().manual_seed(0)  # its own: who draws numbers gets the same, measured or not
+    count = max(1, min(4, _WORKING_SET // max(1, size)))
+    copies = [_random_layer(layer, generator) for _ in range(count)]
+    value = torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
     with torch.no_grad():
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
@@ -147,10 +151,12 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
         )
 
 
-def _random_layer(layer: nn.Module) -> nn.Module:
+def _random_layer(layer: nn.Module, generator: torch.Generator) -> nn.Module:
     copy = without_tensors(layer)
     vars(copy)[PARAMETERS] = {
-        name: None if p is None else nn.Parameter(torch.rand_like(p.detach()) - 0.5, False)
+        name: p
+        if p is None
+        else nn.Parameter(torch.empty_like(p).uniform_(-0.5, 0.5, generator=generator), False)
         for name, p in parameters_of(layer).items()
     }
     return copy
@@ -178,30 +184,33 @@ def cache_folder() -> Path:
 
 
 def _file() -> Path:
-    return cache_folder() / "kernels.json"
+    return cache_folder() / "kernels.jsonl"
 
 
 def _read() -> dict[str, dict[str, float]]:
-    try:
-        found = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return {}  # there is none yet, or a process that was killed left half of one: measure again
-    rows = found.items() if isinstance(found, dict) else ()
-    return {
-        str(key): row
-        for key, row in rows
-        if isinstance(row, dict)
-        and {PLAIN, _PROCESSES} <= row.keys()
-        and all(isinstance(took, float) and took > 0 for took in row.values())
-    }
+    found = dict[str, dict[str, float]]()
+    with contextlib.suppress(OSError):  # there is none yet
+        for line in _file().read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # a process that was killed left half of one: measure again
+                match json.loads(line):
+                    case [str(key), dict(row)] if {PLAIN, _PROCESSES} <= row.keys():
+                        if all(isinstance(took, float) and took > 0 for took in row.values()):
+                            found[key] = row
+    return found
 
 
-def _write(times: Mapping[str, Mapping[str, float]]) -> None:
-    """Write the cache as a whole; where that cannot be, on a read-only system, each process measures anew."""
+def _append(key: str, row: Mapping[str, float]) -> None:
+    """Write a measurement into the file; where that cannot be, on a read-only system, each process measures anew."""
     file = _file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder) / file.name
-            part.write_text(json.dumps(_read() | dict(times), indent=1))
-            os.replace(part, file)
+        with file.open("a") as lines:  # what others write meanwhile stays
+            lines.write(f"\n{json.dumps([key, row])}")  # half a line of a killed process ends before it
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -48,7 +48,7 @@ def rewritten(
         warnings.simplefilter("error", fxopt.VerificationWarning)
         warnings.simplefilter("ignore", fxopt.UnverifiedWarning)  # a graph without metadata
         after = pass_(traced, verify=True)
-    assert bool(fxopt.history(after)) == bool(sites)
+    assert sum(step.sites for step in fxopt.history(after)) == sites
     assert_untouched(untouched, model)
     if pass_.preserves_computation:
         wide, wide_inputs = copy.deepcopy(untouched).double(), in_float64(inputs)
@@ -61,6 +61,8 @@ def rewritten(
         copies = [copy.deepcopy(after)] + ([pickle.loads(pickle.dumps(after))] if picklable else [])
         for copied in copies:
             assert_round_trip(before, copy.deepcopy(pass_)(copied, reverse=True))
+        again = pass_(pass_(pass_(copy.deepcopy(before)), reverse=True))
+        assert [node.name for node in again.graph.nodes] == [node.name for node in after.graph.nodes]
     return after
 
 

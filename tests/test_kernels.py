@@ -1,8 +1,11 @@
 """Packed layers: they compute what the plain layer does, and are the plain layer where a kernel would not do."""
 
 import copy
+import dataclasses
 import pickle
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxopt import kernels
 from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unguarded
 from fxopt.packed_operators import ACTIVATED, available
@@ -323,3 +327,22 @@ def test_a_bias_with_gaps_is_not_read_as_one_without(layer, kernel):
     packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
     assert_close(packed(x), layer, x)
     assert unguarded(packed, x.dtype) is None
+
+
+def test_threads_share_what_is_packed_for_one_weight(monkeypatch):
+    """Two threads call two layers of one weight at once for the first time."""
+    kernel = next((name for name in kernels_for(LINEAR) if available(nn.Linear)[name].any_shape), None)
+    if kernel is None:
+        pytest.skip("no kernel serves all shapes")
+    found, layer = available(nn.Linear)[kernel], random_layer(LINEAR)
+
+    def slow(*args):
+        time.sleep(0.1)
+        return found.pack(*args)
+
+    monkeypatch.setattr(kernels, "_kernel_of", lambda packed: dataclasses.replace(found, pack=slow))
+    layers = [packed_layer(layer, kernel, SHAPES[nn.Linear]) for _ in range(2)]
+    x = torch.randn(SHAPES[nn.Linear])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each(x), layers))
+    assert packed_weight(layers[0]) is packed_weight(layers[1])

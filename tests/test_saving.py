@@ -50,9 +50,10 @@ def _raise(*args, **kwargs):
     raise AssertionError("it unpickles")
 
 
-def reloaded(gm, folder, **options):
-    fxopt.save(gm, folder / "saved", **options)
-    made = fxopt.load(folder / "saved", **options)
+def reloaded(gm, folder, trusted=()):
+    fxopt.save(gm, folder / "saved", trusted=trusted)
+    config = getattr(gm, "config", None)
+    made = fxopt.load(folder / "saved", trusted=[*trusted, type(config)])
     assert type(made).__mro__[1:] == type(gm).__mro__[1:]
     assert type(made).__name__ == type(gm).__name__
     assert made.code == gm.code
@@ -86,6 +87,7 @@ def test_models(name, dtype, tmp_path):
     assert same_bits(gm(**inputs), actual)
     assert made.config.to_dict() == model.config.to_dict()
     assert type(made.config) is type(model.config)
+    assert fxopt.load(tmp_path / "saved").config == model.config.to_dict()
     assert (made.dtype, made.device) == (gm.dtype, gm.device)
     model.load_state_dict(made.state_dict())
     for key in ("nn_module_stack", "stack_trace"):

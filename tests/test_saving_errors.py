@@ -5,6 +5,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -296,9 +298,7 @@ EDITS = {
     "step": lambda d: d["modules"][0]["attributes"].update(
         step={"data": ["Step", {"name": "", "signature": "", "transformation": {"bytes": "80"}}]}
     ),
-    "configuration": lambda d: d["modules"][0]["attributes"].update(
-        config={"config": ["os.system", {"dict": []}]}
-    ),
+    "configuration": lambda d: layer(d)["attributes"].update(config={"config": ["os.system", {"dict": []}]}),
     "strides": lambda d: d["tensors"]["dense.weight"].update(stride=[400, 1], offset=0),
     "size": lambda d: d["tensors"]["dense.weight"].update(shape=[4, 5]),
     "dtype": lambda d: d["tensors"]["dense.weight"].update(dtype="torch.float64"),
@@ -317,6 +317,50 @@ def test_a_forged_graph(edit, folder, monkeypatch):
     change(folder, edit)
     with pytest.raises(fxopt.LoadError, match=r"saved.*(graph.json|model.safetensors)"):
         fxopt.load(folder)
+
+
+def test_a_configuration_is_data_unless_its_class_is_trusted(folder, monkeypatch):
+    """`from_dict` of a configuration may ask the hub for a name that the folder gives, as that of Detr for a backbone."""
+    from transformers import DetrConfig
+
+    def asked(*args, **kwargs):
+        raise AssertionError("it asks the hub")
+
+    monkeypatch.setattr(DetrConfig, "from_dict", asked)
+    saved = {"config": [f"{DetrConfig.__module__}.DetrConfig", {"dict": [["backbone", "someone/repo"]]}]}
+    change(folder, lambda d: d["modules"][0]["attributes"].update(config=saved))
+    loaded = fxopt.load(folder)
+    assert loaded.config == {"backbone": "someone/repo"}
+    assert loaded(X).shape == (3, 4)
+    with pytest.raises(fxopt.LoadError, match=r"AssertionError: it asks the hub"):
+        fxopt.load(folder, trusted=[DetrConfig])
+    change(folder, lambda d: layer(d)["attributes"].update(config=saved))
+    with pytest.raises(fxopt.LoadError, match=r"DetrConfig, which is not in `trusted`"):
+        fxopt.load(folder)
+
+
+NOT_IMPORTED = """
+import sys, transformers
+from fxopt.saving.allowed import NameRefused, Names
+Names().find("torch.add")  # fills the tables
+before = set(sys.modules)
+for name in (
+    "transformers.trainer.Trainer",
+    "transformers.pipelines.text_generation.ReturnType",
+    "torch.nn.modules.linear.json.tool.main",
+    "fxopt.doctor._Two",
+    "fxopt.passes.unknown.Pass",
+):
+    try:
+        Names().find(name)
+    except NameRefused:
+        print(name, set(sys.modules) - before)
+"""
+
+
+def test_a_refused_name_imports_nothing():
+    done = subprocess.run([sys.executable, "-c", NOT_IMPORTED], capture_output=True, text=True, check=True)
+    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == ["set()"] * 5
 
 
 def test_a_forged_record(tmp_path, monkeypatch):

@@ -2,6 +2,10 @@
 
 import copy
 import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +22,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_once", {})
-    return tmp_path / "cache" / "kernels.json"
+    return tmp_path / "cache" / "kernels.jsonl"
+
+
+def kept_in(cache):
+    """The rows that later processes find."""
+    return dict(json.loads(line) for line in cache.read_text().splitlines() if line.startswith('["'))
 
 
 def forget(monkeypatch):
@@ -58,7 +67,7 @@ def test_what_two_processes_found_the_next_one_reads(monkeypatch, cache):
         monkeypatch.setattr(tuning, "_measure", lambda *_, row=row: dict(row))
         assert tuning.fastest(LAYER, SHAPE)[0] == wanted
         assert tuning.fastest(LAYER, SHAPE)[0] == wanted, "a process measures once"
-        (kept,) = json.loads(cache.read_text()).values()
+        (kept,) = kept_in(cache).values()
         assert kept["processes"] == processes
     assert kept == {"plain": 0.5, "onednn": 0.6, "mkl": 0.9, "processes": 2.0}, "the shortest times of all"
 
@@ -77,16 +86,15 @@ def test_another_layer_shape_dtype_or_number_of_threads_is_measured_by_itself(ca
         tuning.measured(LAYER, SHAPE, kernels_for(LAYER))
     finally:
         torch.set_num_threads(threads)
-    assert len(json.loads(cache.read_text())) == 5
+    assert len(kept_in(cache)) == 5
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"onednn": 1.0}}'])
-def test_a_broken_file_is_written_anew(monkeypatch, cache, text):
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '["x", 1]', '["x", {"onednn": 1.0}]', '["x'])
+def test_broken_lines_are_left_out(monkeypatch, cache, text):
     cache.parent.mkdir()
     cache.write_text(text)
     _, seconds = tuning.fastest(LAYER, SHAPE)
-    (kept,) = json.loads(cache.read_text()).values()
-    assert kept == {**seconds, "processes": 1.0}
+    assert list(tuning._read().values()) == [{**seconds, "processes": 1.0}]
 
 
 def test_where_no_file_can_be_written_each_process_measures(monkeypatch, tmp_path):
@@ -101,7 +109,63 @@ def test_processes_that_write_at_once_keep_each_others_times(monkeypatch, cache)
     forget(monkeypatch)
     monkeypatch.setattr(tuning, "_read", dict)  # as if it had begun before the other one wrote
     tuning.measured(LAYER, (8, 16), kernels_for(LAYER))
-    assert len(json.loads(cache.read_text())) == 1  # a lost time costs a measurement, and no more
+    assert len(kept_in(cache)) == 2
+
+
+def test_a_measurement_writes_its_row_alone(cache):
+    cache.parent.mkdir()
+    row = {"plain": 1.0, "processes": 2.0}
+    cache.write_text("\n".join(json.dumps([f"layer {number}", row]) for number in range(5000)))
+    before = cache.stat()
+    tuning.measured(LAYER, SHAPE, kernels_for(LAYER))
+    after = cache.stat()
+    assert before.st_ino == after.st_ino
+    assert 0 < after.st_size - before.st_size < 1000
+    assert len(kept_in(cache)) == 5001
+
+
+def test_threads_measure_one_after_the_other_and_each_layer_once(monkeypatch, cache):
+    running, most, calls = [], [], []
+
+    def measure(*_):
+        running.append(1)
+        time.sleep(0.01)
+        most.append(len(running))
+        calls.append(1)
+        running.pop()
+        return {"plain": 1.0} | dict.fromkeys(kernels_for(LAYER), 0.5)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rows: tuning.fastest(LAYER, (rows, 16)), [1, 2, 3, 4] * 4))
+    assert (max(most), len(calls), len(kept_in(cache))) == (1, 4, 4)
+
+
+def test_a_child_of_a_process_that_measures_does_not_wait(monkeypatch):
+    monkeypatch.setattr(
+        tuning, "_measure", lambda *_: {"plain": 1.0} | dict.fromkeys(kernels_for(LAYER), 0.5)
+    )
+    with tuning._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            os._exit(0 if tuning.fastest(LAYER, SHAPE) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_numbers_that_others_draw_meanwhile_are_not_drawn_again(monkeypatch):
+    plain, drawn = tuning._random_layer, []
+
+    def drawing(*args):
+        drawn.append(torch.rand(1))  # as another thread may
+        return plain(*args)
+
+    monkeypatch.setattr(tuning, "_random_layer", drawing)
+    torch.manual_seed(0)
+    tuning.fastest(LAYER, SHAPE)
+    drawn.append(torch.rand(1))
+    torch.manual_seed(0)
+    assert drawn == [torch.rand(1) for _ in drawn]
 
 
 def test_copies_at_borders_are_measured():

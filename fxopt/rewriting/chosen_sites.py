@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from fxopt.rewriting.attempt import found_by
 from fxopt.rewriting.explanation import Refusal, node_of
 from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -63,6 +64,7 @@ def site_names(rewrite: Rewrite[Any], graph_module: GraphModule) -> list[str]:
     """The nodes that stand for the sites of a pass, also for those that it opens; the graph module stays as it is."""
     try:
         found, _ = rewrite._rewrite_sites(Rewriter(sharing_copy(graph_module), rewrite.signature), False)
+        return [node for node, _ in found.sites]
     except Exception:  # it raises at one of them, which is perhaps why they are asked for
-        found = rewrite.explain(graph_module)
-    return [node for node, _ in found.sites]
+        sites = found_by(rewrite, graph_module)
+        return [node_of(site).name for site in sites if not isinstance(site, Refusal)]

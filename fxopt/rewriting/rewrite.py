@@ -58,7 +58,7 @@ class Rewrite(Transformation, Generic[S]):
         """List what the pass would rewrite in `graph_module`, and what it would not, and why.
 
         Args:
-            graph_module: the module; it stays as it is.
+            graph_module: the module; it stays as it is. A pass that opens sites rewrites a copy, to list them as well.
             verify: as in a call; sites that turn out to be wrong are refusals then.
 
         Example:
@@ -70,9 +70,11 @@ class Rewrite(Transformation, Generic[S]):
               _1  1  the BatchNorm2d is in training mode: it normalises by batch statistics
         """
         check_graph_module(self, graph_module)
-        if verify is not False:
-            return self._rewrite_sites(Rewriter(submodules.sharing_copy(graph_module)), verify)[0]
-        return Explanation(type(self).__name__, tuple(map(Row.of, found_by(self, graph_module))))
+        found = found_by(self, graph_module)
+        last = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
+        if verify is False and last:
+            return Explanation(type(self).__name__, tuple(map(Row.of, found)))
+        return self._rewrite_sites(Rewriter(submodules.sharing_copy(graph_module)), verify)[0]
 
     def commit(self, graph_module: GraphModule) -> Explanation:
         """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.

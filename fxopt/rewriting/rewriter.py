@@ -216,7 +216,7 @@ class Rewriter:
             raise changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)
         else:
             self.erase(nodes.pop(edit.name))
-            used_names(self.graph).discard(edit.name)
+            graph.free_name(self.graph, edit.name)
 
     def _recreate(self, edit: NodeEdit, nodes: NodesByName) -> Node:
         assert edit.before is not None

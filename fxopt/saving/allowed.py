@@ -2,7 +2,8 @@
 
 A file is data from anywhere: a name in it is looked up in a table of operators that compute, or is a class of a kind
 that only holds values. Nothing else is found, and no attribute of anything is followed. So `os.system`, `torch.load`
-or a walk through dunder attributes has no name here; neither have operators that take functions or open files.
+or a walk through dunder attributes has no name here; neither have operators that take functions or open files. A name
+imports a module only where the path of the module is one of those that define such classes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import importlib
 import keyword
 import math
 import operator
+import re
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -66,8 +69,11 @@ _TYPES = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
     *(collections.OrderedDict, torch.Size, torch.Tensor, torch.device, torch.dtype, torch.nn.Parameter),
 )
-# The libraries whose output classes, caches and enumerations are known by name.
-_LIBRARIES = ("transformers", "diffusers", "sentence_transformers", "timm")
+# The modules of libraries whose output classes, caches, enumerations and functions with gradients are known by name.
+_LIBRARIES = re.compile(
+    r"transformers\.(cache_utils|modeling_outputs|utils\.generic|models\.\w+\.(modeling_\w+|quant_modules|vision))"
+    r"|diffusers\.(models|utils\.outputs)(\.\w+)*|timm\.(layers|models)(\.\w+)*"
+)
 _CACHES = ("Cache", "CacheLayerMixin")
 # Operators of torch.ops are those of these namespaces; what registers them where torch itself does not.
 _NAMESPACES = {"aten": "", "prims": "", "mkldnn": "", "transformers": "transformers.integrations.moe"}
@@ -133,13 +139,6 @@ class Names:
         if found is None:
             raise NameRefused(name)
         return found
-
-    def find_config(self, name: str) -> Any:
-        """The class of configurations of a name; NameRefused where it is none of transformers."""
-        cls = _imported(name) if name.startswith("transformers.") else None
-        if cls is None or not any(base.__name__ == "PreTrainedConfig" for base in cls.__mro__):
-            raise NameRefused(name)
-        return cls
 
     def _class(self, name: str, base: type) -> Any:
         if name in self.trusted:
@@ -231,10 +230,7 @@ def _own_function(name: str) -> Any:
     module, _, own = name.rpartition(".")
     if not module.startswith((_PASSES, "fxopt.packing")) or not all(map(is_identifier, name.split("."))):
         return None
-    try:
-        found = getattr(importlib.import_module(module), own, None)
-    except ImportError:
-        return None
+    found = getattr(sys.modules.get(module), own, None)
     return found if isinstance(found, types.FunctionType) and qualified_name(found) == name else None
 
 
@@ -267,29 +263,32 @@ def _overload(*names: str) -> Any:
         return None
 
 
+@functools.lru_cache(maxsize=4096)
 def _class_named(name: str) -> type | None:
     """A class that holds values or is a layer, by its own name; None for any other."""
     if name.startswith("torch.return_types."):
         return getattr(torch.return_types, name.removeprefix("torch.return_types."), None)
-    library = name.partition(".")[0]
-    if name.startswith("torch.nn.modules.") or library == "fxopt":
-        found = _imported(name)
-        return found if found and issubclass(found, torch.nn.Module | Transformation) else None
-    found = _imported(name) if library in _LIBRARIES else None
-    return found if found and _holds_values(found) else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _imported(name: str) -> type | None:
-    """The class of a name, if it is its own and not one that is imported there."""
-    parts = name.split(".")
-    if len(parts) < 2 or not all(is_identifier(part) and not part.startswith("__") for part in parts):
+    path, _, own = name.rpartition(".")
+    if not all(is_identifier(part) and not part.startswith("__") for part in name.split(".")):
         return None
-    try:
-        found = getattr(importlib.import_module(".".join(parts[:-1])), parts[-1], None)
-    except ImportError as error:
-        raise NameRefused(f"{name}, which cannot be imported here ({error})") from error
-    return found if isinstance(found, type) and f"{found.__module__}.{found.__qualname__}" == name else None
+    if _LIBRARIES.fullmatch(path):
+        try:
+            importlib.import_module(path)
+        except ImportError as error:
+            raise NameRefused(f"{name}, which cannot be imported here ({error})") from error
+        holds = _holds_values
+    elif path.startswith(("torch.nn.modules.", "fxopt.")):
+        holds = _is_layer
+    else:
+        return None
+    found = getattr(sys.modules.get(path), own, None)
+    if not isinstance(found, type) or f"{found.__module__}.{found.__qualname__}" != name:
+        return None  # no class, or one that the module imports
+    return found if holds(found) else None
+
+
+def _is_layer(cls: type) -> bool:
+    return issubclass(cls, torch.nn.Module | Transformation)
 
 
 def _holds_values(cls: type) -> bool:

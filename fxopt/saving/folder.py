@@ -78,12 +78,13 @@ def load(
 
     Nothing is unpickled and no code out of the folder runs: operators and classes are looked up by name among those that
     a graph may use, and anything else is refused. So a folder from anywhere can be loaded; what its graph computes, only
-    whoever made it knows. The digests in the folder find damage, they do not say who wrote it.
+    whoever made it knows. The digests in the folder find damage, they do not say who wrote it. `.config` is the dict of
+    the configuration's `to_dict()`, unless its class is in `trusted`: the `from_dict` of some classes asks the hub.
 
     Args:
         folder: of `save`.
         device: where the tensors go; by default where they were.
-        trusted: the same classes and functions as for `save`.
+        trusted: the same classes and functions as for `save`, and the class that `.config` is to have again.
 
     Returns:
         A `TracedModule`, or a `torch.fx.GraphModule` where one was saved. Of a module that `fxopt.optimize` made, a module

@@ -28,7 +28,8 @@ class Uses(nn.Module):
     ("function", "sites"),
     [
         (lambda m, x: torch.exp(x) + torch.exp(x), 1),
-        (lambda m, x: torch.relu(m.layer(x)) * torch.relu(m.again(x)), 1),
+        (lambda m, x: torch.exp(torch.exp(x)) + torch.exp(torch.exp(x)), 2),
+        (lambda m, x: torch.relu(m.layer(x)) * torch.relu(m.again(x)), 2),
         (lambda m, x: x * m.scale + torch.sin(x * m.scale), 1),
         (lambda m, x: (x[:, 1:] - x[:, 1:]) + x[:, :3] * x[:, 1:4], 1),
         (lambda m, x: torch.cat([torch.exp(x), torch.exp(x)]).sum(0), 1),

@@ -99,18 +99,18 @@ def test_a_layer_without_a_bias_gets_none_for_a_scale():
 
 
 @pytest.mark.parametrize(
-    "use",
+    ("use", "sites"),
     [
-        lambda m, x: m.conv(x) * 0.3,
-        lambda m, x: m.conv(x) * m.image_gamma[:, None, None],
-        lambda m, x: m.conv(x) + m.image_gamma.view(1, -1, 1, 1),
-        lambda m, x: m.image_gamma.reshape(6, 1, 1) - m.conv(x),
-        lambda m, x: m.conv(x * 0.3),
-        lambda m, x: m.conv(x * m.gamma.view(4, 1, 1) - 2),
+        (lambda m, x: m.conv(x) * 0.3, 1),
+        (lambda m, x: m.conv(x) * m.image_gamma[:, None, None], 1),
+        (lambda m, x: m.conv(x) + m.image_gamma.view(1, -1, 1, 1), 1),
+        (lambda m, x: m.image_gamma.reshape(6, 1, 1) - m.conv(x), 1),
+        (lambda m, x: m.conv(x * 0.3), 1),
+        (lambda m, x: m.conv(x * m.gamma.view(4, 1, 1) - 2), 2),
     ],
 )
-def test_beside_a_convolution(use):
-    rewritten(FoldScaleAndShift(), Use(use), IMAGE, sites=1, trace=fxopt_trace)
+def test_beside_a_convolution(use, sites):
+    rewritten(FoldScaleAndShift(), Use(use), IMAGE, sites=sites, trace=fxopt_trace)
 
 
 BEFORE = {
@@ -129,12 +129,12 @@ BEFORE = {
 
 @pytest.mark.parametrize("use", BEFORE)
 def test_before_layers(use):
-    after = check(BEFORE[use])
+    after = check(BEFORE[use], sites=1 + (use == "both"))
     assert not after.graph.find_nodes(op="get_attr")
 
 
 def test_a_chain_goes_as_a_whole():
-    after = check(lambda m, x: ((m.linear(x) * 2 + m.gamma) / 3 - 1) * m.one)
+    after = check(lambda m, x: ((m.linear(x) * 2 + m.gamma) / 3 - 1) * m.one, sites=5)
     assert len(after.graph.nodes) == 4  # the input, its guard, the layer and the output
 
 
