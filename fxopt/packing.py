@@ -17,7 +17,7 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.torch_internals import PARAMETERS, parameters_of
-from fxopt.tuning import PLAIN, fastest
+from fxopt.tuning import PLAIN, fastest, is_slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,8 @@ def kernel_for(
             "FakeTensorMode(allow_non_fake_inputs=True)",
         )
     if not tune:
-        return Found(kernels[0])
+        slower = is_slower(layer, shape, kernels[0])
+        return Found(None, f"{kernels[0]} was measured as slower") if slower else Found(kernels[0])
     name, seconds = fastest(layer, shape, rounding=rounding, alone=alone)
     if name not in kernels:
         times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())

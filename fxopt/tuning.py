@@ -72,6 +72,15 @@ def measured(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
     return {name: found[name] for name in (PLAIN, *kernels)}
 
 
+def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str) -> bool:
+    """Tell whether earlier measurements say that a kernel is slower than torch's own; measures nothing."""
+    with _lock:
+        _load()
+        key = _key(layer, shape)
+        row = _known.get(key) or _once.get(key, {})
+    return kernel in row and row[kernel] > row[PLAIN]
+
+
 def copying(shape: Sequence[int]) -> float:
     """The seconds that it takes to copy a float32 tensor of a shape from channels_last to torch's default layout."""
 
@@ -86,10 +95,7 @@ def _looked_up(
 ) -> Mapping[str, float]:
     """The times of some names; measured where they are missing, or where only one other process has found them."""
     with _lock:
-        if not _known:
-            rows = _read()
-            _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
-            _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
+        _load()
         known = _known.get(key, {})
         if known.keys() >= {*names}:
             return known
@@ -99,6 +105,13 @@ def _looked_up(
         _known[key] = before | known | shortest | {_PROCESSES: 1.0 + agree}
         _append(key, _known[key])
         return _known[key]
+
+
+def _load() -> None:
+    if not _known:
+        rows = _read()
+        _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
+        _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
 
 
 def _is_fast(row: Mapping[str, float], name: str) -> bool:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt import tuning
+import fxopt
+from fxopt import packing, tuning
 from fxopt.kernels import kernels_for
 
 LAYER, SHAPE = nn.Linear(16, 8), (4, 16)
@@ -170,3 +171,16 @@ def test_numbers_that_others_draw_meanwhile_are_not_drawn_again(monkeypatch):
 
 def test_copies_at_borders_are_measured():
     assert 0 < tuning.copying((2, 8, 16, 16)) < 1
+
+
+def test_without_tuning_what_was_measured_as_slower_is_left_alone(monkeypatch, cache):
+    layer = nn.Linear(8, 4)
+    traced = fxopt.trace(nn.Sequential(nn.Linear(8, 4)).eval(), (torch.ones(2, 8),))
+    kernel = kernels_for(layer)[0]
+    monkeypatch.setattr(packing, "is_slower", tuning.is_slower)
+    assert not tuning.is_slower(layer, (2, 8), kernel)
+    for slower in (True, False):
+        times = dict.fromkeys(kernels_for(layer), 1.0) | {tuning.PLAIN: 0.5 if slower else 2.0}
+        monkeypatch.setitem(tuning._known, tuning._key(layer, (2, 8)), times)
+        assert tuning.is_slower(layer, (2, 8), kernel) is slower
+        assert len(fxopt.PackLinears().explain(traced).sites) == (not slower)

@@ -52,7 +52,7 @@ def optimize(
         kwargs: example inputs by keyword.
         precision: `float32` differs from the model by rounding alone; `bfloat16` runs layers in that; `int8` gives linear
             layers weights in int8 where that is faster, as in decoding.
-        tune: measure the kernels and the speed; without it, packed kernels are taken everywhere.
+        tune: measure the kernels and the speed; without it, kernels are packed where no earlier measurement found that slower.
         keep_model: without it, the result holds the graph for the example inputs alone, and no weight beside a packed one:
             other inputs are a GuardError. The memory of the model's weights is free when nothing else holds the model.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.

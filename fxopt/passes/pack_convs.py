@@ -39,7 +39,8 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
     layer holds its weight twice; see `PackLinears` for what it follows and where it computes as before.
 
     Args:
-        tune: measure, and leave regions alone that are not faster. Else every region is packed.
+        tune: measure, and leave regions alone that are not faster. Else every region is packed, but for layers
+            that earlier measurements on this machine found slower.
 
     Example:
         >>> import torch, fxopt
