@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -279,10 +278,8 @@ class Graphs:
         if report.assigned is None:  # there is no graph
             return ""
         if book.assigned is None:
-            book.assigned, assigned = {*report.assigned}, collections.defaultdict[int, set[str]](set)
-            for path, name in report.assigned:
-                assigned[id(vars(self._model.get_submodule(path)))].add(name)
-            book.state.forgive(assigned)
+            book.assigned = {*report.assigned}
+            book.state.forgive(self._model, book.assigned)
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"
@@ -309,6 +306,7 @@ class Graphs:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
         title = text_of(named, free if dynamic is not None else set())
+        title = title if self._method == "forward" else f"{self._method}({title})"
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
@@ -379,8 +377,8 @@ class Graphs:
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):
                 self._changes += bool(self.books)
-                assigned = self.books[0].state.assigned if self.books else {}
-                self._opened(_Book(State(self._model, assigned), settled=self._changes <= _RESTLESS))
+                places = self.books[0].state.places if self.books else ()
+                self._opened(_Book(State(self._model, places), settled=self._changes <= _RESTLESS))
             return self.books[0]
         finally:
             self.lock.release()
