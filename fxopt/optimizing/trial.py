@@ -15,6 +15,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, relative_error, unlike
 from fxopt.submodules import parts, split_path, tensors_of
+from fxopt.torch_internals import buffers_of
 
 _CHECKS = "fxopt.capture.runtime.checks"
 
@@ -41,7 +42,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
         index = GraphIndex(traced)
-        self._inputs = inputs
+        self._model, self._inputs = model, inputs
         own = dict(tensors_of({"": model}))
         written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._before = {name: (tensor, tensor.detach().clone()) for name, tensor in written.items()}
@@ -64,10 +65,16 @@ class Trial:
     def own(self, eager: Callable[..., Any]) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
         before = {path: dict(vars(layer)) for path, layer in self._layers.items()}
+        tables = [(table, dict(table)) for table in map(buffers_of, self._model.modules()) if table]
         try:
             value, self._left = self._run(eager)
         except Exception as error:
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
+        replaced = [name for table, held in tables for name in held if table.get(name) is not held[name]]
+        for table, held in tables:
+            table.update(held)
+        if replaced:
+            raise Unused(f"the forward replaces the buffer {replaced[0]!r}. Write into it with `.copy_()`.")
         self.places = [split_path(name) for name in self._left]
         for path, layer in self._layers.items():  # `weight_norm` computes the attribute `weight`
             now = vars(layer)

@@ -294,3 +294,24 @@ def test_a_child_that_is_forked_during_a_capture_can_call():
     assert queue.get(timeout=60)[1] == 7
     thread.join()
     child.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*falls back to eager")
+@torch.no_grad()
+def test_a_trial_puts_back_a_buffer_that_the_forward_replaces():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x):
+            self.total = self.total + x.sum(0)
+            return self.layer(x) + self.total
+
+    model = nn.Sequential(Sums()).eval()
+    own, fast, x = copy.deepcopy(model), fxopt.optimize(model, tune=False), torch.ones(2, 4)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x), own(x))
+        torch.testing.assert_close(model[0].total, own[0].total)
+    assert "the forward replaces the buffer 'total'" in str(fast.report)
