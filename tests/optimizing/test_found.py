@@ -77,7 +77,7 @@ def conditional(m, x):
 
 
 def caches(m, x):
-    m.cache[:2] = m.layer(x)
+    m.cache[:2] += m.layer(x)
     return m.cache.sum(0)
 
 
@@ -232,8 +232,9 @@ def test_models_that_run_themselves_for_the_reason_that_is_given(name):
 
 @torch.no_grad()
 def test_old_weight_norm_has_a_graph():
-    layer = randomise(nn.utils.weight_norm(nn.Linear(8, 8)).eval())  # cannot be copied
-    wanted, fast = layer(X), fxopt.optimize(layer, tune=False)
+    layer = nn.utils.weight_norm(nn.Linear(8, 8))
+    model = module(linear, layer=layer)  # cannot be copied
+    wanted, fast = model(X), fxopt.optimize(model, tune=False)
     torch.testing.assert_close(fast(X), wanted)
     layer.weight_g.mul_(2)
     torch.testing.assert_close(fast(X) - layer.bias, 2 * (wanted - layer.bias))
@@ -471,7 +472,7 @@ def test_the_time_to_make_a_graph_grows_with_the_layers():
         return time.process_time() - start
 
     seconds(10)  # not counted
-    assert seconds(480) < 8 * 2 * seconds(60)
+    assert seconds(800) < 8 * 1.75 * seconds(100)
 
 
 def counted(function, counts):
