@@ -90,10 +90,8 @@ def test_tokens_are_those_of_the_model(make, modes):
 
 class Pixels(BaseImageProcessor):
     def __call__(self, images, **options):
-        pixels = [
-            torch.tensor([*each.resize((32, 32)).getdata()]).T.reshape(3, 32, 32) / 255 for each in images
-        ]
-        return BatchFeature({"pixel_values": torch.stack(pixels)})
+        pixels = torch.tensor([*images.resize((32, 32)).getdata()]) / 255
+        return BatchFeature({"pixel_values": pixels.T.reshape(1, 3, 32, 32)})
 
 
 def classifier(cls, *labels):
@@ -180,10 +178,9 @@ def test_hooks_of_accelerate_run_around_the_graph():
     wanted = fast(**inputs)[0]
     hooks.add_hook_to_module(fast, hooks.ModelHook())
     assert torch.equal(fast(**inputs)[0], wanted)
-    assert reasons(fast) == [None]
     hooks.remove_hook_from_module(fast)
     assert torch.equal(fast(**inputs)[0], wanted)
-    assert reasons(fast) == [None]
+    assert reasons(fast) == [None] * 2, "the attributes that accelerate adds are another state"
 
 
 @torch.no_grad()
