@@ -472,7 +472,7 @@ def test_the_time_to_make_a_graph_grows_with_the_layers():
         return time.process_time() - start
 
     seconds(10)  # not counted
-    assert seconds(800) < 8 * 1.75 * seconds(100)
+    assert seconds(1600) < 16 * 2 * seconds(100)
 
 
 def counted(function, counts):
