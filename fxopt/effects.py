@@ -51,6 +51,8 @@ def is_pure(node: Node, module: nn.Module | None) -> bool:
 
 def draws(node: Node, module: nn.Module | None) -> bool:
     """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
+    if _branches(node):
+        return any(draws(n, _called(b, n)) for b in _branches(node) for n in b.graph.nodes)
     if Fact.RANDOM not in facts_of(node, module):
         return False
     if module is not None:
@@ -99,9 +101,10 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
     if operators.is_container(target):
         return ()
-    branches = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
-    if None not in branches:
-        return tuple(node.all_input_nodes) if any(map(_writes_anything, branches)) else ()
+    branches = _branches(node)
+    if branches:
+        quiet = all(written_by(n, _called(b, n)) == () for b in branches for n in b.graph.nodes)
+        return () if quiet else tuple(node.all_input_nodes)
     if not operators.is_torch_function(target):
         return None if node.is_impure() else tuple(node.all_input_nodes)
     if graph.argument(node, "max_norm") is not None:
@@ -114,12 +117,14 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     return _out(node)
 
 
-def _writes_anything(branch: Any) -> bool:
-    modules = dict(branch.named_modules())
-    return any(
-        written_by(node, modules[str(node.target)] if node.op == "call_module" else None) != ()
-        for node in branch.graph.nodes
-    )
+def _branches(node: Node) -> list[Any]:
+    """The two graphs of a node that runs one of them; none for other nodes."""
+    sides = [getattr(node.target, side, None) for side in ("true_branch", "false_branch")]
+    return [] if None in sides else sides
+
+
+def _called(branch: Any, node: Node) -> nn.Module | None:
+    return branch.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:

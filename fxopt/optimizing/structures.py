@@ -91,12 +91,8 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
             sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
             return " x ".join(sizes) or "a number"
         if _has_entries(value):
-            parts = list(tensors_of_inputs(value))
-            first = text(parts[0]) if parts else "empty"
-            for _ in parts[1:]:
-                next(numbers)
-            kind = type(value).__name__
-            return f"{kind} of {len(parts)} tensors, {first}" if parts else kind
+            shapes = [text(part) for part in tensors_of_inputs(value)]
+            return f"{type(value).__name__}({', '.join(shapes[:1] + ['...'][: len(shapes) - 1])})"
         return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
