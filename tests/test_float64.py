@@ -21,7 +21,9 @@ MADE = {
     "a cast": lambda x, low: (x / 3).to(low),
     "softmax": lambda x, low: x.softmax(-1, dtype=low),
     "a write": lambda x, low: torch.zeros(3).add_(x[:, 0] / 3),
-    "complex": lambda x, low: torch.ones(2, dtype=low.to_complex()) / 3,
+    "complex": lambda x, low: (
+        torch.ones(2, dtype=torch.complex128 if low is torch.float64 else torch.complex64) / 3
+    ),
     "integers": lambda x, low: torch.arange(3) // 2,
     "a mask": lambda x, low: x > 0,
     "a quotient of integers": pytest.param(

@@ -1,4 +1,4 @@
-"""What libraries do with an optimized model gives what they give with the model itself."""
+"""Libraries do with an optimized model what they do with the model itself: generation, pipelines, adapters, processes."""
 
 import copy
 import multiprocessing
