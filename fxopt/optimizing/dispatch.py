@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import os
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +46,8 @@ _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
 _EVERY = 16  # in how many calls to look once at a model that changes and has no graph
+
+_NO_GRAPH = object()
 
 _ALL = weakref.WeakSet["Graphs"]()
 
@@ -168,18 +169,15 @@ class Graphs:
     def run(self, inputs: Inputs) -> Any:
         """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
         mappings = inputs.mappings()
-        if mappings:
-            value = self._run(inputs.replaced(mappings), lambda: self._eager(inputs))
-            return written_back(value, mappings)
-        return self._run(inputs, lambda: self._eager(inputs))
+        value = self._by_graph(inputs.replaced(mappings) if mappings else inputs)
+        if value is _NO_GRAPH:
+            return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+        return written_back(value, mappings)
 
-    def _eager(self, inputs: Inputs) -> Any:
-        return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
-
-    def _run(self, inputs: Inputs, eager: Callable[[], Any]) -> Any:
+    def _by_graph(self, inputs: Inputs) -> Any:
         book = self._book_for(inputs)
         if book is None:
-            return eager()
+            return _NO_GRAPH
         key = (len(inputs.args), *sorted(inputs.kwargs))
         known = book.tried.get(key, ())
         for graph in known:
@@ -187,7 +185,7 @@ class Graphs:
                 return self._called(graph, inputs)
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
-            return eager()
+            return _NO_GRAPH
         try:  # perhaps another thread has made one meanwhile
             made: list[_Graph | None] = [each for each in book.tried.get(key, ()) if each not in known]
             made = made or [self._make(book, inputs, key)]
@@ -198,7 +196,7 @@ class Graphs:
         for graph in filter(None, made):
             with contextlib.suppress(GuardError):
                 return self._called(graph, inputs)
-        return eager()
+        return _NO_GRAPH
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
@@ -279,10 +277,8 @@ class Graphs:
         if report.assigned is None:  # there is no graph
             return ""
         if book.assigned is None:
-            book.assigned, assigned = {*report.assigned}, collections.defaultdict[int, set[str]](set)
-            for path, name in report.assigned:
-                assigned[id(vars(self._model.get_submodule(path)))].add(name)
-            book.state.forgive(assigned)
+            book.assigned = {*report.assigned}
+            book.state.forgive(self._model, book.assigned)
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"
@@ -309,6 +305,7 @@ class Graphs:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
         title = text_of(named, free if dynamic is not None else set())
+        title = title if self._method == "forward" else f"{self._method}({title})"
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
@@ -379,8 +376,8 @@ class Graphs:
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):
                 self._changes += bool(self.books)
-                assigned = self.books[0].state.assigned if self.books else {}
-                self._opened(_Book(State(self._model, assigned), settled=self._changes <= _RESTLESS))
+                places = self.books[0].state.places if self.books else ()
+                self._opened(_Book(State(self._model, places), settled=self._changes <= _RESTLESS))
             return self.books[0]
         finally:
             self.lock.release()
@@ -393,7 +390,15 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned.add(reason)
             text = f"{type(self._model).__name__}.{self._method} {consequence}: {reason}"
-            warnings.warn(text, FallbackWarning, stacklevel=6)
+            level = 1
+            while (frame := sys._getframe(level)).f_back and _is_ours(frame.f_globals.get("__name__", "")):
+                level += 1
+            warnings.warn(text, FallbackWarning, stacklevel=level + 1)
+
+
+def _is_ours(module: str) -> bool:
+    """Tell whether a frame lies between a call and what the caller wrote."""
+    return module.partition(".")[0] in ("fxopt", "torch")
 
 
 def _after_fork() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import collections
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ class State:
 
     Args:
         model: the module to watch.
-        assigned: what the forward assigns, as far as it is known.
+        places: the attributes and buffers that the forward changes, as far as known, each as a module and a name.
     """
 
-    def __init__(self, model: nn.Module, assigned: Mapping[int, Set[str]]) -> None:
+    def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
         self.parameters = list(model.parameters())
         modules = list(model.modules())
         configs = {id(config): vars(config) for config in map(_config, modules) if config is not None}
@@ -36,31 +37,26 @@ class State:
         found = [each for each in found if isinstance(each, dict)]  # those of scripted modules are not
         self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
         self._contents = [each.copy() for each in self._filled]
-        self._model, self.assigned = model, assigned
-        self.forgive(assigned)
-
-    def forgive(self, assigned: Mapping[int, Set[str]]) -> None:
-        """Take no other value of some attributes, and no write into some buffers, for a change: a forward makes it.
-
-        Args:
-            assigned: the names, by the id of the `vars` of a module.
-        """
-        modules, self.assigned = list(self._model.modules()), assigned
         plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))
-        written = [
-            vars(module)[registry].get(name)
-            for module in modules
-            for name in assigned.get(id(vars(module)), ())
-            for registry in ("_parameters", "_buffers")
-        ]
-        tensors = [*self.parameters, *self._model.buffers(), *plain]
-        left_out = {*map(id, written)}
-        self._tensors = [t for t in tensors if not t.is_inference() and id(t) not in left_out]
-        self._versions = sum(map(version_of, self._tensors))
+        tensors = [*self.parameters, *model.buffers(), *plain]
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._seen = {id(tensor): version_of(tensor) for tensor in self._tensors}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
         self._placed = [t for t in self._tensors if type(t) in _PLACED and t.layout is torch.strided]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        self.forgive(model, places)
+
+    def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
+        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
+        self.places, left_out, modules = places, set[int](), dict(model.named_modules())
+        self._assigned = collections.defaultdict[int, set[str]](set)
+        for path, name in places:
+            if path in modules:
+                self._assigned[id(vars(modules[path]))].add(name)
+                left_out.add(id(getattr(modules[path], name, None)))
+        self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
+        self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -76,7 +72,7 @@ class State:
         if _equal(self._now, self._before):  # fast, where all are the same objects
             return True
         pairs = zip(self._now, self._before, strict=True)
-        if not all(_same(now, before, self.assigned.get(id(now), ())) for now, before in pairs):
+        if not all(_same(now, before, self._assigned.get(id(now), ())) for now, before in pairs):
             return False
         self._before = [dict(attributes) for attributes in self._now]
         return True

@@ -1,5 +1,6 @@
 """After a change of the model its graphs follow, or falls back to eager."""
 
+import collections
 import copy
 import pickle
 import types
@@ -448,3 +449,31 @@ def test_what_overflows_in_the_model_is_no_measure():
     exact, own = {"a": torch.ones(4).double()}, {"a": torch.tensor([1, 1, 1, float("inf")])}
     with pytest.raises(Unused, match="less exact than eager's"):
         prepare._judge(exact, own, {"a": torch.zeros(4)}, "float32", {})
+
+
+@pytest.mark.filterwarnings("ignore:.*falls back to eager")
+@pytest.mark.parametrize("random", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+@torch.no_grad()
+def test_a_mapping_gets_the_items_that_the_forward_sets(kind, random):
+    class Sets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, features):
+            features["x"] = self.layer(features["x"])
+            features["y"] = torch.dropout(features["x"], 1e-6, True) if random else features["x"] * 2
+            return features
+
+    model = Sets().eval()
+    fast = fxopt.optimize(model, tune=False)
+    for _ in range(2):
+        x = torch.randn(2, 8)
+        given, wanted = kind(x=x), kind(x=x)
+        model.forward(wanted)
+        assert fast(given) is given
+        assert list(given) == list(wanted)
+        for name in wanted:
+            torch.testing.assert_close(given[name], wanted[name], atol=1e-5, rtol=1e-5)
+    assert (reasons(fast)[0] is None) is not random

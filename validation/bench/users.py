@@ -60,7 +60,7 @@ def users(
         "reports/baseline"
     ),
 ) -> None:
-    """What users do with an optimized model, beside the model itself; exit status 1 where something is wrong."""
+    """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
     names = named(models, user_models.NAMES, exact=False)
     absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
     rows = []
