@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install validate validate-all test test-all test-long fuzz mutation lint docs links pictures picture clean
+.PHONY: help install validate validate-all test test-all test-long fuzz mutation lint docs docs-users links pictures picture clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1#/p' $(MAKEFILE_LIST) | while IFS='#' read -r target text; do printf '  make %-13s %s\n' "$$target" "$$text"; done
@@ -59,6 +59,11 @@ docs: $(INSTALLED) ## the site, in docs/_build
 
 links: docs ## asks for each link of the site to other sites
 	$(SPHINX) --builder linkcheck docs docs/_build/links
+
+# In an environment that has these libraries, as from `.venv/bin/pip install --constraint constraints.txt --editable .[users]`.
+docs-users: $(INSTALLED) ## the code of the pages on diffusers, sentence-transformers and adapters
+	$(BIN)/python -c "import diffusers, peft, sentence_transformers"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_docs.py -k "diffusers or sentence-transformers or adapters"
 
 # A fault is made small and written to reports/fuzz.
 fuzz: $(INSTALLED) ## random graphs against all passes, for FUZZ_SECONDS (600)

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 FIRST = ("README.md", "CONTRIBUTING.md", "docs/start.md", "docs/guide.md")
 """The pages whose examples run in the short run."""
+OPTIONAL = ("diffusers", "peft", "sentence_transformers")
+"""Libraries that the tests do not install, but `make docs-users` does."""
 CODE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
 
@@ -55,6 +57,9 @@ def test_documentation(page, checkpoints):
     torch.manual_seed(0)
     text = (ROOT / page).read_text()
     assert all(code.lstrip().startswith(">>> ") for code in CODE.findall(text)), "Python that does not run"
+    for library in OPTIONAL:
+        if f">>> from {library} import " in text:
+            pytest.importorskip(library)
     # A blank line ends an expected output; in Markdown it is the fence that does.
     text = re.sub(r"^ *```.*$", "", text, flags=re.MULTILINE)
     examples = doctest.DocTestParser().get_doctest(text, {}, page, page, 0)

@@ -185,6 +185,17 @@ def test_a_planted_fault_is_reported(
     assert result.exit_code == row["wrong"] == bool(found)
 
 
+def test_an_internal_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise ArithmeticError("of our own")
+
+    monkeypatch.setattr(fxopt.optimizing.dispatch, "prepare", fails)
+    monkeypatch.setattr(user_models, "subject", lambda name: _subject(Tiny))
+    row = users.journeys("transformers.BertModel")
+    assert row["wrong"]
+    assert row["report"].startswith("ArithmeticError while its graph was made. Please report this")
+
+
 def test_what_the_model_cannot_do_itself_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_models, "subject", lambda name: _subject(Unpicklable))
     row = users.journeys("transformers.BertModel")

@@ -135,11 +135,11 @@ def _row(
     name: str, graphs: Mapping[int, GraphReport], warned: list[str], cells: Mapping[str, str], seconds: float
 ) -> dict[str, Any]:
     library, _, kind = name.partition(".")
-    told = [text.partition(": ")[2] for text in warned if text.startswith("the model itself runs: ")]
+    told = [text.partition(": ")[2] for text in warned if " falls back to eager: " in text]
     reasons = dict.fromkeys([*told, *(each.reason for each in graphs.values() if each.reason)])
     count = sum(each.reason is None for each in graphs.values())
     report = OK if count or reasons else "no graph and no reason"
-    report = next((text for text in reasons if "please report this" in text), report)
+    report = next((text for text in reasons if "Please report this" in text), report)
     cells = {"report": report, **cells}
     wrong = any(not cell.startswith(FINE) for cell in cells.values())
     return {
