@@ -43,12 +43,24 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
         wide = [a if w else _in(torch.float64, a) for a, w in zip(args, written, strict=False)]
         try:
             found = operator(*wide, **_in(torch.float64, kwargs))
-            low = isinstance(found, Tensor) and found.dtype in _LOWER and "dtype" not in kwargs
-            if low and any(each.name == "dtype" for each in schema.arguments):  # it makes a tensor of numbers
-                found = operator(*wide, **_in(torch.float64, kwargs), dtype=torch.float64)
+            if isinstance(found, Tensor) and found.dtype in _LOWER and "dtype" not in kwargs:
+                found = self._of_integers(operator, wide, _in(torch.float64, kwargs))
         except RuntimeError:
             found = operator(*_in(torch.float32, args), **_in(torch.float32, kwargs))
         return found if any(written) else _in(torch.float64, found)
+
+    @staticmethod
+    def _of_integers(operator: Any, args: Any, kwargs: Any) -> Any:
+        """The floating values that an operator makes of numbers and integers, such as `torch.zeros(2)` and `indices / 3`."""
+        if any(each.name == "dtype" for each in schema_of(operator).arguments):
+            return operator(*args, **kwargs, dtype=torch.float64)
+        whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+        return operator(
+            *pytree.tree_map(
+                lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in whole else leaf, args
+            ),
+            **kwargs,
+        )
 
 
 def _in(dtype: torch.dtype, value: Any) -> Any:

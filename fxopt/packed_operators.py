@@ -222,8 +222,9 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
 @functools.cache
 def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
-        nn.Linear: (nn.Linear(64, 16), (4, 64)),
-        nn.Conv2d: (nn.Conv2d(4, 4, 3, padding=1), (1, 4, 6, 6)),
+        # Without first values: these would draw random numbers.
+        nn.Linear: (nn.utils.skip_init(nn.Linear, 64, 16), (4, 64)),
+        nn.Conv2d: (nn.utils.skip_init(nn.Conv2d, 4, 4, 3, padding=1), (1, 4, 6, 6)),
     }
     found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
     for kind, (layer, shape) in samples.items():

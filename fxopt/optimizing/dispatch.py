@@ -131,7 +131,7 @@ class Graphs:
         names = options.methods if method == "forward" else ()
         self.methods = {name: Graphs(model, options, None, name) for name in names}
         self.called = set[str]()  # other methods that were called
-        self._warned: set[str] = set()
+        self._warned = dict[str, None]()
         self._uses = itertools.count(1)
         self.lock = threading.RLock()
         self.refresh()
@@ -163,7 +163,7 @@ class Graphs:
         own = (each for book in self.books for each in (*(g.report for g in book.graphs()), *book.refused))
         others = (*self.methods.values(), *self.parts.values())
         report = Report([*own, *(each for other in others for each in other.report)])
-        report.called = tuple(self.called)
+        report.called, report.fallbacks = tuple(self.called), tuple(self._warned)
         return report
 
     def run(self, inputs: Inputs) -> Any:
@@ -388,7 +388,7 @@ class Graphs:
 
     def _warn(self, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
-            self._warned.add(reason)
+            self._warned[reason] = None
             text = f"{type(self._model).__name__}.{self._method} {consequence}: {reason}"
             level = 1
             while (frame := sys._getframe(level)).f_back and _is_ours(frame.f_globals.get("__name__", "")):

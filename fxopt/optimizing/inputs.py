@@ -56,8 +56,10 @@ class Inputs:
 
 
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
-    """Put items that a call set in a dict into the mapping that it replaced; returns the mapping if the call returned the dict."""
+    """Make a mapping hold what a call left in the dict that replaced it; returns the mapping if the call returned the dict."""
     for mapping, items in pairs:
+        for key in [key for key in mapping if key not in items]:
+            del mapping[key]
         for key in [key for key, item in items.items() if mapping.get(key) is not item]:
             mapping[key] = items[key]
         value = mapping if value is items else value

@@ -46,7 +46,7 @@ def optimize(
     warning that says why.
 
     Args:
-        model: a module in eval mode.
+        model: a module; calls in training mode fall back to eager.
         args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
             for each structure of inputs; sizes that differ in a later call are free in the next graph.
         kwargs: example inputs by keyword.
@@ -68,8 +68,8 @@ def optimize(
 
     Raises:
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
-        PassError: the model is in training mode, is a graph module, or overrides `__call__`; example inputs are given and weights
-            are on the meta device; or `keep_model=False` and there is no graph.
+        PassError: the model is a graph module, or overrides `__call__`; example inputs are given and it is in training mode, or
+            weights are on the meta device; or `keep_model=False` and there is no graph.
         ValueError: an unknown precision, a name in `methods` that is not a method, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
@@ -107,10 +107,6 @@ def _check(model: Any, options: Options) -> None:
         raise PassError(
             "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
         )
-    if model.training:
-        raise PassError(
-            "the model is in training mode, and optimize is for inference: call model.eval() first"
-        )
     check_model(model)
     if options.precision not in PRECISIONS:
         raise ValueError(
@@ -131,6 +127,10 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
         if keep_model:
             return
         raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
+    if model.training:
+        raise PassError(
+            "the model is in training mode: call model.eval() before optimize takes example inputs"
+        )
     try:
         given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
     except TypeError as error:

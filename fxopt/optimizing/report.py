@@ -64,9 +64,11 @@ class Report(tuple[GraphReport, ...]):
 
     Attributes:
         called: the methods that were called other than forward, and not optimized.
+        fallbacks: the reasons for which calls fell back to eager before a graph was asked for.
     """
 
     called: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self:
@@ -74,6 +76,8 @@ class Report(tuple[GraphReport, ...]):
         if self.called:
             names = ", ".join(map(repr, self.called))
             return f"no graph yet: forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
+        if self.fallbacks:
+            return f"no graph yet: {'; '.join(self.fallbacks)}"
         return "no graph yet: call the module, or pass example inputs to optimize"
 
     __repr__ = __str__

@@ -19,8 +19,8 @@ _CONTENTS = (*REGISTRIES, *FORWARD_HOOKS)
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Not seen is what changes inside of other attributes (lists, objects but for `config`), and writes into a tensor that leave its
-    version and place as they were: through numpy or into `.data`.
+    Not seen is what changes inside of other attributes (objects but for `config`, dicts, lists of other things than numbers and
+    strings), and writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
 
     Args:
         model: the module to watch.
@@ -35,6 +35,9 @@ class State:
         self._before = [dict(attributes) for attributes in self._now]
         found = [vars(module).get(name) for module in modules for name in _CONTENTS]
         found = [each for each in found if isinstance(each, dict)]  # those of scripted modules are not
+        # Lists of names and numbers: peft notes there which adapters it merges, through `.data`, into a weight.
+        lists = (v for module in modules for v in vars(module).values() if type(v) is list)
+        found += [each for each in lists if all(isinstance(item, _PLAIN) for item in each)]
         self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
         self._contents = [each.copy() for each in self._filled]
         plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))

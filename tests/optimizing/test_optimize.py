@@ -383,8 +383,8 @@ def test_precision(precision):
 
 def test_bad_input_in_one_sentence():
     model = bert()
-    with pytest.raises(fxopt.PassError, match=r"training mode.*call model\.eval\(\) first"):
-        fxopt.optimize(model.train())
+    with pytest.raises(fxopt.PassError, match=r"training mode.*call model\.eval\(\) before"):
+        fxopt.optimize(model.train(), (), text())
     model.eval()
     with pytest.raises(ValueError, match="precision is 'float8'; give one of 'float32', 'bfloat16', 'int8'"):
         fxopt.optimize(model, precision="float8")

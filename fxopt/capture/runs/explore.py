@@ -143,6 +143,8 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         if made.request.method:
             _refuse_left_in_containers(made)
         return False
+    if made.request.method:
+        _refuse_left_in_containers(made, dict)  # which may be a table
     if made.changed_outside:
         raise refused
     if not tried:
@@ -153,10 +155,11 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     return True
 
 
-def _refuse_left_in_containers(made: RunResult) -> None:
+def _refuse_left_in_containers(made: RunResult, but_for: tuple[type, ...] | type = ()) -> None:
     """Raise TraceError if the forward leaves a tensor or a dynamic size in a list, dict or object that was there before."""
     for place, value in made.changes.items():
-        if place not in made.assigned and isinstance(value, Snapshot) and (value.tensors or value.sizes):
+        kept = isinstance(value, Snapshot) and not isinstance(value.kept, but_for)
+        if kept and place not in made.assigned and (value.tensors or value.sizes):
             raise TraceError(
                 f"the forward writes into {'.'.join(place).lstrip('.')!r}, a {type(value.kept).__name__} that the model "
                 "keeps, which a graph cannot do. Assign a new one to the attribute."
