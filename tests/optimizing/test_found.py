@@ -456,6 +456,7 @@ class Many(nn.Module):
         return x
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_the_time_to_make_a_graph_grows_with_the_layers():
     def seconds(count):
@@ -479,6 +480,7 @@ def counted(function, counts):
     return run
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_service_that_generates_runs_by_graphs(monkeypatch):
     steps = collections.Counter()

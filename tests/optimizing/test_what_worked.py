@@ -124,6 +124,7 @@ def assert_same_answers(task, model, inputs, options, **parts):
     assert set(reasons(fast)) == {None}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("task", PIPELINES)
 def test_pipelines_of_text(task):
     make, options = PIPELINES[task]
