@@ -51,8 +51,9 @@ def is_pure(node: Node, module: nn.Module | None) -> bool:
 
 def draws(node: Node, module: nn.Module | None) -> bool:
     """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
-    if _branches(node):
-        return any(draws(n, _called(b, n)) for b in _branches(node) for n in b.graph.nodes)
+    branches = graph.branches_of(node.target)
+    if branches:
+        return any(draws(n, _called(b, n)) for b in branches for n in b.graph.nodes)
     if Fact.RANDOM not in facts_of(node, module):
         return False
     if module is not None:
@@ -101,7 +102,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
     if operators.is_container(target):
         return ()
-    branches = _branches(node)
+    branches = graph.branches_of(target)
     if branches:
         quiet = all(written_by(n, _called(b, n)) == () for b in branches for n in b.graph.nodes)
         return () if quiet else tuple(node.all_input_nodes)
@@ -115,12 +116,6 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
-
-
-def _branches(node: Node) -> list[Any]:
-    """The two graphs of a node that runs one of them; none for other nodes."""
-    sides = [getattr(node.target, side, None) for side in ("true_branch", "false_branch")]
-    return [] if None in sides else sides
 
 
 def _called(branch: Any, node: Node) -> nn.Module | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxopt.objects import tensors_in
+from fxopt.graph import branches_of
+from fxopt.outputs import mapped
 from fxopt.torch_internals import TorchDispatchMode, pytree, schema_of
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,12 +56,11 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
         if any(each.name == "dtype" for each in schema_of(operator).arguments):
             return operator(*args, **kwargs, dtype=torch.float64)
         whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-        return operator(
-            *pytree.tree_map(
-                lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in whole else leaf, args
-            ),
-            **kwargs,
-        )
+
+        def one(leaf: Any) -> Any:
+            return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in whole else leaf
+
+        return operator(*pytree.tree_map(one, args), **kwargs)
 
 
 def _in(dtype: torch.dtype, value: Any) -> Any:
@@ -81,9 +81,8 @@ def run_in_float64(traced: GraphModule, values: Any) -> Any:
         traced: the graph. Its weights and buffers keep their values.
         values: the values of the placeholders, in order, which keep theirs.
     """
-    copies = {id(each): _wide_copy(each) for each in tensors_in(values)}
     with torch.no_grad():
-        return _Interpreter(traced).run(*copy.deepcopy(values, copies))
+        return _Interpreter(traced).run(*mapped(values, _wide_copy))
 
 
 class _Interpreter(torch.fx.Interpreter):
@@ -106,10 +105,9 @@ class _Interpreter(torch.fx.Interpreter):
             return module(*args, **kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        branches = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
-        if None not in branches:
-            branch: Any = branches[0 if args[0] else 1]
-            return _Interpreter(branch).run(*args[1:])
+        branches = branches_of(target)
+        if branches:
+            return _Interpreter(branches[0 if args[0] else 1]).run(*args[1:])
         with Float64():
             return super().call_function(target, args, kwargs)
 
@@ -119,9 +117,7 @@ class _Interpreter(torch.fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        if isinstance(
-            value, Tensor
-        ):  # a buffer that one node writes into, and another one reads, is one copy
+        if isinstance(value, Tensor):  # written by one node and read by another one, a buffer is one copy
             return self._read.setdefault(target, _wide_copy(value))
         return value
 

@@ -80,6 +80,12 @@ def value_of(node: Node) -> Any:
     return value
 
 
+def branches_of(target: Any) -> list[Any]:
+    """The two graphs of a call target that runs one of them; none for other targets."""
+    sides = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
+    return [] if None in sides else sides
+
+
 def free_name(graph: Graph, name: str) -> None:
     """Let a graph give a name again, and count from there, as before it gave that name."""
     used_names(graph).discard(name)

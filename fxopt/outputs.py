@@ -1,7 +1,8 @@
-"""Nested outputs of models: their leaves, deep copies, and how far two are apart."""
+"""Outputs of models: their leaves, copies and distances, and the buffers that a call leaves, to be put back."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.torch_internals import buffers_of
 
 
 def leaves(value: object, path: str = "output") -> Iterator[tuple[str, object]]:
@@ -59,6 +61,59 @@ def first_difference(before: Any, after: Any) -> str:
             return f"{old!r} became {new!r}"
     longer, word = (before, "is gone") if len(before) > len(after) else (after, "is new")
     return f"{longer[min(len(before), len(after))]!r} {word}"
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """True where two tensors have the same shape, dtype and values, bit for bit."""
+    if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
+        return False
+    if left.is_meta or not left.numel():
+        return True
+    return torch.equal(*(bits_of(plain(t)).cpu() for t in (left, right)))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that lies in memory otherwise than by strides, or that torch does not compute with."""
+    if tensor.is_nested:
+        return torch.cat([each.flatten() for each in tensor.unbind()])
+    if tensor.layout != torch.strided:
+        return tensor.to_dense()
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as integers, of the same shape; those of complex128 in a dimension more."""
+    raw = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(raw) if raw.dtype == torch.complex128 else raw).view(BITS[raw.element_size()])
+
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Put the buffers of a module back at the end of the block, and the values of some tensors.
+
+    Args:
+        module: the module; the block may also give other tensors to its buffers.
+        tensors: those whose values are put back, by name: its buffers, or what may be written.
+
+    Returns:
+        Each of these tensors, with a copy of it.
+    """
+    tables = [(table, dict(table)) for table in map(buffers_of, module.modules())]
+    before = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
+    try:
+        yield before
+    finally:
+        for table, held in tables:
+            if [*map(id, table.values())] != [*map(id, held.values())]:
+                table.clear()
+                table.update(held)
+        for tensor, values in before.values():
+            if not same_bits(values, tensor):
+                with torch.no_grad():
+                    tensor.copy_(values)
 
 
 def relative_error(exact: Any, found: Any) -> float:

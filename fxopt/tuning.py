@@ -108,7 +108,7 @@ def _looked_up(
 
 
 def _load() -> None:
-    if not _known:
+    if not (_known or _once):
         rows = _read()
         _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
         _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})

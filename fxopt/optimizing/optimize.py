@@ -229,9 +229,11 @@ def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...])
         "__reduce_ex__": reduce,
         "__jit_ignored_attributes__": ["report"],
     }
-    members |= {name: _noted(each) for name, each in vars(cls).items() if _is_method(name, each)}
-    members |= {name: _by_graphs(getattr(cls, name), name) for name in methods}
-    forward = _by_graphs(cls.forward, "forward")
+    members |= {
+        name: _wrapped(each, name, False) for name, each in vars(cls).items() if _is_method(name, each)
+    }
+    members |= {name: _wrapped(getattr(cls, name), name, True) for name in methods}
+    forward = _wrapped(cls.forward, "forward", True)
     members["forward"] = _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
     members[COMPILED] = _Own(OWN_COMPILED, lambda module: None, None)
     members |= {
@@ -246,30 +248,19 @@ def _is_method(name: str, value: Any) -> bool:
     return isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("_")
 
 
-def _noted(method: Any) -> Any:
-    """A method that is not optimized, and is named in the report if it is called."""
+def _wrapped(method: Any, name: str, optimized: bool) -> Any:
+    """A method that graphs compute; or one that the model computes, and that the report names if it is called."""
 
     @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
+        if graphs is not None and optimized:
+            return graphs.methods.get(name, graphs).run(Inputs(args, kwargs))
         if graphs is not None:
-            graphs.called.add(method.__name__)
+            graphs.called.add(name)
         return method(self, *args, **kwargs)
 
-    return called
-
-
-def _by_graphs(method: Any, name: str) -> Any:
-    """A method that graphs compute."""
-
-    @functools.wraps(method)
-    def optimized(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        if graphs is None:
-            return method(self, *args, **kwargs)
-        return graphs.methods.get(name, graphs).run(Inputs(args, kwargs))
-
-    return optimized
+    return call
 
 
 def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
@@ -279,7 +270,7 @@ def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
         try:
             _check(part, graphs.options)
             made = _standing_for(part, graphs.options, None)
-        except FxoptError:  # it is in training mode, or nothing that can be optimized
+        except FxoptError:  # such as a module that torch.compile wraps
             return part
         graphs.parts[id(part)] = made
     return made

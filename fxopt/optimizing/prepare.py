@@ -144,9 +144,8 @@ def _rewritten(
         explanations.append(pass_.commit(traced))
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
-    changed = _PASSES.get(options.precision)
     for each in explanations:
-        if each.name.startswith(str(changed)) and not each.sites:
+        if each.name == _PASSES.get(options.precision) and not each.sites:
             reasons = [reason for _, _, reason in each.refusals] or ["no layer can compute in it"]
             facts["unused"] = f"{options.precision} is not used: {reasons[0]}"
     facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)

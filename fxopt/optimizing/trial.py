@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -13,9 +12,8 @@ from fxopt import effects, graph
 from fxopt.capture import TracedModule
 from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.inputs import Inputs
-from fxopt.outputs import mapped, relative_error, unlike
+from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
 from fxopt.submodules import parts, split_path, tensors_of
-from fxopt.torch_internals import buffers_of
 
 _CHECKS = "fxopt.capture.runtime.checks"
 
@@ -44,37 +42,32 @@ class Trial:
         index = GraphIndex(traced)
         self._model, self._inputs = model, inputs
         own = dict(tensors_of({"": model}))
-        written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
-        self._before = {name: (tensor, tensor.detach().clone()) for name, tensor in written.items()}
+        self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
-        layers = {
-            id(part) for node in index.nodes if node.op == "call_module" for part in parts(index.module(node))
-        }
+        modules = [index.module(node) for node in index.nodes if node.op == "call_module"]
+        layers = {id(part) for module in modules for part in parts(module)}
         self._layers = {path: part for path, part in model.named_modules() if id(part) in layers}
         self.places: list[tuple[str, str]] = []
+        written_input = any(n.op == "placeholder" and index.memory.written(n) for n in index.nodes)
         for node in index.nodes:
-            fault = _fault(index, node)
+            fault = _fault(index, node, written_input)
             if fault:
                 raise Unused(f"{fault}, at {graph.place(node)}")
-        others = {id(tensor): tensor for _, tensor in tensors_of({"": traced})}
-        for tensor in map(others.get, others.keys() - {*map(id, own.values())}):
-            writer = index.memory.writer_of(tensor) if tensor is not None else None
+        known = {*map(id, own.values())}
+        for _, tensor in tensors_of({"": traced}):
+            writer = index.memory.writer_of(tensor) if id(tensor) not in known else None
             if writer is not None:
                 raise Unused(f"each call writes into a tensor outside of the model, at {graph.place(writer)}")
 
     def own(self, eager: Callable[..., Any]) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
         before = {path: dict(vars(layer)) for path, layer in self._layers.items()}
-        tables = [(table, dict(table)) for table in map(buffers_of, self._model.modules()) if table]
         try:
             value, self._left = self._run(eager)
+        except Unused:
+            raise
         except Exception as error:
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
-        replaced = [name for table, held in tables for name in held if table.get(name) is not held[name]]
-        for table, held in tables:
-            table.update(held)
-        if replaced:
-            raise Unused(f"the forward replaces the buffer {replaced[0]!r}. Write into it with `.copy_()`.")
         self.places = [split_path(name) for name in self._left]
         for path, layer in self._layers.items():  # `weight_norm` computes the attribute `weight`
             now = vars(layer)
@@ -96,39 +89,31 @@ class Trial:
         """A function that puts back what each call writes."""
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            value = function(*args, **kwargs)
-            self._put_back()
-            return value
+            with restored(self._model, self._written):
+                return function(*args, **kwargs)
 
         return again if self._left else function
 
     def _run(self, function: Callable[..., Any]) -> tuple[Any, dict[str, Tensor]]:
-        value = self._inputs.call(function)
-        left = {
-            name: tensor.detach().clone()
-            for name, (tensor, before) in self._before.items()
-            if not torch.equal(tensor, before)
-        }
-        if left:  # an output may be a view of a buffer
-            value = mapped(value, Tensor.clone)
-            self._put_back()
-        return value, left
-
-    def _put_back(self) -> None:
-        for tensor, before in self._before.values():
-            if not torch.equal(tensor, before):
-                tensor.detach().copy_(before)
+        """The outputs of a call, and the values that it writes, by the names of the tensors."""
+        buffers = dict(self._model.named_buffers())
+        with restored(self._model, self._written) as before:
+            value = self._inputs.call(function)
+            for name, buffer in self._model.named_buffers():
+                if name in buffers and buffer is not buffers[name]:
+                    raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
+            left = {name: t.detach().clone() for name, (t, old) in before.items() if not same_bits(old, t)}
+            # An output may be a view of a buffer.
+            return mapped(value, Tensor.clone) if left else value, left
 
 
-def _fault(index: GraphIndex, node: Node) -> str | None:
+def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
     """Why a graph with this node cannot be tried out."""
     module = index.module(node) if node.op == "call_module" else None
     if module is not None and any(map(effects.has_forward_hooks, parts(module))):
         return "a layer has hooks on its forward"
     if effects.draws(node, module):
         return "the forward draws random numbers, so its outputs cannot be compared with those of a graph"
-    if getattr(node.target, "__module__", "") == _CHECKS and any(
-        other.op == "placeholder" and index.memory.written(other) for other in index.nodes
-    ):
+    if written_input and getattr(node.target, "__module__", "") == _CHECKS:
         return "its graph might refuse these inputs when it has already written into one of them"
     return None

@@ -1,4 +1,4 @@
-"""The bits of tensors: whether two have the same, and how many numbers lie between theirs."""
+"""The bits of tensors: their checksum, and how many numbers lie between those of two."""
 
 from __future__ import annotations
 
@@ -7,23 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """True where two tensors have the same shape, dtype and values, bit for bit."""
-    if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
-        return False
-    if left.is_meta or not left.numel():
-        return True
-    return torch.equal(*(bits_of(plain(t)).cpu() for t in (left, right)))
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that lies in memory otherwise than by strides, or that torch does not compute with."""
-    if tensor.is_nested:
-        return torch.cat([each.flatten() for each in tensor.unbind()])
-    if tensor.layout != torch.strided:
-        return tensor.to_dense()
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+from fxopt.outputs import BITS, plain, same_bits
 
 
 def checksum(tensor: Tensor) -> int:
@@ -32,15 +16,6 @@ def checksum(tensor: Tensor) -> int:
         return 0
     raw = plain(tensor.detach()).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return zlib.crc32(raw.view(torch.uint8).numpy().data)
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, of the same shape; those of complex128 in a dimension more."""
-    raw = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(raw) if raw.dtype == torch.complex128 else raw).view(_BITS[raw.element_size()])
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def ulps_between(expected: Tensor, actual: Tensor) -> float:
@@ -63,6 +38,6 @@ def ulps_between(expected: Tensor, actual: Tensor) -> float:
 
 
 def _steps_from_zero(values: Tensor) -> Tensor:
-    bits = values.detach().cpu().contiguous().view(_BITS[values.element_size()]).long()
+    bits = values.detach().cpu().contiguous().view(BITS[values.element_size()]).long()
     lowest = -(2 ** (8 * values.element_size() - 1))
     return torch.where(bits < 0, lowest - bits, bits)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.objects import tensors_in
-from fxopt.outputs import leaves
-from fxopt.testing.bits import plain
+from fxopt.outputs import leaves, plain
 from fxopt.testing.differences import FILL
 from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe
 

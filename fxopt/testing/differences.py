@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from fxopt.outputs import pairs
-from fxopt.testing.bits import plain, same_bits, ulps_between
+from fxopt.outputs import pairs, plain, same_bits
+from fxopt.testing.bits import ulps_between
 
 
 @dataclasses.dataclass(frozen=True)

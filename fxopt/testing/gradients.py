@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.outputs import leaves, mapped
-from fxopt.testing.bits import plain, same_bits
-from fxopt.testing.observations import Call, restored
+from fxopt.outputs import leaves, mapped, plain, restored, same_bits
+from fxopt.testing.observations import Call
 from fxopt.torch_internals import buffers_of
 
 FARTHER = 100
@@ -84,7 +83,7 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
 
     args, kwargs = mapped((list(call.args), call.kwargs), followed)
     parts = list(module.modules())
-    with restored(module), torch.enable_grad(), torch.random.fork_rng():
+    with restored(module, dict(module.named_buffers())), torch.enable_grad(), torch.random.fork_rng():
         for part, copies in zip(parts, copy.deepcopy([buffers_of(part) for part in parts]), strict=True):
             buffers_of(part).update(copies)  # what is written under autograd holds its graph from then on
         torch.manual_seed(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from fxopt.float64 import wide_dtype
 from fxopt.objects import tensors_in, why_no_inputs
-from fxopt.outputs import mapped
+from fxopt.outputs import mapped, restored
 from fxopt.testing.aliases import aliases, in_memory
 from fxopt.testing.bits import checksum
 from fxopt.testing.differences import Difference, compare, other_strides, unchanged
-from fxopt.torch_internals import buffers_of, version_of
+from fxopt.torch_internals import version_of
 
 GIVEN, BROKEN = "the given inputs", "NaN and infinities"
 
@@ -112,7 +111,7 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     given: Call | None = None
     # Checksums as well, because what is written through `.data` counts as no write; copies would take as much memory again.
     weights = {name: (each, _version(each), checksum(each)) for name, each in module.named_parameters()}
-    with restored(module) as before:
+    with restored(module, dict(module.named_buffers())) as before:
         for call in calls:
             given = (_again(given, seen[-1], call) if given else None) or call.fresh()
             result = _run(module, given, call.name)
@@ -148,23 +147,6 @@ def _again(given: Call, seen: Observation, call: Call) -> Call | None:
         for one, other in zip(*sides, strict=True):
             one.copy_(other)
     return given
-
-
-@contextlib.contextmanager
-def restored(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Puts the buffers of a module back at the end of the block, which gets each with a copy of it."""
-    tables = [(part, dict(buffers_of(part))) for part in module.modules()]
-    before = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
-    try:
-        yield before
-    finally:
-        for part, buffers in tables:
-            buffers_of(part).clear()
-            buffers_of(part).update(buffers)
-        for buffer, values in before.values():
-            if not unchanged(values, buffer):
-                with torch.no_grad():
-                    buffer.copy_(values)
 
 
 def run_call(module: Callable[..., Any], call: Call) -> Any:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import GuardError
 from fxopt.float64 import Float64, wide_dtype
-from fxopt.outputs import leaves
-from fxopt.testing.bits import same_bits
+from fxopt.outputs import leaves, same_bits
 from fxopt.torch_internals import converter_of
 
 M = TypeVar("M", bound=nn.Module)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import GuardError
-from fxopt.outputs import leaves, mapped
-from fxopt.testing.bits import checksum, plain
+from fxopt.outputs import leaves, mapped, plain
+from fxopt.testing.bits import checksum
 from fxopt.testing.broken_values import breakable, broken_calls
 from fxopt.testing.differences import compare
 from fxopt.testing.free_sizes import APART, SIZES, batch_of_one, other_sizes

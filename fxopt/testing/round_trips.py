@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxopt.objects import tensors_in
-from fxopt.outputs import first_difference
+from fxopt.outputs import first_difference, same_bits
 from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
-from fxopt.testing.bits import same_bits
 from fxopt.torch_internals import COMPILED, REGISTRIES
 
 

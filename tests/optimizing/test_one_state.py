@@ -314,4 +314,4 @@ def test_a_trial_puts_back_a_buffer_that_the_forward_replaces():
     for _ in range(3):
         torch.testing.assert_close(fast(x), own(x))
         torch.testing.assert_close(model[0].total, own[0].total)
-    assert "the forward replaces the buffer 'total'" in str(fast.report)
+    assert "the forward replaces the buffer '0.total'" in str(fast.report)

@@ -29,6 +29,7 @@ from fxopt.optimizing.report import GraphReport
 from fxopt.testing import compare
 
 from .. import store
+from ..judging.repro import portable
 from ..report.markdown import pipes
 from ..timing import cores
 from . import user_models
@@ -136,7 +137,8 @@ def _row(
 ) -> dict[str, Any]:
     library, _, kind = name.partition(".")
     told = [text.partition(": ")[2] for text in warned if " falls back to eager: " in text]
-    reasons = dict.fromkeys([*told, *(each.reason for each in graphs.values() if each.reason)])
+    reported = (each.reason for each in graphs.values() if each.reason)
+    reasons = dict.fromkeys(map(portable, [*told, *reported]))
     count = sum(each.reason is None for each in graphs.values())
     report = OK if count or reasons else "no graph and no reason"
     report = next((text for text in reasons if "Please report this" in text), report)
