@@ -37,7 +37,7 @@ validate-all: validate ## each pass and each pair of passes on all models, 12 mi
 # one thread: threads of several workers on the same cores wait for each other, which takes longer than small models do.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal $(TESTS)
 
-test: $(INSTALLED) ## the tests of every day, 5 minutes on two cores (tests/README.md)
+test: $(INSTALLED) ## the tests of every day, 6 minutes on two cores (tests/README.md)
 	$(PYTEST) -m "not long"
 
 test-long: $(INSTALLED) ## the tests that `make test` leaves out
