@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -18,6 +18,9 @@ from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.torch_internals import PARAMETERS, parameters_of
 from fxopt.tuning import PLAIN, fastest, is_slower
+
+Tune = bool | Literal["known"]
+"""True measures kernels; `known` does not, and leaves alone what earlier measurements on this machine found slower."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class LinearKernel:
 class PackingLinears(ReversibleRewrite[LinearKernel]):
     """A pass that packs linear layers."""
 
-    tune: bool = False
+    tune: Tune = False
     alone: bool = False
 
     def match(self, graph_module: GraphModule) -> Iterator[LinearKernel | Refusal]:
@@ -74,7 +77,7 @@ def kernel_for(
     kind: type[nn.Module],
     shape: Sequence[int] | None,
     *,
-    tune: bool,
+    tune: Tune,
     rounding: bool = False,
     alone: bool = False,
 ) -> Found:
@@ -85,7 +88,7 @@ def kernel_for(
         node: the call.
         kind: the type that the layer has to be of.
         shape: of its input, None where it is not known.
-        tune: whether to measure, or to take the first kernel that there is.
+        tune: whether to measure, or to take the first kernel that there is, with `known` if nothing says that it is slower.
         rounding: whether it has to be one that rounds the weight.
         alone: whether it has to do without the weight beside the packed one.
     """
@@ -111,8 +114,8 @@ def kernel_for(
             "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
             "FakeTensorMode(allow_non_fake_inputs=True)",
         )
-    if not tune:
-        slower = is_slower(layer, shape, kernels[0])
+    if tune is not True:
+        slower = tune == "known" and is_slower(layer, shape, kernels[0])
         return Found(None, f"{kernels[0]} was measured as slower") if slower else Found(kernels[0])
     name, seconds = fastest(layer, shape, rounding=rounding, alone=alone)
     if name not in kernels:

@@ -27,6 +27,7 @@ from fxopt.optimizing.speed import speedup
 from fxopt.optimizing.trial import Trial, Unused
 from fxopt.optimizing.worthwhile import FoldScaleAndShift
 from fxopt.outputs import cosine_similarity, relative_error, unlike
+from fxopt.packing import Tune
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
@@ -170,6 +171,9 @@ def _timed(
 
 def pipeline(options: Options) -> list[Rewrite[Any]]:
     """The passes of `optimize`, in order."""
+    tune: Tune = (
+        options.tune or "known"
+    )  # without measuring, a kernel is still not taken that was found slower
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
@@ -181,9 +185,9 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),
-        *([QuantizeLinears(options.tune)] if options.precision == "int8" else []),
-        PackConvs(options.tune),
-        PackLinears(options.tune, alone=not options.keep_model),
+        *([QuantizeLinears(tune)] if options.precision == "int8" else []),
+        PackConvs(tune),
+        PackLinears(tune, alone=not options.keep_model),
         FuseEpilogues(),
     ]
 

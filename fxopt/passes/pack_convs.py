@@ -12,7 +12,7 @@ from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d
 from fxopt.obstacles.layouts import Region, region_obstacle, regions
-from fxopt.packing import kernel_for, put_packed
+from fxopt.packing import Tune, kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -39,8 +39,8 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
     layer holds its weight twice; see `PackLinears` for what it follows and where it computes as before.
 
     Args:
-        tune: measure, and leave regions alone that are not faster. Else every region is packed, but for layers
-            that earlier measurements on this machine found slower.
+        tune: measure, and leave regions alone that are not faster. Else every region is packed; with `"known"`, but for
+            layers that earlier measurements on this machine found slower.
 
     Example:
         >>> import torch, fxopt
@@ -53,7 +53,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
     """
 
-    tune: bool = False
+    tune: Tune = False
 
     preserves_computation = True
 
@@ -80,7 +80,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         yield from (Refusal(node, reason) for node, reason in reasons.items())
         for region in regions(index, kernels):
             reason = region_obstacle(index, region)
-            if reason is None and self.tune:
+            if reason is None and self.tune is True:
                 reason = _slower(region, gain)
             if reason:
                 yield from (Refusal(node, reason) for node in region.convs)

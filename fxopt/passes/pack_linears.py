@@ -18,7 +18,7 @@ class PackLinears(PackingLinears):
     It differs from the old layer by rounding errors: kernels add up in another order.
 
     Args:
-        tune: measure, and leave alone what torch's own kernel computes as fast. Else every layer is packed, but for what
+        tune: measure, and leave alone what torch's own kernel computes as fast. Else every layer is packed; with `"known"`, but for what
             earlier measurements on this machine found slower.
         alone: leave out kernels that need the weight beside the packed one, as MKL's.
 

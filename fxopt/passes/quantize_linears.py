@@ -15,8 +15,8 @@ class QuantizeLinears(PackingLinears):
     its weight beside the rounded one, so that undoing is exact; for what else it keeps and follows see `PackLinears`.
 
     Args:
-        tune: measure, and leave alone what another kernel computes as fast. Else every layer is quantized, but for
-            what earlier measurements on this machine found slower.
+        tune: measure, and leave alone what another kernel computes as fast. Else every layer is quantized; with `"known"`, but
+            for what earlier measurements on this machine found slower.
 
     Source: Dettmers et al., LLM.int8(), 2022, arXiv:2208.07339, section 2.1 (absmax quantization, here by rows).
 
