@@ -50,8 +50,9 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
             rounding = not self.preserves_computation
-            options = {"tune": self.tune, "rounding": rounding, "alone": self.alone}
-            found = kernel_for(index, node, nn.Linear, shape, **options)
+            found = kernel_for(
+                index, node, nn.Linear, shape, tune=self.tune, rounding=rounding, alone=self.alone
+            )
             if found.kernel and shape:
                 yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
             else:
