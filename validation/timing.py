@@ -1,4 +1,4 @@
-"""Times of several things that do the same work: taken turn by turn in a random order, and what they say."""
+"""Times of several things that do the same work, taken turn by turn in a random order; peaks of memory; and who else works."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 RESAMPLES = 2000
@@ -47,6 +48,45 @@ class Ratio:
         if abs(self.median - 1) > floor and (self.low > 1 or self.high < 1):
             return 1 if self.median > 1 else -1
         return 0
+
+
+class Others:
+    """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def cores(self) -> float:
+        """How many cores they used on average since the beginning."""
+        wall, busy, own = (now - then for now, then in zip(self._now(), self._begin, strict=True))
+        return max(0.0, busy - own) / wall if wall else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds that passed, that all cores worked (or were taken by other virtual machines), and that we worked."""
+        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        working = ("user", "nice", "system", "irq", "softirq", "steal")
+        busy = sum(getattr(machine, name, 0.0) for name in working)
+        return time.perf_counter(), busy, own.user + own.system
+
+
+def peak_mb(run: Callable[[], object], device: str) -> float:
+    """The peak of the tensors that a run allocates, beside what was there before, in MB."""
+    if device.startswith("cuda"):
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    kineto: Any = profile.profiler
+    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(0.0, float(np.max(np.cumsum(sizes), initial=0))) / 1e6
 
 
 def in_random_order(

@@ -61,7 +61,7 @@ def test_the_history_is_of_the_runs_before(records, run, tmp_path):
     letters = [found["history"]["outcomes"][ord(run[index]) - ord("a")] for run in found["history"]["ends"]]
     assert letters == ["pass", "fail"]
     assert len(found["history"]["runs"]) == 2
-    assert found["since"]["worse"] is False
+    assert not found["since"]["causes"]
 
 
 def test_numbers_that_json_lacks_are_words(run, tmp_path):

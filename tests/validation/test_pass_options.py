@@ -85,7 +85,11 @@ def test_options_become_those_of_the_pass_and_its_name(tmp_path: Path) -> None:
             2,
             "passes.0.ChangePrecision: dtype is torch.float32",
         ),
-        ("passes:\n  - {PackLinears: {tune: often}}", 2, "passes.0.PackLinears.tune: 'often' is no bool"),
+        (
+            "passes:\n  - {PackLinears: {tune: often}}",
+            2,
+            "passes.0.PackLinears.tune: 'often' is no Union[bool, Literal['known']]",
+        ),
         ("passes:\n  - {MergeLinears: {tune: true}}", 2, "has no such option; it has none"),
         ("passes:\n  - {ChangePrecision: {}}", 2, "passes.0: a pass is its name"),
         ("passes:\n  - {A: {b: 1}, B: {c: 1}}", 2, "passes.0: a pass is its name"),

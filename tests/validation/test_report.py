@@ -396,19 +396,18 @@ def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):
     written(records, run, tmp_path)
-    assert "Since" not in (tmp_path / "latest/summary.md").read_text()
+    assert "# Changes since" not in (tmp_path / "latest/summary.md").read_text()
     broken = [dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new"), *records[1:]]
     written(broken, later, tmp_path)
     page = (tmp_path / "latest/summary.md").read_text()
-    assert f"## Since {run.id}\n\n1 regression, 0 other changes." in page
+    assert f"## Changes since {run.id}\n\n1 regression, 0 other changes." in page
+    assert "**1 cause of regressions since the run of 2026-01-02 (commit acf9a7c1).**" in page.splitlines()[2]
     part = dataclasses.replace(later, plan=store.plan_of([*(r.case.id for r in records), "more"]))
     written(
         records[:1], dataclasses.replace(part, started=later.started + datetime.timedelta(days=1)), tmp_path
     )
-    assert (
-        f"## Since {later.id}\n\n0 regressions, 1 other change."
-        in (tmp_path / "latest/summary.md").read_text()
-    )
+    page = (tmp_path / "latest/summary.md").read_text()
+    assert f"## Changes since {run.id}\n" in page, "the last good run"
 
 
 # --- the terminal --------------------------------------------------------------------------------------
@@ -416,20 +415,18 @@ def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path,
 
 def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path):
     text = report.terminal_summary(table, [tmp_path / "latest/report.html"])
-    assert (
-        text.index("CRASH bert-base-MergeLinears-cpu-equivalence")
-        < text.index("model")
-        < text.index("report.html")
-    )
-    assert "FAIL bert-base-FuseBiasInLinear-cpu-equivalence in compare: logits differ" in text
+    crash = text.index("MergeLinears crashes in bert-base")
+    assert crash < text.index("time (s)") < text.index("report.html")
+    assert "FuseBiasInLinear fails in bert-base: logits differ" in text
+    assert "   fxopt validate --model bert-base -k bert-base-FuseBiasInLinear-cpu-equivalence" in text
 
 
 def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
-    cases = [dataclasses.replace(CASE, model=f"model-{number}") for number in range(200)]
-    records = [Record(case, Outcome.FAIL, "", f"why {case.model}") for case in cases]
+    cases = [dataclasses.replace(CASE, pipeline=(f"Pass{number}",)) for number in range(200)]
+    records = [Record(case, Outcome.FAIL, "", "why") for case in cases]
     text = report.terminal_summary(table_of(records, run, tmp_path))
-    assert text.count("FAIL ") == 20
-    assert "180 more reasons" in text
+    assert text.count(" fails in ") == 20
+    assert "180 more causes" in text
 
 
 def test_tables_are_not_changed_by_views(table):

@@ -23,7 +23,9 @@ def table(harness: Harness) -> pd.DataFrame:
     """The part of a record that must not depend on who ran the cases, where or when."""
     rows = harness.records()
     same = [
-        name for name in rows.columns if name not in ("seconds", "run", "started") and "latency" not in name
+        name
+        for name in rows.columns
+        if name not in ("run", "started") and not any(word in name for word in ("seconds", "latency", "busy"))
     ]
     return rows[same].drop(columns=["memory_peak_mb", "timing_threads"], errors="ignore").sort_index()
 

@@ -44,74 +44,71 @@ def test_one_row_a_run(history):
     assert table["cases"].unique().tolist() == [20]
 
 
-def test_noise_does_not_drift(history):
-    assert trend.drift(history(lambda number, night: 0.9)).empty
+NIGHTS = 12
 
 
-def test_a_drift_is_found(history):
-    table = trend.drift(history(lambda number, night: 0.97 if number == 3 and night >= 15 else 0.9))
-    assert table["id"].tolist() == [CASES[3].id]
-    assert table.loc[0, "change"] == pytest.approx(0.97 / 0.9 - 1, abs=0.02)
-    assert table.loc[0, "since"].startswith("20260117")  # the first night was the 2nd
-
-
-@pytest.mark.parametrize("nights", [3, 5, 8, 12])
-def test_a_slowdown_of_two_is_found_after_few_nights(nights):
-    rng = random.Random(nights)
-    rows = [
-        {
-            "id": f"case-{case:03d}",
-            "run": f"{night:02d}",
-            "started": night,
-            "device_name": "CPU",
-            "threads": 1,
-        }
-        | {"latency_ratio": (2 if case == 7 and night >= nights else 1) * rng.gauss(1, 0.05)}
-        for case in range(300)
-        for night in range(nights + 3)
-    ]
-    table = trend.drift(pd.DataFrame(rows))
-    assert table["id"].tolist() == ["case-007"]
-    assert table["since"].tolist() == [f"{nights:02d}"]
-
-
-def drifting(shift, noise, cases=300, level=0.9):
-    """20 nights; the last 5 differ by `shift`."""
+def nights(ratio, *, noise=0.03, cases=60, count=NIGHTS, **columns):
+    """Runs of cases whose latency is `ratio(case, night)`, each with its interval, and off by more than that."""
     rng = random.Random(0)
-    rows = [
-        {
-            "id": f"case-{case:03d}",
-            "run": f"{night:02d}",
-            "started": night,
-            "device_name": "CPU",
-            "threads": 1,
-        }
-        | {"latency_ratio": level + shift * (night >= 15) + rng.gauss(0, noise)}
-        for case in range(cases)
-        for night in range(20)
-    ]
-    return trend.drift(pd.DataFrame(rows))
+
+    def row(case, night):
+        value = ratio(case, night) * rng.gauss(1, noise)
+        interval = {"latency_ratio_low": 0.99 * value, "latency_ratio_high": 1.01 * value}
+        own = {name: given(case, night) for name, given in columns.items()}
+        alike = {"device_name": "CPU", "threads": 1, "content": "", "busy_percent": 1.0}
+        named = {"id": f"case-{case:03d}", "run": f"{night:02d}", "started": night}
+        return named | alike | {"latency_ratio": value} | interval | own
+
+    return [pd.DataFrame([row(case, night) for case in range(cases)]) for night in range(count)]
 
 
-def test_of_many_noisy_cases_none_drifts_by_chance():
-    assert drifting(0.0, noise=0.1).empty
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.05])
+def test_noise_is_not_a_change(noise):
+    tables = nights(lambda case, night: 0.9, noise=noise)
+    for number in (1, 4, 5, 7, NIGHTS):
+        assert trend.latencies(tables[:number]).empty
 
 
-def test_a_shift_too_small_to_matter_is_not_a_drift():
-    assert drifting(0.01, noise=0.001).empty
-    assert len(drifting(0.05, noise=0.001)) == 300
+@pytest.mark.parametrize(
+    ("factor", "runs", "found"),
+    [(1.3, 1, False), (1.3, 2, True), (1.1, 3, False), (1.1, 5, True), (1.02, 6, False)],
+)
+def test_a_slowdown_counts_after_some_nights(factor, runs, found):
+    slow = lambda case, night: 0.9 * (factor if case == 7 and night >= NIGHTS - runs else 1)  # noqa: E731
+    table = trend.latencies(nights(slow, noise=0.01))
+    assert table["id"].tolist() == ["case-007"] * found
+    if found:
+        assert table.loc[0, "change"] == pytest.approx(factor - 1, abs=0.03)
+        assert table.loc[0, "since"] == f"{NIGHTS - runs:02d}"
 
 
-def test_what_was_zero_or_constant_can_drift():
-    assert drifting(0.0, noise=0.0, level=0.0).empty
-    assert drifting(1.0, noise=0.0, level=0.0, cases=3)["change"].tolist() == [float("inf")] * 3
-    assert drifting(0.1, noise=0.0, level=-1.0, cases=3)["change"].tolist() == pytest.approx([0.1] * 3)
+def test_a_speed_up_is_no_slowdown():
+    table = trend.latencies(nights(lambda case, night: 0.6 if case == 3 and night >= 8 else 0.9))
+    assert table["id"].tolist() == ["case-003"]
+    assert table.loc[0, "change"] < 0
 
 
-def test_other_hardware_is_not_a_drift(history, run):
-    table = history(lambda number, night: 0.97 if night >= 15 else 0.9)
-    table.loc[table["run"].isin(sorted(table["run"].unique())[15:]), "device_name"] = "Another CPU"
-    assert trend.drift(table).empty
+@pytest.mark.parametrize(
+    "column",
+    [{"device_name": "Another CPU"}, {"threads": 8}, {"content": "defined anew"}, {"busy_percent": 80.0}],
+)
+def test_only_idle_runs_of_the_same_machine_and_case_count(column):
+    ((name, other),) = column.items()
+    alike = {"device_name": "CPU", "threads": 1, "content": "", "busy_percent": 1.0}[name]
+    changed = nights(
+        lambda case, night: 1.8 if night >= 8 else 0.9,
+        **{name: lambda case, night: other if night >= 8 else alike},
+    )
+    assert trend.latencies(changed).empty
+
+
+def test_one_outlier_before_hides_no_slowdown():
+    ratio = lambda case, night: 1.8 if night >= 9 else 2.2 if night == 3 else 0.9  # noqa: E731
+    assert len(trend.latencies(nights(ratio, cases=3))) == 3
+
+
+def test_runs_without_latencies_have_none():
+    assert trend.latencies([pd.DataFrame({"id": ["a"]})]).empty
 
 
 def test_one_case_is_followed(history):

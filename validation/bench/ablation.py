@@ -16,7 +16,7 @@ from fxopt.optimizing.lowering import lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from ..report.markdown import pipes
-from ..timing import cores, in_random_order, ratio, second_of_two
+from ..timing import Others, cores, in_random_order, ratio, second_of_two
 from . import machine
 from .engines import fresh
 from .machine import write
@@ -63,7 +63,7 @@ def _measured(name: str, workload: Workload, precision: str, seconds: float) -> 
         without = _graph(workload, [each for each in passes if each is not pass_])
         if without.traced.code != runs[ALL].traced.code:
             runs[type(pass_).__name__] = without
-    others = machine.Others()
+    others = Others()
 
     def turn(run: Any) -> Callable[[], float]:
         return second_of_two(lambda inputs: run(**inputs), lambda: fresh(workload.inputs))

@@ -16,9 +16,9 @@ import torch
 from fxopt.testing import compare as compare_outputs
 
 from ..judging.metrics import cosine
-from ..timing import in_random_order, ratio, second_of_two
+from ..timing import Others, in_random_order, ratio, second_of_two
 from .engines import EAGER, Prepare, cast, fresh, quiet, reason, tensors
-from .machine import BUSY, Others, cores_of_others, gemm_peak
+from .machine import BUSY, cores_of_others, gemm_peak
 from .memory import FirstCall
 from .workloads import Workload
 

@@ -6,38 +6,17 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from rich.console import Console
 
 from .. import store
 from ..report.markdown import page
+from ..timing import Others
 
 BUSY = 0.1
 """A machine is idle while all other processes together use less than this part of one core."""
 
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _SETTINGS = ("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_CPU_", "LD_PRELOAD")
-
-
-class Others:
-    """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
-
-    def __init__(self) -> None:
-        self._begin = self._now()
-
-    def cores(self) -> float:
-        """How many cores they used on average since the beginning."""
-        wall, busy, own = (now - then for now, then in zip(self._now(), self._begin, strict=True))
-        return max(0.0, busy - own) / wall if wall else 0.0
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds that passed, that all cores worked (or were taken by other virtual machines), and that we worked."""
-        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        working = ("user", "nice", "system", "irq", "softirq", "steal")
-        busy = sum(getattr(machine, name, 0.0) for name in working)
-        return time.perf_counter(), busy, own.user + own.system
 
 
 def cores_of_others(seconds: float = 1.0) -> float:
@@ -57,17 +36,6 @@ def gemm_peak(sizes: tuple[int, ...] = (1024, 2048), runs: int = 5) -> float:
             torch.mm(left, right, out=product)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
-
-
-def instruction_sets() -> str:
-    """The vector and matrix instructions that the processor has, and what torch makes of them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # Linux alone has this file
-        lines = []
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    found = " ".join(flag for flag in _FLAGS if flag in flags) or "unknown"
-    return f"{found}; torch uses {torch.backends.cpu.get_cpu_capability()}"
 
 
 def settings() -> str:

@@ -130,7 +130,7 @@ def _table(rows: list[Row], threads: int, memory: bool) -> pd.DataFrame:
         started=run.started,
         commit=run.commit,
         machine=run.devices["cpu"],
-        instructions=machine.instruction_sets(),
+        instructions=store.processor()[1],
         settings=machine.settings(),
         system=platform.platform(),
         versions=", ".join([f"Python {run.python}", *versions]),

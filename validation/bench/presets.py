@@ -19,7 +19,7 @@ import fxopt.passes
 from fxopt.optimizing.prepare import PRECISIONS
 
 from ..report.markdown import pipes
-from ..timing import cores, in_random_order, ratio
+from ..timing import Others, cores, in_random_order, ratio
 from ..zoo import digits
 from ..zoo.build import build_model, make_inputs
 from ..zoo.entry import Entry, TrainedWeights
@@ -75,7 +75,7 @@ def _measured(entry: Entry, kinds: list[str], seconds: float) -> dict[str, str]:
     turns = {
         name: _turn(run, inputs) for name, run in {"eager": model, "eager, again": model, **fast}.items()
     }
-    others = machine.Others()
+    others = Others()
     times = in_random_order(turns, 10, seconds, np.random.default_rng(0))
     cells = {"eager, ms": f"{1e3 * float(np.median(times['eager'])):.2f}"}
     for name in [*turns][1:]:

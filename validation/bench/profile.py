@@ -20,7 +20,7 @@ from fxopt.optimizing.lowering import functions_of, lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options, pipeline
 
 from ..report.markdown import pipes
-from ..timing import cores
+from ..timing import Others, cores
 from . import machine
 from .engines import fresh
 from .machine import write
@@ -64,7 +64,7 @@ def _section(name: str, workload: Workload, precision: str, seconds: float, rows
         pass_.commit(traced)
     traced.recompile()
     lowered(traced)  # packs the weights, and moves them to huge pages
-    others = machine.Others()
+    others = Others()
     with torch.no_grad():
         table = _timed(traced, workload.inputs, seconds)
     peak, busy, whole = machine.gemm_peak(), others.cores(), table["seconds"].sum()

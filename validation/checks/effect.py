@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
 
 import torch
 from torch.fx import GraphModule
 
 from fxopt.errors import PassError, UndoError
+from fxopt.kernels import PACKED
 from fxopt.rewriting.history import history, undo
 from fxopt.rewriting.transformation import ReversibleTransformation
 from fxopt.testing import assert_round_trip
@@ -17,6 +19,10 @@ from ..judging.comparison import judge_graph
 from ..judging.rewritten import Refusals, Rewritten, computation, differ, size
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
+from ..regressions.metric import KERNELS
+from ..timing import peak_mb
+
+_PACKED = tuple(PACKED.values())
 
 AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
 """The facts: what a pass does to what it has made, `NOTHING` where it is idempotent; and a digest of the graph of a pair."""
@@ -32,12 +38,16 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     dtype = subject.dtypes_of(pipeline)[0]
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
     refused = subject.refusals(pipeline, dtype) if len(pipeline) == 1 else None
+    if kernels := sorted({str(m.kernel) for m in rewritten.module.modules() if isinstance(m, _PACKED)}):
+        subject.facts[KERNELS] = ", ".join(kernels)
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),
         **({} if refused is None else {"refused": len(refused)}),
         **{f"{name}_before": value for name, value in _size(before).items()},
         **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
     }
+    if len(pipeline) == 1 == len(subject.members(pipeline)) and subject.entry.given:
+        measurements |= _cost(subject, pipeline, dtype)
     with subject.entering("compare"):
         reason = _wrong_count(subject, pipeline, rewritten.sites, refused or ()) or _wrong_effect(
             before, rewritten
@@ -51,6 +61,17 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
     reason = reason or ("nothing to rewrite" if nothing else "")
     return Finding(outcome, reason, measurements, refused or ())
+
+
+def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
+    """The seconds of the processor that a pass takes, which has run before, and the peak of the tensors that it makes."""
+    ((_, pass_),) = subject.members(pipeline)
+    timed, measured = (copy.deepcopy(subject.traced(dtype)) for _ in range(2))
+    with subject.entering("transform"):
+        started = time.process_time()
+        pass_(timed)
+        seconds = time.process_time() - started
+        return {"apply_seconds": seconds, "apply_memory_mb": peak_mb(lambda: pass_(measured), subject.device)}
 
 
 def _wrong_count(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +17,19 @@ from ..judging import steps
 from ..judging.rewritten import differ
 from ..judging.subject import TIMING, Subject
 from ..records import Check, Finding, Outcome
-from ..timing import Ratio, Times, cores, floor_of, in_random_order, ratio, seconds_of, synchronise
+from ..regressions.metric import BUSY
+from ..timing import (
+    Others,
+    Ratio,
+    Times,
+    cores,
+    floor_of,
+    in_random_order,
+    peak_mb,
+    ratio,
+    seconds_of,
+    synchronise,
+)
 from ..zoo.plan import checks, members, pipelines
 
 FEWEST, MOST = 7, 200
@@ -48,6 +58,7 @@ class Measured:
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
     seconds: float = TIMING  # after which the rounds ended
+    busy: float = 0.0  # the cores that other processes used meanwhile
 
     @functools.cached_property
     def floor(self) -> float:
@@ -97,6 +108,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
+        BUSY.name: 100 * measured.busy,
         "memory_peak_mb": measured.memory[arm],
     }
     steps.note_latency(subject, pipeline, measured.threads)
@@ -113,25 +125,6 @@ def timing_threads() -> int:
 def narrow(times: Times) -> bool:
     """True if the interval of each arm beside the graph is narrow enough."""
     return all(ratio(seconds, times[CAPTURED]).width < NARROW for seconds in times.values())
-
-
-def peak_mb(run: Callable[[], object], device: str) -> float:
-    """The peak of the tensors that a run allocates, beside what was there before, in MB."""
-    if device.startswith("cuda"):
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    kineto: Any = profile.profiler
-    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(0.0, float(np.max(np.cumsum(sizes), initial=0))) / 1e6
 
 
 def measure(subject: Subject) -> Measured:
@@ -160,12 +153,13 @@ def measure(subject: Subject) -> Measured:
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
+            others = Others()
             times = in_random_order(
                 turns, FEWEST, subject.timing, np.random.default_rng(0), enough=narrow, most=MOST
             )
     finally:
         torch.set_num_threads(before)
-    return Measured(times, threads, memory, failed, subject.timing)
+    return Measured(times, threads, memory, failed, subject.timing, others.cores())
 
 
 def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[], object] | None]]:

@@ -12,7 +12,7 @@ import typer
 
 from .. import report, store
 from ..records import FAILING, counted
-from ..regressions import compare, trend
+from ..regressions import trend
 from ..report import architectures, headline
 from ..report.markdown import comparison
 from .console import Json, one_line_errors, print_json, print_table
@@ -91,20 +91,22 @@ def compare_command(
 ) -> None:
     """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
 
-    What is worse, and by how much it may move, validation/regressions/metric.py says of each metric.
+    `docs/files.md` says what is worse. Latencies are judged over many runs, in the report and by `fxopt history`.
     """
     with one_line_errors():
         before, after = store.read_run(baseline), store.read_run(current)
         if set(before["id"]).isdisjoint(after["id"]):
             raise store.ReportError(f"{current}: has no case of {baseline}, so that nothing can be compared")
-        found = compare.compare(before, after, part=part)
+        since = headline.compared(before, after, part=part)
+    found = since.changes
     if as_json:
         typer.echo(found.to_json(orient="records", indent=1))
     elif markdown:
-        typer.echo(comparison(found))
+        typer.echo(comparison(since))
     else:
         if not found.empty:
             print_table(headline.marked(found).rename(columns={"regression": ""}))
+        typer.echo("\n".join(report.worse_lines(since)))
         typer.echo(headline.changed(found))
     if found["regression"].any():
         raise typer.Exit(1)
@@ -187,25 +189,24 @@ def history_command(
     measurement: Annotated[str | None, typer.Option(help="What to follow. Default: latency_ratio.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One line a run, oldest first, and what drifted; with --case, one measurement of it run by run."""
+    """One line a run, oldest first, and latencies that changed for good; with --case, one measurement of it run by run."""
     with one_line_errors():
         table = store.history(directory)
         if measurement:
             trend.check_name(table, measurement)
-        measurement = measurement or "latency_ratio"
-        lines = trend.follow(table, case, measurement) if case else trend.runs(table)
-    drifted = trend.drift(table, measurement)
+        lines = trend.follow(table, case, measurement or trend.LATENCY) if case else trend.runs(table)
+    changed = trend.latencies([run for _, run in table.groupby("run", sort=False)])
     if as_json:
-        rows = {"runs": lines, "drifted": drifted.iloc[:0] if case else drifted}
+        rows = {"runs": lines, "latencies": changed.iloc[:0] if case else changed}
         data = {
             name: json.loads(each.to_json(orient="records", date_format="iso")) for name, each in rows.items()
         }
         print_json(data)
         return
     print_table(lines)
-    if not case and not drifted.empty:
-        typer.echo(f"{measurement} drifted in {counted(len(drifted), 'case')}:")
-        print_table(drifted)
+    if not case and not changed.empty:
+        typer.echo(f"The latency of {counted(len(changed), 'case')} changed for good:")
+        print_table(changed)
 
 
 def _beside(run: Path) -> Path:
@@ -219,7 +220,7 @@ def _say_what_is_written(table: pd.DataFrame, written: report.Written, as_json: 
     if as_json:
         print_json({"files": [str(file) for file in written.files], "problems": written.problems})
     else:
-        typer.echo(report.terminal_summary(table, written.files))
+        typer.echo(report.terminal_summary(table, written.files, written.since))
         for problem in written.problems:
             typer.echo(f"error: {problem}", err=True)
     if written.problems:

@@ -121,7 +121,7 @@ class Subject:
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The model, in `dtype`."""
         if dtype not in self._models:
-            with self.entering("load"):
+            with self.entering("load"), torch.enable_grad():  # some models are trained when they are made
                 if not self._models:
                     self._models[torch.float32] = build.build_model(self.entry).to(self.device)
                 if dtype not in self._models:

@@ -14,7 +14,7 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import FREE, SOURCE
-from .metric import UNKNOWN, metric_of, unit_of
+from .metric import KERNELS, UNKNOWN, metric_of, unit_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 
@@ -26,8 +26,9 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     model, device or case that has vanished, unless the later run was of a part; one that fails in an
     earlier stage, or a capture that asks for more or leaves less free; a grade that fell; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
-    changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone,
-    and no metric between cases of another definition.
+    changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
+    the sites of passes that pick kernels, and no metric is compared between cases of another definition. Latencies are
+    judged over many runs (`trend.latencies`).
 
     Returns one row a change, with the columns of `CHANGE`; no rows when nothing changed.
     """
@@ -111,6 +112,7 @@ def _measurements(
     swept = (_text(new, SOURCE) != "").to_numpy()
     cases = new.index.tolist()
     same_machine = _same_machine(old, new)
+    without_kernels = ((_text(old, KERNELS) == "") & (_text(new, KERNELS) == "")).to_numpy()
     for name in had:
         metric = metric_of(name)
         was = old[name].to_numpy(float)
@@ -123,14 +125,8 @@ def _measurements(
         comparable = same_machine if metric.machine else np.full(len(old), True)
         if metric.kind == "error":
             comparable = comparable & ~swept
-        if metric.interval and {f"{name}_low", f"{name}_high"} <= {*had, *has}:
-            was_low, was_high, now_low, now_high = (
-                run[f"{name}_{end}"].to_numpy(float) for run in (old, new) for end in ("low", "high")
-            )
-            comparable = comparable & ~((now_low <= was_high) & (was_low <= now_high))
-        if metric.interval and f"{name}_floor" in {*had, *has}:
-            floors = [run[f"{name}_floor"].to_numpy(float) for run in (old, new) if f"{name}_floor" in run]
-            comparable = comparable & ~(np.abs(now / was - 1) <= np.fmax.reduce(floors))
+        if metric.kind == "sites":
+            comparable = comparable & (same_machine | without_kernels)
         with np.errstate(invalid="ignore"):
             differ = comparable & (was != now) & ~(np.isnan(was) & np.isnan(now))
         for row in np.flatnonzero(differ).tolist():

@@ -19,9 +19,7 @@ class Metric:
         factor: a change by more than this factor is no noise.
         difference: so is one by more than this, which stands in place of the factor where it is given.
         floor: all below it is equal to it.
-        machine: whether it depends on the machine: it is compared on the same hardware with the same threads alone.
-        interval: whether `<name>_low` and `<name>_high` are its confidence interval; overlapping ones are noise,
-            and so is a change below `<name>_floor`, by which two arms seem apart that are the same.
+        machine: whether it depends on the machine: it is compared on the same machine with the same threads alone.
 
     Example:
         >>> metric_of("relative_error_float64").changed(1e-9, 5e-8), metric_of("cosine").changed(0.9999, 0.995)
@@ -36,7 +34,6 @@ class Metric:
     difference: float | None = None
     floor: float = 0.0
     machine: bool = False
-    interval: bool = False
 
     def changed(self, was: float, now: float) -> int:
         """1 for worse, -1 for better or merely other, 0 for noise; what became infinite is worse or better, too."""
@@ -55,6 +52,23 @@ class Metric:
 _ERROR = Metric("error", "lower", factor=10, floor=1e-12)  # below the floor it is rounding in float64
 _SHARE = Metric("accuracy", "higher", difference=0.02)
 _SIZE = Metric("size", factor=1.1)
+_CONTEXT = Metric("context", factor=math.inf)  # explains other measurements
+
+
+KERNELS = "kernels"
+"""The fact in which a case names the kernels that its passes picked: which there are, the machine decides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy:
+    """A measurement of how busy the machine was, and the most at which latencies count."""
+
+    name: str
+    most: float
+
+
+BUSY = Busy("busy_percent", 10.0)
+"""What other processes took of a core while latencies were measured."""
 
 UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
 """The units that words in the names of measurements stand for."""
@@ -70,23 +84,20 @@ METRICS: dict[str, Metric] = {
     "agreement*": _SHARE,
     "*accuracy*": _SHARE,
     "cosine*": Metric("accuracy", "higher", difference=1e-3),  # below 0.99 its check fails
-    # Of the same code on a busy machine, ratios were seen to differ by 11 % from run to run, ten times their
-    # intervals; `trend.drift` finds smaller changes, from many runs.
-    "latency_ratio": Metric("latency", "lower", factor=1.25, machine=True, interval=True),
-    "latency_ratio_*": Metric("context", factor=math.inf),
-    "latency_pairs": Metric("context", factor=math.inf),
-    "*_ms": Metric("latency", "lower", factor=2, machine=True),  # a machine's clock is no constant
-    "*seconds": Metric("time", "lower", factor=3, floor=0.5, machine=True),
+    # Two runs prove nothing: of the same code, ratios differ by ten times their intervals. `trend.latencies` judges many.
+    "latency_*": _CONTEXT,
+    "busy_percent": _CONTEXT,
+    "*seconds": Metric("time", "lower", factor=2, floor=0.2, machine=True),  # of the processor
     "forward_runs": Metric("runs", "lower", factor=1.5),
-    "*memory*_mb": Metric("memory", "lower", factor=1.25),
+    "*memory*_mb": Metric("memory", "lower", factor=1.25, floor=1.0, machine=True),
     "sites*": Metric("sites", "higher"),
     "refused*": Metric("refused"),
-    "*_compared": Metric("compared", "higher"),
-    "ways_used": Metric("compared", "higher"),
+    "*_compared": Metric("compared", "higher", machine=True),
+    "ways_used": _CONTEXT,  # which of them fail, the outcome says
     "nodes*": _SIZE,
     "modules*": _SIZE,
     "parameters*": _SIZE,
-    "timing_threads": Metric("context", factor=math.inf),
+    "timing_threads": _CONTEXT,
 }
 """The metrics by the patterns of names; the first that fits counts."""
 

@@ -1,17 +1,28 @@
-"""Many runs in a row: one line a run, one case over time, and measurements that drift."""
+"""Many runs in a row: one line a run, one case over time, and latencies that changed for good."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from ..records import FAILING
 from ..store import ReportError, measurements_of
+from .metric import BUSY
 
-DRIFT = ["id", "runs", "since", "before", "recent", "change", "p"]
+LATENCY = "latency_ratio"
+CHANGED = ["id", "runs", "since", "before", "recent", "change"]
+
+MARGINS = {2: 0.2, 3: 0.12, 5: 0.06}
+"""By how much a latency has to change to count, by the number of runs that have the new one."""
+
+SIGMAS = 4.5
+
+FEWEST_BEFORE = 2
+"""How many runs have to have the old latency."""
 
 
 def runs(history: pd.DataFrame) -> pd.DataFrame:
@@ -45,67 +56,67 @@ def check_name(history: pd.DataFrame, measurement: str) -> None:
         raise ReportError(f"no run in this history has a measurement {measurement!r}; there are: {known}")
 
 
-def drift(
-    history: pd.DataFrame,
-    measurement: str = "latency_ratio",
-    *,
-    least: int = 3,
-    change: float = 0.03,
-    p: float = 0.01,
-) -> pd.DataFrame:
-    """Cases whose measurement changed for good in some night, and since which.
+def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The cases whose latency, as a ratio to that of the graph in the same run, changed for good: one row a case.
 
-    Slow drift stays under the threshold of a comparison of two runs, and the interval of one run does not know
-    how far runs differ from each other; many runs do. For each case, over runs on the same hardware with the same
-    number of threads, that night is taken which parts its runs, at least `least` on both sides, into the two most
-    unlike groups. How unlike is a t statistic whose variance is moderated by that of all cases (Smyth, 2004), so
-    that a few nights suffice. A row is a case whose medians differ by more than the fraction `change`, with a false
-    discovery rate of `p` over the cases (Benjamini and Hochberg, 1995), after Bonferroni over the nights.
+    Of the runs, oldest first, those count for a case that the last one's machine, threads and definition of the case fit,
+    and in which the machine was not busy. A latency changed in a run if, from that run on, the interval of each run lies
+    beyond four fifths of those before, and the medians of the runs from it on and before it differ by more than `MARGINS`
+    and by `SIGMAS` standard errors: a large change counts from the second run on, a small one from the fifth. How far runs
+    of one case differ is the median of all cases, or its own if that is more. One run alone proves nothing.
+
+    Returns:
+        A table with the columns of `CHANGED`: a positive change is slower, and `since` is the first run that has it.
     """
-    if measurement not in history:
-        return pd.DataFrame(columns=DRIFT)
-    series = [
-        (case, rows["run"].to_numpy(), rows[measurement].to_numpy(float))
-        for (case, *_), rows in history.dropna(subset=measurement)
-        .sort_values(["started", "run"])
-        .groupby(["id", "device_name", "threads"])
-        if len(rows) >= 2 * least
+    having = [table for table in tables if LATENCY in table]
+    if not having:
+        return pd.DataFrame(columns=CHANGED)
+    rows = pd.concat([_idle(table) for table in having], ignore_index=True)
+    last = rows.drop_duplicates("id", keep="last").set_index("id")
+    alike = ["device_name", "threads", "content"]
+    rows = rows[(rows[alike].to_numpy() == last.loc[rows["id"], alike].to_numpy()).all(axis=1)]
+    rows = rows[rows["id"].isin(tables[-1]["id"])]
+    groups = dict(list(rows.sort_values(["started", "run"]).groupby("id")))
+    spreads = {case: _spread(group["value"].to_numpy(float)) for case, group in groups.items()}
+    usual = float(np.median([spread for case, spread in spreads.items() if len(groups[case]) > 1] or [0.0]))
+    found = [
+        (case, len(group), *change)
+        for case, group in groups.items()
+        if (change := _change(group, max(usual, spreads[case]))) is not None
     ]
-    splits = [_split(values, least) for _, _, values in series]
-    usual = float(np.median([variance for *_, variance in splits])) if splits else 0.0
-    found = []
-    for (case, runs_, values), (at, distance, within) in zip(series, splits, strict=True):
-        degrees = len(values) - 2
-        variance = (degrees * within + PRIOR * usual) / (degrees + PRIOR)
-        error = math.sqrt(variance * (1 / at + 1 / (len(values) - at)))
-        t = distance / error if error else math.inf if distance else 0.0
-        chance = min(1.0, 2 * float(stats.t.sf(t, degrees + PRIOR)) * (len(values) - 2 * least + 1))
-        was, now = (float(np.median(part)) for part in np.split(values, [at]))
-        relative = (now - was) / abs(was) if was else math.copysign(math.inf, now) if now else 0.0
-        found.append((case, len(values), runs_[at], was, now, relative, chance))
-    table = pd.DataFrame(found, columns=DRIFT)
-    if table.empty:
-        return table
-    table["p"] = stats.false_discovery_control(table["p"])
-    drifted = table[(table["p"] < p) & (table["change"].abs() > change)]
-    return drifted.sort_values("change", ascending=False, ignore_index=True)
+    table = pd.DataFrame(found, columns=CHANGED)
+    return table.sort_values("change", ascending=False, ignore_index=True)
 
 
-PRIOR = 4
-"""The degrees of freedom that the usual variance of all cases counts for."""
+def _idle(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a latency that was measured on an idle machine; runs that do not say how busy it was count."""
+    busy = table[BUSY.name] if BUSY.name in table else pd.Series(0.0, table.index)
+    columns = ["id", "run", "started", "device_name", "threads", "content"]
+    chosen = table[table[LATENCY].notna() & ~(busy > BUSY.most)]
+    ends = {
+        end: chosen.get(f"{LATENCY}_{end}", chosen[LATENCY]).fillna(chosen[LATENCY])
+        for end in ("low", "high")
+    }
+    return chosen[columns].assign(value=chosen[LATENCY], **ends).fillna({"content": ""})
 
 
-def _split(values: np.ndarray, least: int) -> tuple[int, float, float]:
-    """Where a series is parted, how far its parts are from each other, and the variance within them, both relative.
+def _spread(values: np.ndarray) -> float:
+    """The relative standard deviation of runs, from the differences of successive ones, of which few may be changes."""
+    steps = np.abs(np.diff(np.log(values)))
+    return 1.4826 * float(np.median(steps)) / math.sqrt(2) if len(steps) else 0.0
 
-    That leaves the least variance within the parts.
-    """
-    scale = float(np.median(np.abs(values))) or 1.0
-    relative = values / scale
 
-    def within(at: int) -> float:
-        return float(sum(((part - part.mean()) ** 2).sum() for part in np.split(relative, [at])))
-
-    at = min(range(least, len(values) - least + 1), key=within)
-    before, after = np.split(relative, [at])
-    return at, abs(float(after.mean() - before.mean())), within(at) / (len(values) - 2)
+def _change(group: pd.DataFrame, spread: float) -> tuple[Any, ...] | None:
+    """Since which run one case has another latency, with the medians before and since; None where it has not."""
+    values, low, high = (group[name].to_numpy(float) for name in ("value", "low", "high"))
+    best: tuple[Any, ...] | None = None
+    for at in range(FEWEST_BEFORE, len(values) - min(MARGINS) + 1):
+        margin = MARGINS[max(number for number in MARGINS if number <= len(values) - at)]
+        was, now = float(np.median(values[:at])), float(np.median(values[at:]))
+        change = now / was - 1
+        least = max(math.log1p(margin), SIGMAS * spread * math.sqrt(1 / at + 1 / (len(values) - at)))
+        slower = low[at:].min() > np.quantile(high[:at], 0.8) and math.log(now / was) > least
+        faster = high[at:].max() < np.quantile(low[:at], 0.2) and math.log(was / now) > least
+        if (slower or faster) and (best is None or abs(change) > abs(best[-1])):
+            best = group["run"].iloc[at], was, now, change
+    return best

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
 import pyarrow as pa
@@ -17,7 +17,7 @@ from . import architectures, headline, html, markdown, tables
 
 T = TypeVar("T")
 
-MOST_REASONS = 20
+MOST_CAUSES = 20
 
 PAGES = ("report.html", "architectures.md")
 """The page of a run, and of a sweep."""
@@ -25,10 +25,11 @@ PAGES = ("report.html", "architectures.md")
 
 @dataclasses.dataclass
 class Written:
-    """The files that were written, and a line for each that could not be."""
+    """The files that were written, a line for each that could not be, and what the views say of the runs before."""
 
     files: list[Path] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
+    since: headline.Since | None = None  # what changed
 
     def attempt(self, write: Callable[[], T], what: Path) -> T | None:
         """Whatever goes wrong with one file is no reason to lose the others."""
@@ -59,13 +60,13 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
             table = store.merge([earlier, table])
     written.files += written.attempt(lambda: store.write_table(table, latest), latest) or []
     views = write_views(table.to_pandas(), latest, directory / "history")
-    return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems])
+    return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems], views.since)
 
 
 def write_views(table: pd.DataFrame, directory: Path, history: Path | None = None) -> Written:
     """Writes every Markdown and HTML view of a run (a table of `store.read_run`), each by itself.
 
-    They say what changed since the last run before it in `history`; that is where it is beside `directory`, if it is not
+    They say what changed since the last good run before it in `history`; that is where it is beside `directory`, if it is not
     given. A view that cannot be made is deleted, for it would show another run.
     """
     written = Written()
@@ -87,7 +88,7 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
             written.files.append(file)
         else:
             file.unlink(missing_ok=True)
-    return Written(sorted(written.files), written.problems)
+    return Written(sorted(written.files), written.problems, changed)
 
 
 def _write(file: Path, view: Callable[[], str]) -> Path:
@@ -96,12 +97,11 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
     return file
 
 
-def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
-    """Failures with their reasons, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
-    problems = tables.problems(table)
-    lines = [_failure(row) for row in problems.head(MOST_REASONS).to_dict("records")]
-    if len(problems) > MOST_REASONS:
-        lines.append(f"... and {len(problems) - MOST_REASONS} more reasons, all in the report")
+def terminal_summary(
+    table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None
+) -> str:
+    """What got worse or failed, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
+    lines = worse_lines(since or headline.since(table, []))
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
     listed = sorted(files, key=lambda file: file.name in PAGES)
@@ -110,6 +110,11 @@ def terminal_summary(table: pd.DataFrame, files: Sequence[Path] = ()) -> str:
     return "\n\n".join(map("\n".join, filter(None, parts)))
 
 
-def _failure(row: dict[Hashable, Any]) -> str:
-    where = f" in {row['stage']}" if row["stage"] else ""
-    return f"{row['outcome'].upper()} {row['case']}{where}: {' '.join(row['reason'].split())}"
+def worse_lines(since: headline.Since) -> list[str]:
+    """The causes of regressions or failures, each with the command that runs one of its cases, as plain text."""
+    lines = [headline.got_worse(since)] if since.causes or since.run else []
+    for number, cause in enumerate(since.causes[:MOST_CAUSES], 1):
+        lines += [f"{number}. {cause.text} ({headline.told(cause)})", f"   {cause.command}"]
+    more = len(since.causes) - MOST_CAUSES
+    lines += [f"... and {more} more causes, all in the report"] if more > 0 else []
+    return [*lines, *filter(None, [headline.to_do(since)])]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 
 from ..records import FAILING, Outcome, counted
-from ..regressions.compare import compare
+from ..regressions import trend
+from ..regressions.causes import Cause, causes, failures
+from ..regressions.compare import CHANGE, compare
 from ..store import ReportError, missing, read_run
 from ..zoo.sources import SOURCE
 
@@ -67,10 +69,19 @@ MOST_RUNS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Since:
-    """The changes (a table of `compare.compare`) since the run of this id."""
+    """What changed since the last good run.
+
+    Attributes:
+        run: the id of that run; empty where there is none, and the causes are those of all failures.
+        commit: of that run.
+        changes: a table of `compare.compare`, and the latencies that changed for good.
+        causes: of the regressions among them, the one with the most cases first.
+    """
 
     run: str
+    commit: str
     changes: pd.DataFrame
+    causes: list[Cause]
 
 
 def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
@@ -85,9 +96,85 @@ def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
     return found[::-1]
 
 
-def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since | None:
-    """Compare a run with the last of the earlier ones; None where there is none."""
-    return Since(str(runs[-1]["run"].iloc[0]), compare(runs[-1], table)) if runs else None
+def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
+    """Compare a run with the last good one among those before it: one in which nothing was worse than in the good one before.
+
+    A regression stays until it is mended, and is told with the commits between which it came.
+    """
+    if not runs:
+        changes = failures(table)
+        return Since("", "", changes, causes(changes, table))
+    good, bad = runs[0], list[pd.DataFrame]()
+    for run in runs[1:]:
+        worse = compare(good, run)["regression"].any()
+        good, bad = (good, [*bad, run]) if worse else (run, [])
+    return compared(good, table, latency_changes([*runs, table]), first=(*bad, table)[0])
+
+
+def compared(
+    good: pd.DataFrame,
+    table: pd.DataFrame,
+    latencies: pd.DataFrame | None = None,
+    *,
+    first: pd.DataFrame | None = None,
+    part: bool = False,
+) -> Since:
+    """Compare a run with a good one; `first` is the first run after that, whose commit may be the cause."""
+    changes = pd.concat([compare(good, table, part=part), latencies], ignore_index=True).sort_values(
+        "regression", ascending=False, kind="stable", ignore_index=True
+    )
+    bad = commit_of(table if first is None else first)
+    commits = f"{commit_of(good)}..{bad}" if bad != commit_of(good) else bad
+    return Since(str(good["run"].iloc[0]), commit_of(good), changes, causes(changes, table, good, commits))
+
+
+def latency_changes(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """The latencies that changed for good by the last of some runs, as changes."""
+    rows = [
+        (change > 0, "latency", case, trend.LATENCY, f"{was:.3f}", f"{now:.3f}", f"since {since}")
+        for case, _, since, was, now, change in trend.latencies(tables).itertuples(index=False, name=None)
+    ]
+    return pd.DataFrame(rows, columns=CHANGE).astype({"regression": bool})
+
+
+def got_worse(since: Since) -> str:
+    """How many causes there are, and since which run.
+
+    Example:
+        >>> got_worse(Since("20260102T030405.678Z-acf9a7c1", "acf9a7c1", pd.DataFrame(), []))
+        'Nothing got worse since the run of 2026-01-02 (commit acf9a7c1)'
+    """
+    count = counted(len(since.causes), "cause") if since.causes else ""
+    if not since.run:
+        return f"{count} of failures; there is no earlier run to compare with" if count else NO_RUN
+    day = f"{since.run[:4]}-{since.run[4:6]}-{since.run[6:8]}"
+    end = f"since the run of {day} (commit {since.commit})"
+    return f"{count} of regressions {end}" if count else f"Nothing got worse {end}"
+
+
+NO_RUN = "There is no earlier run to compare with"
+
+
+def to_do(since: Since) -> str:
+    """What to do about regressions, in a sentence each; empty where there are none."""
+    if not since.causes or not since.run:
+        return ""
+    accept = "A change that is right: `fxopt accept CASE --reason ...`."
+    good, _, bad = since.causes[0].since.partition("..")
+    if not bad or "-dirty" in f"{good}{bad}" or "unknown" in (good, bad):
+        return accept
+    return f"The commit: `git bisect start {bad} {good}`, then `git bisect run COMMAND`. {accept}"
+
+
+def told(cause: Cause) -> str:
+    """What a cause takes along, and since when."""
+    between = f", since {cause.since}" if cause.since else ""
+    return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{between}"
+
+
+def commit_of(table: pd.DataFrame) -> str:
+    """The commit of a run."""
+    return str(table["commit"].iloc[0] or "unknown")
 
 
 def marked(changes: pd.DataFrame) -> pd.DataFrame:

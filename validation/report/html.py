@@ -51,7 +51,7 @@ def document(
 
 
 def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | None) -> dict[str, Any]:
-    """Collect all that the page shows of a run, the runs before it, and the changes since the last of them."""
+    """Collect all that the page shows of a run, the runs before it, and the changes since the last good one."""
     ran = headline.ran(table)
     words: dict[str, int] = {}
     return {
@@ -71,7 +71,7 @@ def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | 
         "words": list(words),
         "worst": [str(outcome) for outcome in WORST_FIRST],
         "failing": [str(outcome) for outcome in WORST_FIRST if outcome in FAILING],
-        "command": AGAIN,
+        "command": AGAIN + next(iter(table.get("options", pd.Series(dtype=str)).dropna()), ""),
     }
 
 
@@ -123,8 +123,12 @@ def _changes(since: headline.Since | None) -> dict[str, Any] | None:
     shown = since.changes.head(MOST_CHANGES)
     return {
         "run": since.run,
+        "worse": headline.got_worse(since),
+        "causes": [
+            {"text": each.text, "told": headline.told(each), "command": each.command} for each in since.causes
+        ],
+        "toDo": headline.to_do(since),
         "headline": headline.changed(since.changes),
-        "worse": bool(since.changes["regression"].any()),
         "more": len(since.changes) - len(shown),
         **_rows(headline.marked(shown)),
     }

@@ -18,7 +18,7 @@ FAILED = "❌"
 
 
 def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
-    """The whole run on one page: what failed and what changed, the fastest pipelines, the matrix, refused sites."""
+    """The whole run on one page: what got worse, what failed and what changed, the fastest pipelines, the matrix, refused sites."""
     ran = headlines.ran(table)
     verdict = tables.verdicts(ran)
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
@@ -32,12 +32,13 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
     return page(
         "# Validation",
+        *_worse(since),
         headline(table),
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
         REPEATED if table["outcome"].isin(FAILING).any() else "",
-        *_since(since),
+        *_changes(since),
         "## Fastest pipeline of each model",
         FASTEST,
         pipes(fastest(verdict)) or "Nothing was timed.",
@@ -94,11 +95,22 @@ def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
     return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
 
 
-def _since(since: headlines.Since | None) -> list[str]:
+def _worse(since: headlines.Since | None) -> list[str]:
+    """The causes of regressions, one line each, with the command that runs one of its cases."""
     if since is None:
         return []
+    lines = [
+        f"{number}. **{escape(cause.text)}** {headlines.told(cause)}. `{cause.command}`"
+        for number, cause in enumerate(since.causes, 1)
+    ]
+    return [f"**{headlines.got_worse(since)}.**", "\n".join(lines), headlines.to_do(since)]
+
+
+def _changes(since: headlines.Since | None) -> list[str]:
+    if since is None or not since.run:
+        return []
     worse = since.changes[since.changes["regression"]].drop(columns="regression")
-    return [f"## Since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
+    return [f"## Changes since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
 
 
 FASTEST = (
@@ -118,16 +130,16 @@ LEGEND = (
 )
 
 
-def comparison(changes: pd.DataFrame, most: int = 100) -> str:
-    """The changes between two runs, as the summary of a job on GitHub takes it: regressions, and behind a click the others."""
-    table = changes.drop(columns="regression")
-    worse, others = table[changes["regression"]], table[~changes["regression"]]
+def comparison(since: headlines.Since, most: int = 100) -> str:
+    """The changes between two runs, as the summary of a job on GitHub takes it: causes, and behind a click all changes."""
+    table = since.changes.drop(columns="regression")
+    worse, others = table[since.changes["regression"]], table[~since.changes["regression"]]
     folded = []
-    if len(others):
-        counts = others["kind"].value_counts().rename_axis("other changes").reset_index(name="rows")
-        lines = _first(others, most)
-        folded = [pipes(counts), "<details><summary>one by one</summary>", *lines, "</details>"]
-    return page(f"# {headlines.changed(changes)}", *_first(worse, most), *folded)
+    for name, rows in (("regressions", worse), ("other changes", others)):
+        if len(rows):
+            lines = _first(rows, most)
+            folded += [f"<details><summary>{len(rows):,} {name}, one by one</summary>", *lines, "</details>"]
+    return page(f"# {headlines.changed(since.changes)}", *_worse(since), *folded)
 
 
 def _first(rows: pd.DataFrame, most: int) -> list[str]:

@@ -55,7 +55,13 @@ class Controller:
         if session.config.option.collectonly:
             return
         plan = store.plan_of(self.planned)
-        run = store.Run.now(threads=timing_threads(), devices=self.devices, plan=plan, root=self.root)
+        run = store.Run.now(
+            threads=timing_threads(),
+            devices=self.devices,
+            plan=plan,
+            options=options(session.config),
+            root=self.root,
+        )
         try:
             self._journal = store.Journal(self.place.path, run, self.resume)
             self.place.send()
@@ -155,7 +161,7 @@ class Controller:
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
             self._problems += written.problems
-            self._message = report.terminal_summary(table.to_pandas(), written.files)
+            self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)
             journals = {*self._journal.file.parent.glob("*.jsonl")} - {self._journal.file}
             if cut := sorted(map(str, journals)):
                 self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
@@ -239,8 +245,12 @@ def failure(record: Record, item: pytest.Item) -> str:
 
 
 def command(case: Case, item: pytest.Item) -> str:
-    """The command that runs one case alone, with the zoo and the passes of this run."""
-    option = item.config.getoption
-    named = [f"--pass {shlex.quote(name)}" for name in option("--fx-pass") or () if "." in name]
-    zoo = [f"--zoo {shlex.quote(option('--fx-zoo'))}"] if option("--fx-zoo") else []
-    return " ".join([AGAIN.format(model=case.model, case=case.id), *zoo, *named])
+    """The command that runs one case alone."""
+    return AGAIN.format(model=case.model, case=case.id) + options(item.config)
+
+
+def options(config: pytest.Config) -> str:
+    """What `fxopt validate` needs to find the zoo and the passes of this run."""
+    named = [f" --pass {shlex.quote(name)}" for name in config.getoption("--fx-pass") or () if "." in name]
+    zoo = config.getoption("--fx-zoo")
+    return "".join([f" --zoo {shlex.quote(zoo)}" if zoo else "", *named])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .journal import Journal
 from .past import accept, append_history, history, read_run, read_table, seconds_by_case, write_table
 from .place import Place
-from .provenance import Run, version
+from .provenance import Run, processor, version
 from .table import (
     COLUMNS,
     SCHEMA,
@@ -34,6 +34,7 @@ __all__ = [
     "merge",
     "missing",
     "plan_of",
+    "processor",
     "read_run",
     "read_table",
     "replace",

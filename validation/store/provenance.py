@@ -17,8 +17,8 @@ from pathlib import Path
 class Run:
     """The facts that all records of one run share.
 
-    `devices` maps a device of the cases (`cpu`, `cuda`) to the name of the hardware, `threads` is the
-    number of threads that timed cases ran with. `Run.now` fills it in for the running process.
+    `devices` maps a device of the cases (`cpu`, `cuda`) to all that decides on its speed and its kernels, `threads` is
+    the number of threads that timed cases ran with, `options` those that `fxopt validate` needs to find its zoo and passes. `Run.now` fills it in for the running process.
     """
 
     started: datetime.datetime
@@ -30,6 +30,7 @@ class Run:
     threads: int
     plan: str = ""
     fxopt: str = ""
+    options: str = ""
 
     @property
     def id(self) -> str:
@@ -40,7 +41,13 @@ class Run:
 
     @classmethod
     def now(
-        cls, *, threads: int, devices: Iterable[str] = ("cpu",), plan: str = "", root: Path = Path()
+        cls,
+        *,
+        threads: int,
+        devices: Iterable[str] = ("cpu",),
+        plan: str = "",
+        options: str = "",
+        root: Path = Path(),
     ) -> Run:
         """The run that starts now, on this machine, with the installed versions and the commit that `root` is at."""
         return cls(
@@ -53,6 +60,7 @@ class Run:
             threads=threads,
             plan=plan,
             fxopt=version("fxopt"),
+            options=options,
         )
 
 
@@ -79,15 +87,42 @@ def _commit(root: Path) -> str:
     return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _device_name(device: str) -> str:
-    if device.partition(":")[0] == "cuda":
-        import torch  # reading a report must not wait for torch to load
+_INSTRUCTIONS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+)
+"""Instructions, as Linux names them, for which torch has kernels of their own."""
 
-        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
-    if device == "cpu":
-        with contextlib.suppress(OSError):  # Linux alone has this file
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    return ""
+
+def processor() -> tuple[str, str]:
+    """The name of the processor; its vector and matrix instructions, and which of them torch uses."""
+    import torch
+
+    said = dict[str, str]()
+    with contextlib.suppress(OSError):  # Linux alone has this file
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = said.get("flags", said.get("Features", "")).split()
+    found = " ".join(name for name in _INSTRUCTIONS if name in flags) or "unknown instructions"
+    name = said.get("model name") or platform.processor() or platform.machine()
+    return name, f"{found}, of which torch uses {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _device_name(device: str) -> str:
+    """The processor with its instructions, cores, and the build of torch with its BLAS, as far as speed and kernels need it."""
+    import torch  # reading a report must not wait for torch to load
+
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    if device.partition(":")[0] == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {build}" if torch.cuda.is_available() else ""
+    if device != "cpu":
+        return ""
+    blas = "MKL" if torch.backends.mkl.is_available() else "no MKL"
+    return "; ".join([*processor(), f"{os.cpu_count()} cores", blas, build])

@@ -43,6 +43,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "threads": pa.int64(),
     "content": pa.string(),  # digest of what the case is made of: rows of one id with two of them are not alike
     "plan": pa.string(),  # number and digest of all cases of the plan that the run belongs to
+    "options": pa.string(),  # of `fxopt validate`, so that it finds the zoo and the passes of the run
     "accepted": pa.string(),  # why a baseline takes this row in the place of a better one
 }
 

@@ -48,14 +48,29 @@ function drawHead() {
   drawFastest();
 }
 
+function drawWorse() {
+  const { worse, causes, toDo, run } = data.since;
+  at("worse").append(make("p", { class: `worse ${causes.length ? "failed" : ""}` }, worse));
+  const lines = causes.map(({ text, told, command }) =>
+    make("li", {}, make("b", {}, text), make("span", { class: "quiet" }, ` ${told}. `), make("code", {}, command), copier(command)));
+  if (lines.length) at("worse").append(make("ol", { class: "causes" }, ...lines.slice(0, 10)));
+  if (lines.length > 10) at("worse").append(make("details", {}, make("summary", {}, `${lines.length - 10} more causes`), make("ol", { class: "causes", start: 11 }, ...lines.slice(10))));
+  if (toDo) at("worse").append(make("p", { class: "quiet" }, toDo.replaceAll("`", "")));
+  at("changes").hidden = !run;
+}
+
+function copier(text) {
+  return make("button", { class: "copy", type: "button", onclick: () => navigator.clipboard?.writeText(text) }, "Copy");
+}
+
 function drawSince() {
-  if (!data.since) return at("since").append("There is no earlier run in the history.");
-  const { headline, run, rows, worse, more } = data.since;
-  at("since").append(make("p", {}, make("span", { class: `badge ${worse ? "failing" : "pass"}` }, headline), ` since ${run}`));
+  if (!data.since) return;
+  drawWorse();
+  const { headline, run, rows, more } = data.since;
+  at("since").append(make("p", {}, `${headline} since ${run}`));
   const regressions = rows.filter(([bad]) => bad), others = rows.filter(([bad]) => !bad);
-  const lists = [[regressions.slice(0, 5)], [regressions.slice(5), "more regressions"], [others, "other changes"]];
-  for (const [lines, name] of lists)
-    if (lines.length) at("since").append(name ? make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)) : changeList(lines));
+  for (const [lines, name] of [[regressions, "regressions"], [others, "other changes"]])
+    if (lines.length) at("since").append(make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)));
   if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt compare`));
 }
 

@@ -1,0 +1,147 @@
+"""One cause is one line, whatever it takes along: of each kind of fault that a night may bring."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+import pytest
+
+from validation import store
+from validation.records import Case, Check, Outcome, Record
+from validation.report import headline, markdown, worse_lines
+
+MODELS = ("bert", "resnet", "whisper")
+PIPELINES = ((), ("MergeLinears",), ("FuseBiasInLinear",), ("MergeLinears", "FuseBiasInLinear"), ("all",))
+MEASURED = {
+    "relative_error": 1e-7,
+    "tolerance": 1e-4,
+    "sites": 4.0,
+    "apply_seconds": 0.05,
+    "apply_memory_mb": 2.0,
+    "trace_seconds": 1.0,
+    "memory_peak_mb": 8.0,
+    "cosine": 0.9999,
+}
+
+
+def night(run, number, faulty=lambda record: record):
+    """The table of a whole run: each model, pipeline and check, as `faulty` changes it."""
+    records = [
+        Record(Case(model, pipeline, "cpu", check), Outcome.PASS, measurements=dict(MEASURED))
+        for model in MODELS
+        for pipeline in PIPELINES
+        for check in (Check.EFFECT, Check.EQUIVALENCE)
+    ]
+    made = dataclasses.replace(
+        run,
+        started=run.started + datetime.timedelta(days=number),
+        commit=f"c0ffee{number:02d}",
+        plan=store.plan_of([record.case.id for record in records]),
+    )
+    return store.table_of([faulty(record) for record in records], made).to_pandas()
+
+
+def measuring(pipeline, model="", check=None, **measurements):
+    """A fault that changes measurements of the pipelines that hold a pass."""
+
+    def faulty(record):
+        held = pipeline in record.case.pipeline or (pipeline and record.case.pipeline == ("all",))
+        own = held if pipeline else not record.case.pipeline
+        if not own or model not in record.case.model or check not in (None, record.case.check):
+            return record
+        return dataclasses.replace(record, measurements=record.measurements | measurements)
+
+    return faulty
+
+
+def not_captured(record):
+    if record.case.model != "bert":
+        return record
+    reason = "the value of `x.sum()` decides, at modeling_bert.py:312"
+    return dataclasses.replace(record, outcome=Outcome.ERROR, stage="capture", reason=reason, measurements={})
+
+
+def wrong(record):
+    holds = "MergeLinears" in record.case.pipeline or record.case.pipeline == ("all",)
+    if not holds or record.case.check is not Check.EQUIVALENCE:
+        return record
+    reason = f"logits of {record.case.model} differ by 0.001"
+    measurements = MEASURED | {"relative_error": 1e-3}
+    return dataclasses.replace(
+        record, outcome=Outcome.FAIL, stage="compare", reason=reason, measurements=measurements
+    )
+
+
+PLANTED = {
+    "a capture that is refused": (
+        not_captured,
+        ["bert is not captured: the value of", "modeling_bert.py:312"],
+    ),
+    "a wrong pass": (wrong, ["MergeLinears fails in bert, resnet, whisper: logits of bert differ"]),
+    "an error": (
+        measuring("MergeLinears", relative_error=1e-5),
+        ["MergeLinears, relative error: 1e-07 → 1e-05"],
+    ),
+    "accuracy": (
+        measuring("MergeLinears", "bert", cosine=0.99),
+        ["MergeLinears, cosine: 0.9999 → 0.99 in bert"],
+    ),
+    "sites": (measuring("FuseBiasInLinear", "bert", sites=2.0), ["FuseBiasInLinear, sites: 4 → 2 in bert"]),
+    "memory": (
+        measuring("MergeLinears", memory_peak_mb=12.0),
+        ["MergeLinears, memory peak mb: 8 MB → 12 MB"],
+    ),
+    "memory of a pass": (measuring("MergeLinears", apply_memory_mb=40.0), ["apply memory mb: 2 MB → 40 MB"]),
+    "time of a pass": (measuring("MergeLinears", apply_seconds=0.6), ["apply seconds: 0.05 s → 0.6 s"]),
+    "time of capture": (measuring("", trace_seconds=3.0), ["The graph, trace seconds: 1 s → 3 s in bert"]),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_one_planted_cause_is_one_line_until_it_is_mended(name, run):
+    faulty, texts = PLANTED[name]
+    good, bad, still = night(run, 0), night(run, 1, faulty), night(run, 2, faulty)
+    for runs, table in (([good], bad), ([good, bad], still)):
+        since = headline.since(table, runs)
+        assert len(since.causes) == 1, [cause.text for cause in since.causes]
+        assert all(text in since.causes[0].text for text in texts), since.causes[0].text
+        assert since.causes[0].since == "c0ffee00..c0ffee01"
+        first = markdown.summary(table, since).splitlines()[:9]
+        assert f"1 cause of regressions since the run of {run.started:%Y-%m-%d} (commit c0ffee00)" in first[2]
+        assert "fxopt validate --model" in first[4]
+        assert "git bisect start c0ffee01 c0ffee00" in first[6]
+        assert worse_lines(since)[1].startswith("1. ")
+    assert not headline.since(night(run, 3), [good, bad, still]).causes
+
+
+def test_two_causes_are_two_lines_the_one_with_more_cases_first(run):
+    def both(record):
+        return not_captured(measuring("FuseBiasInLinear", "resnet", Check.EFFECT, sites=1.0)(record))
+
+    since = headline.since(night(run, 1, both), [night(run, 0)])
+    assert [cause.text.split(",")[0].split(" is")[0] for cause in since.causes] == [
+        "bert",
+        "FuseBiasInLinear",
+    ]
+    assert [cause.cases for cause in since.causes] == [10, 3]
+
+
+def test_the_command_names_the_zoo_and_passes_of_the_run(run):
+    made = dataclasses.replace(run, options=" --zoo zoo.yaml --pass own.Pass")
+    since = headline.since(night(made, 1, not_captured), [night(made, 0)])
+    command = "fxopt validate --model bert -k bert-eager-cpu-effect --zoo zoo.yaml --pass own.Pass"
+    assert since.causes[0].command == command
+
+
+def test_the_failures_of_a_first_run_are_grouped_too(run):
+    since = headline.since(night(run, 0, not_captured), [])
+    assert headline.got_worse(since) == "1 cause of failures; there is no earlier run to compare with"
+    assert since.causes[0].cases == 10
+
+
+def test_what_vanished_is_one_line(run):
+    good = night(run, 0)
+    part = good[good["model"] != "bert"]
+    since = headline.compared(good, part.assign(plan=""))
+    assert [cause.text for cause in since.causes] == ["bert: model vanished"]
