@@ -51,6 +51,8 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         (torch.bfloat16, torch.float32)
     """
 
+    tolerance = 0.1
+
     dtype: torch.dtype = torch.bfloat16
     keep_float32: tuple[str | type[nn.Module], ...] = ()
 

@@ -56,6 +56,8 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
         ReLU()
     """
 
+    tolerance = 1e-3
+
     source: str | type[nn.Module] = "gelu"
     target: str | type[nn.Module] = "gelu_tanh"
 

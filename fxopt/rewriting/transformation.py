@@ -21,6 +21,8 @@ class Transformation(abc.ABC):
 
     Attributes:
         preserves_computation: whether the transformed graph gives the same outputs as the original.
+        tolerance: of a pass that does not preserve them, how far an output may move, as the norm of the difference relative
+            to that of the output; None if it does not say. `fxopt validate` fails a pass that moves them farther.
         reversible: whether it can be undone.
 
     Example:
@@ -39,6 +41,7 @@ class Transformation(abc.ABC):
     """
 
     preserves_computation: bool = False
+    tolerance: float | None = None
     reversible: bool = False
 
     @abc.abstractmethod

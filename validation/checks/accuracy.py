@@ -16,7 +16,7 @@ from fxopt.testing.probes import not_finite
 from ..judging import steps
 from ..judging.comparison import per_dtype
 from ..judging.metrics import METRICS
-from ..judging.subject import LARGEST_ERROR, LEAST_COSINE, Subject
+from ..judging.subject import LEAST_COSINE, Subject
 from ..records import Finding, Outcome
 from ..zoo import digits
 from ..zoo.entry import TrainedWeights
@@ -62,8 +62,17 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             if subject.entry.given and not cosine >= LEAST_COSINE:
                 problems.append(f"the cosine with the original is {cosine:.4f}")
             away = max(each["relative_error"] for each in (measured, *others))
-            if subject.entry.given and not problems and not away <= LARGEST_ERROR:
-                problems.append(f"the outputs are {away:.3g} of their norm away from the original")
+            measured["tolerance"] = limit = subject.most_error(pipeline, dtype)
+            if subject.entry.given and not problems and not away <= limit:
+                silent = [
+                    name
+                    for name, each in subject.members(pipeline)
+                    if not each.preserves_computation and each.tolerance is None
+                ]
+                why = f"; {silent[0]} states no `tolerance`" if silent else ""
+                problems.append(
+                    f"the outputs moved by {away:.3g} of their norm, the limit is {limit:.3g}{why}"
+                )
         if isinstance(subject.entry.weights, TrainedWeights):
             before, after = _task(subject, pipeline, dtype)
             problems += _task_problems(before, after)

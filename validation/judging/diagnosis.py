@@ -63,7 +63,8 @@ class Diagnoses:
         passes = found.passes or tuple(pass_ for _, pass_ in subject.members(case.pipeline))
         verify = not found.passes and case.check is Check.EQUIVALENCE and finding.outcome is Outcome.FAIL
         dtype = str(found.dtype or subject.dtypes[0]).removeprefix("torch.")
-        text = repro.script(case, reason, subject.entry, dtype, passes, verify)
+        limit = subject.most_error(case.pipeline, getattr(torch, dtype))
+        text = repro.script(case, reason, subject.entry, dtype, passes, verify, limit)
         return dataclasses.replace(finding, reason=reason), text
 
     def _found(self, subject: Subject, case: Case, seconds: float) -> _Found:

@@ -16,7 +16,7 @@ from fxopt.rewriting.transformation import Transformation
 from ..records import Case, Check, Record
 from ..zoo import build
 from ..zoo.entry import Entry, PretrainedWeights, TrainedWeights, factory
-from .subject import FLOOR, LARGEST_ERROR, LEAST_COSINE
+from .subject import FLOOR, LEAST_COSINE
 
 FOLDER = "repro"
 """The folder of the scripts, in a report."""
@@ -31,11 +31,18 @@ NEEDED = {
 
 
 def script(
-    case: Case, reason: str, entry: Entry, dtype: str, passes: Sequence[Transformation], verify: bool = False
+    case: Case,
+    reason: str,
+    entry: Entry,
+    dtype: str,
+    passes: Sequence[Transformation],
+    verify: bool = False,
+    most_error: float = 0.0,
 ) -> str:
     """The text of the script: it ends with 0 when the case is right; empty where a pass can be imported from nowhere.
 
-    `passes` are those that it takes to fail; `verify` says that it shows when sites are compared one by one alone.
+    `passes` are those that it takes to fail; `verify` says that it shows when sites are compared one by one alone, `most_error` how
+    far passes that do not preserve the computation may move the outputs.
     """
     parts = [part for each in passes for part in _parts(each)]
     if any("<locals>" in type(part).__qualname__ for part in parts):
@@ -52,7 +59,7 @@ def script(
         check=str(case.check),
         floor=FLOOR,
         least_cosine=LEAST_COSINE,
-        largest_error=LARGEST_ERROR,
+        largest_error=most_error,
         reason=_wrapped(reason),
         package=module.partition(".")[0],
         note="\nThe weights are random here, not trained as in the case." if trained else "",

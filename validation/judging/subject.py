@@ -39,8 +39,8 @@ farther: the model may be exact by chance.
 LEAST_COSINE = 0.99
 """Below this the outputs point elsewhere: more than rounding or an approximation."""
 
-LARGEST_ERROR = 0.2
-"""Above this, of the norm of a tensor, it has another size, which no cosine shows."""
+UNSTATED = 0.01
+"""The tolerance of a pass that does not preserve the computation and states none."""
 
 TIMING = 8.0
 """The seconds after which the turns of all that is timed of a model end, whether their intervals are narrow or not."""
@@ -107,6 +107,15 @@ class Subject:
         """
         exact = all(pass_.preserves_computation for _, pass_ in self.members(pipeline))
         return [self.wide] if exact and pipeline and not self.entry.given else self.dtypes
+
+    def most_error(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> float:
+        """How far a pipeline that does not preserve the computation may move an output, relative to its norm.
+
+        The zoo says it of the pipeline in this model, or each of its passes; rounding in `dtype` comes on top.
+        """
+        passes = [pass_ for _, pass_ in self.members(pipeline) if not pass_.preserves_computation]
+        stated = sum(UNSTATED if each.tolerance is None else each.tolerance for each in passes)
+        return (self.entry.tolerance(pipeline) or stated) + FLOOR * torch.finfo(dtype).eps
 
     @property
     def wide(self) -> torch.dtype:

@@ -47,7 +47,7 @@ _VERBS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """What got worse for one reason.
+    """The regressions that go back to one reason.
 
     Attributes:
         text: what and where, in a sentence.
@@ -104,6 +104,7 @@ def causes(
 def failures(table: pd.DataFrame) -> pd.DataFrame:
     """The failures of a run as regressions, for one that there is no other to compare with."""
     failing = table[table["outcome"].isin(FAILING)]
+    stages = failing["stage"].map(lambda stage: f" in stage {stage}" if stage not in ("", "compare") else "")
     return pd.DataFrame(
         {
             "regression": True,
@@ -112,8 +113,7 @@ def failures(table: pd.DataFrame) -> pd.DataFrame:
             "metric": "",
             "before": "",
             "after": failing["outcome"],
-            "explanation": failing["reason"]
-            + failing["stage"].map(lambda stage: stage and f" in stage {stage}"),
+            "explanation": failing["reason"] + stages,
         }
     )
 
@@ -151,7 +151,7 @@ class _Change:
 
 
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
-    """What a regression goes back to: a stage and its message, one of the `guilty` passes, or a kind of cost."""
+    """The origin of a regression: a stage and its message, one of the `guilty` passes, or a kind of cost."""
     if change.kind.endswith("vanished") or not change.row:
         return (change.kind,)
     if change.stage in CAPTURE:

@@ -88,7 +88,7 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[tuple[Any, ...]]
     rows = new.loc[other, ["outcome", "stage", "reason"]].assign(was=old.loc[other, "outcome"])
     for case, now, stage, reason, was in rows.itertuples(name=None):
         worse = was == Outcome.PASS or (now in FAILING and was not in FAILING)
-        where = f" in stage {stage}" if stage else ""
+        where = f" in stage {stage}" if stage not in ("", "compare") else ""
         yield worse, "outcome", case, "", was, now, f"{reason}{where}" if reason else f"{was} became {now}"
 
 

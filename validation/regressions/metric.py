@@ -68,7 +68,7 @@ class Busy:
 
 
 BUSY = Busy("busy_percent", 10.0)
-"""What other processes took of a core while latencies were measured."""
+"""The part of a core that other processes took while latencies were measured."""
 
 UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
 """The units that words in the names of measurements stand for."""

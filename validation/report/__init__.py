@@ -100,7 +100,7 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
 def terminal_summary(
     table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None
 ) -> str:
-    """What got worse or failed, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
+    """The causes of regressions or failures, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
     lines = worse_lines(since or headline.since(table, []))
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))

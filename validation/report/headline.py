@@ -69,7 +69,7 @@ MOST_RUNS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Since:
-    """What changed since the last good run.
+    """The changes since the last good run.
 
     Attributes:
         run: the id of that run; empty where there is none, and the causes are those of all failures.
@@ -156,7 +156,7 @@ NO_RUN = "There is no earlier run to compare with"
 
 
 def to_do(since: Since) -> str:
-    """What to do about regressions, in a sentence each; empty where there are none."""
+    """The next steps, in a sentence each; empty where there are none."""
     if not since.causes or not since.run:
         return ""
     accept = "A change that is right: `fxopt accept CASE --reason ...`."
@@ -167,7 +167,7 @@ def to_do(since: Since) -> str:
 
 
 def told(cause: Cause) -> str:
-    """What a cause takes along, and since when."""
+    """The number of cases and models of a cause, and the commits between which it came."""
     between = f", since {cause.since}" if cause.since else ""
     return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{between}"
 

@@ -250,7 +250,7 @@ def command(case: Case, item: pytest.Item) -> str:
 
 
 def options(config: pytest.Config) -> str:
-    """What `fxopt validate` needs to find the zoo and the passes of this run."""
+    """The options with which `fxopt validate` finds the zoo and the passes of this run."""
     named = [f" --pass {shlex.quote(name)}" for name in config.getoption("--fx-pass") or () if "." in name]
     zoo = config.getoption("--fx-zoo")
     return "".join([f" --zoo {shlex.quote(zoo)}" if zoo else "", *named])

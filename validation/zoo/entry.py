@@ -135,16 +135,16 @@ class KnownFailure(Strict):
 
 
 class Tolerance(Strict):
-    """An error that a pipeline may make in a model although it is too large for a right rewrite: how large, why, and
-    on which day it expires; from then on it counts again.
+    """An error that a pipeline may make in a model: one that is too large for a right rewrite, or than its passes state.
 
-    `relative_error` is relative to the largest value of a tensor; `pipeline` is written as in `KnownFailure`.
+    `relative_error` is relative to the largest value of a tensor, and of a pipeline that does not preserve the computation
+    to the norm of an output; `pipeline` is written as in `KnownFailure`. From `expires` on, it counts again.
     """
 
     pipeline: str
     relative_error: PositiveFloat
     reason: Reason
-    expires: datetime.date
+    expires: datetime.date | None = None
 
 
 class Entry(Strict):
@@ -196,7 +196,11 @@ class Entry(Strict):
         """The error that is accepted of a pipeline today; 0 for most."""
         today, name = datetime.date.today(), "+".join(pipeline)
         return max(
-            (t.relative_error for t in self.tolerances if t.pipeline == name and today < t.expires),
+            (
+                t.relative_error
+                for t in self.tolerances
+                if t.pipeline == name and (t.expires is None or today < t.expires)
+            ),
             default=0.0,
         )
 
