@@ -26,11 +26,12 @@ from .running.pool import Pool
 from .running.run import Runner, in_worker
 from .store import Place, ReportError, seconds_by_case
 from .zoo.build import memory_of
-from .zoo.entry import Entry, judged
+from .zoo.entry import Entry, is_installed, judged
 from .zoo.passes import ZooError, passes_of
 from .zoo.plan import content, members, plan, unmet
 from .zoo.sources import SOURCES, architectures, load_zoo, marked
 
+LEFT_OUT = pytest.StashKey[dict[str, str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
 RUNNER = pytest.StashKey[Runner]()
 WORKERS = pytest.StashKey[int]()
@@ -76,6 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
     devices = _chosen("--fx-device", config.getoption("--fx-device"), present) or present
     passes, wanted = _passes(config)
     whole = _zoo(config, passes)
+    chosen = config.getoption("--fx-model") or ()
+    config.stash[LEFT_OUT] = left_out = {
+        entry.name: entry.requires
+        for entry in whole
+        if entry.requires and entry.name not in chosen and not is_installed(entry.requires)
+    }
+    whole = [entry for entry in whole if entry.name not in left_out]
     zoo = _part_of(config, whole)
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))
@@ -127,6 +135,13 @@ def pytest_configure(config: pytest.Config) -> None:
         return seconds[case.id] / (1 if case.timed else config.stash[WORKERS]) if case else 0.0
 
     config.pluginmanager.register(Progress(weight), "fxopt-progress")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not (left_out := config.stash.get(LEFT_OUT, {})):
+        return []
+    packages = ", ".join(sorted(set(left_out.values())))
+    return [f"left out: {counted(len(left_out), 'model')} whose libraries are not installed ({packages})"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -160,6 +160,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def timing_threads() -> int:
+    """Half of the cores that this process may use: when other programs run, threads on all cores wait for each
+    other, and a run takes a hundred times as long.
+    """
+    return max(1, cores() // 2)
+
+
 def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Callable[[], float]:
     """A turn that runs twice, each time on what it is fed untimed, and gives the seconds of the second run.
 

@@ -89,12 +89,13 @@ def _sizes_follow_values(graph: GraphModule) -> bool:
 
 def _measure(original: Any, output: Any) -> dict[str, float | int]:
     compared = compare(original, output)
-    reference, candidate = _floating(original), _floating(output)
+    reference, candidate = floating(original), floating(output)
     measured = {name: metric(reference, candidate) for name, metric in METRICS.items()}
     return {**measured, "tensors_compared": compared.tensors}
 
 
-def _floating(output: Any) -> dict[str, Tensor]:
+def floating(output: Any) -> dict[str, Tensor]:
+    """The floating tensors of an output by their paths, in float64."""
     return {
         path: value.double()
         for path, value in leaves(output)

@@ -22,13 +22,13 @@ from ..timing import (
     Others,
     Ratio,
     Times,
-    cores,
     floor_of,
     in_random_order,
     peak_mb,
     ratio,
     seconds_of,
     synchronise,
+    timing_threads,
 )
 from ..zoo.plan import checks, members, pipelines
 
@@ -113,13 +113,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     }
     steps.note_latency(subject, pipeline, measured.threads)
     return Finding(measurements=values if pipeline else values | _engines(subject, measured))
-
-
-def timing_threads() -> int:
-    """Half of the cores that this process may use: when other programs run, threads on all cores wait for each
-    other, and a run takes a hundred times as long.
-    """
-    return max(1, cores() // 2)
 
 
 def narrow(times: Times) -> bool:

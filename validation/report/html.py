@@ -20,7 +20,7 @@ from ..records import AGAIN, FAILING, WORST_FIRST, Outcome
 from ..regressions.metric import UNKNOWN, metric_of
 from ..store import COLUMNS, measurements_of
 from . import headline, tables, wording
-from .pipelines import fastest
+from .pipelines import fastest, optimized
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_CHANGES = 500
@@ -62,6 +62,7 @@ def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | 
         "conditions": tables.conditions(table),
         "since": _changes(since),
         "fastest": _rows(fastest(tables.verdicts(ran))) if len(ran) else _rows(pd.DataFrame()),
+        "optimized": _rows(optimized(ran)),
         "problems": _rows(tables.problems(table)),
         "refusals": _rows(tables.refusals(table)),
         "cases": {name: _coded(ran[name], words) for name in WORDS} | {"seconds": _short(ran["seconds"])},

@@ -11,7 +11,7 @@ import pandas as pd
 from ..records import AGAIN, FAILING, Check, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import fastest, orders, steps
+from .pipelines import fastest, optimized, orders, steps
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -42,6 +42,8 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         "## Fastest pipeline of each model",
         FASTEST,
         pipes(fastest(verdict)) or "Nothing was timed.",
+        "## `fxopt.optimize`",
+        pipes(optimized(ran)) or "Nothing was optimized.",
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(single)) or "None.",

@@ -9,9 +9,11 @@ from typing import Any
 import pandas as pd
 
 from ..checks.effect import AGAIN, COMPUTATION, NOTHING
+from ..checks.optimize import EAGER
 from ..judging.steps import FACT, LATENCY, noted
 from ..records import Check, Outcome
-from .wording import ABSENT, effect, number, pipeline_label, ratio, shown
+from ..zoo.plan import OPTIMIZED
+from .wording import ABSENT, effect, number, pipeline_label, ratio, shown, with_limit
 
 KEY = ["model", "pipeline", "device"]
 NONE = "none: the graph itself"
@@ -53,6 +55,19 @@ def fastest(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 def _least(rows: pd.DataFrame) -> pd.Series | None:
     return rows.iloc[int(rows["latency_ratio"].argmin())] if len(rows) else None
+
+
+def optimized(table: pd.DataFrame) -> pd.DataFrame:
+    """One row a model and precision of `fxopt.optimize`: its speed-up, how far the outputs moved, and why it runs eagerly."""
+    rows = table[(table["check"] == Check.OPTIMIZE) & table["outcome"].eq(Outcome.PASS)]
+    said = pd.DataFrame({"model": rows["model"], "precision": rows["pipeline"].map(OPTIMIZED)})
+    if not rows.empty:
+        said["speed-up"] = [
+            f"{1 / value:.2f}" if value == value else ABSENT for value in rows["latency_ratio_eager"]
+        ]
+        said["error (limit)"] = [with_limit(row, "relative_error") for _, row in rows.iterrows()]
+        said["no graph, because"] = rows[EAGER].fillna("") if EAGER in rows else ""
+    return said.sort_values(["model", "precision"], ignore_index=True)
 
 
 def orders(table: pd.DataFrame) -> pd.DataFrame:

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from .. import report, store
-from ..checks.latency import timing_threads
 from ..judging import repro
 from ..records import AGAIN, FAILING, Case, Outcome, Record, counted
+from ..timing import timing_threads
 from .fleet import Fleet
 from .pool import Pool
 

@@ -7,6 +7,7 @@ import datetime
 import fnmatch
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -159,8 +160,8 @@ class Entry(Strict):
     seconds, and to compile it by torch.compile up to a minute.
     With a `large` model neither pairs of passes are tried nor what people do with a graph after each single pass: both are seen on
     a small model of the same kind.
-    `requires` is a package that is installed only for this model: where it cannot be imported, the cases are
-    skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
+    `requires` is a package that is installed only for this model: where it is not there, the model is left out, and where it
+    cannot be imported, its cases are skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
     full pipelines, with its number, or `None`. `pipelines` are those that the file names for all models. `given` tells those that a person wrote from those of a sweep.
     """
 
@@ -229,6 +230,11 @@ def _imported(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{module_name} has no class or function {name!r}")
     return found  # type: ignore[no-any-return]
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package is there, without importing it."""
+    return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
 @functools.cache  # of a package that failed, parts stay loaded: a second import fails in another way

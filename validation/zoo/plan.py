@@ -23,6 +23,10 @@ EXACT = "exact"
 """The part of it that preserves the computation."""
 
 
+OPTIMIZED = {"optimize": "float32", "optimize_bfloat16": "bfloat16", "optimize_int8": "int8"}
+"""The pipelines that are `fxopt.optimize` in each precision, on the CPU."""
+
+
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
     """No garbage is looked for: among hundreds of thousands of new objects, none of them garbage, that takes most of the time."""
@@ -38,7 +42,7 @@ def _without_collector() -> Iterator[None]:
 @_without_collector()
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
     """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but in a
-    large model), × the full pipelines `all` and `exact`, and those that the zoo names; on each device. Those of a sweep, of which there are hundreds, go through each
+    large model), × the full pipelines `all` and `exact`, those that the zoo names, and `fxopt.optimize` in each precision; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
@@ -66,6 +70,7 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
             for pipeline, kinds in known[kind]
             for device in sorted(devices)
             for check in kinds
+            if check is not Check.OPTIMIZE or device == "cpu"
         ]
     return cases
 
@@ -100,16 +105,18 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
         return [(name,) for name in passes]
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
     named = [(name,) for name in (ALL, EXACT) if len(members(entry, (name,), passes)) > 1]
-    named += [(name,) for name in entry.pipelines]
+    named += [(name,) for name in (*entry.pipelines, *OPTIMIZED)]
     pairs = () if entry.large else itertools.permutations(with_sites, 2)
     return [*((name,) for name in passes), *pairs, *named]
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
-    """The passes that a pipeline stands for, in order.
+    """The passes that a pipeline stands for, in order; none for `fxopt.optimize`, which picks its own.
 
     `all` and `exact` lack those recorded with no sites, and those with options: each pass is in them once.
     """
+    if pipeline and pipeline[0] in OPTIMIZED:
+        return ()
     if pipeline not in ((ALL,), (EXACT,)):
         return entry.pipelines.get(pipeline[0], pipeline) if len(pipeline) == 1 else pipeline
     ordered = dict.fromkeys([*(name for name in entry.sites if name in passes), *passes])
@@ -131,6 +138,8 @@ def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transfo
         peer = isinstance(entry, Architecture) and entry.peer
         alone = [Check.PARITY, Check.USABLE, *([Check.PEER] if peer else [])]
         return [*alone, Check.LATENCY] if entry.given else alone
+    if pipeline[0] in OPTIMIZED:
+        return [Check.OPTIMIZE]
     parts = [passes[name] for name in members(entry, pipeline, passes)]
     if len(pipeline) == 1 and entry.sites.get(pipeline[0]) == 0:
         return [Check.EFFECT]

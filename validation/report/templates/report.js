@@ -46,6 +46,8 @@ function drawHead() {
   at("problems").append(table(data.problems.columns, data.problems.rows.map(([outcome, ...rest]) => [badge(outcome), ...rest]), [0]));
   drawSince();
   drawFastest();
+  at("optimize").hidden = !data.optimized.rows.length;
+  at("optimized").append(table(data.optimized.columns, data.optimized.rows.map(([model, ...rest]) => [toModel(model), ...rest]), [0, 1, 2, 3]));
 }
 
 function drawWorse() {

@@ -1,0 +1,62 @@
+"""Optimize: `fxopt.optimize` of a model returns what the model returns, as fast as its report says, or says why it runs eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fxopt
+from fxopt.testing import compare
+
+from ..judging.metrics import METRICS
+from ..judging.subject import LEAST_COSINE, Subject
+from ..records import Finding, Outcome
+from ..regressions.metric import BUSY
+from ..timing import Others, timing_threads
+from ..zoo.plan import OPTIMIZED
+from .accuracy import floating
+
+MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
+"""The limit of the relative error of each precision, by the norm of an output."""
+
+EAGER = "eager"
+"""The fact that says why there is no graph."""
+
+
+def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
+    """Compare an optimized model with the model, on the inputs and on their rows in another order, and report its speed-up.
+
+    A model without a graph passes, since it computes what the model computes; a fact says why there is none.
+    """
+    precision, dtype = OPTIMIZED[pipeline[0]], subject.dtypes[0]
+    model, inputs = subject.model(dtype).eval(), subject.inputs(dtype)
+    before, others = torch.get_num_threads(), Others()
+    torch.set_num_threads(timing_threads())
+    try:
+        with subject.entering("optimize"), torch.no_grad():
+            fast: Any = fxopt.optimize(model, kwargs=inputs, precision=precision)
+            report = fast.report[-1]
+            measured = {"cosine": 1.0, "relative_error": 0.0, "tolerance": MOST_ERROR[precision]}
+            for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
+                expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
+                compare(expected, actual)  # raises where the structures differ
+                original, output = floating(expected), floating(actual)
+                measured["cosine"] = min(measured["cosine"], METRICS["cosine"](original, output))
+                error = METRICS["relative_error"](original, output)
+                measured["relative_error"] = max(measured["relative_error"], error)
+    finally:
+        torch.set_num_threads(before)
+    if report.reason:
+        subject.facts[EAGER] = report.reason
+    if report.speedup:
+        # The graph's time by the model's, as of other pipelines; the model's own where the graph is not used.
+        measured["latency_ratio_eager"] = 1.0 if report.reason else 1 / report.speedup
+    measured |= {"latency_ready_s": report.seconds, BUSY.name: 100 * max(0.0, others.cores())}
+    with subject.entering("compare"):
+        wrong = not measured["relative_error"] <= measured["tolerance"] or measured["cosine"] < LEAST_COSINE
+        reason = (
+            f"the outputs in {precision} moved by {measured['relative_error']:.3g} of their norm, the limit is "
+            f"{measured['tolerance']:g}; their cosine is {measured['cosine']:.4f}"
+        )
+    return Finding(Outcome.FAIL if wrong else Outcome.PASS, reason if wrong else "", measured)
