@@ -1,7 +1,6 @@
 """The command `fxopt`: `trace`, `explain`, `passes` and `doctor` are here, and need torch alone; the others are the harness's.
 
-Exit status: 0, all is well; 1, the answer is no (a model is not captured, a case fails, something got worse); 2, a mistake
-in the command, or in a file that it names; 130, interrupted; 141, what reads the output has left.
+`STATUSES` has the exit statuses.
 """
 
 from __future__ import annotations
@@ -85,6 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+STATUSES = {
+    0: "all is well",
+    1: "the answer is no: a model is not captured, a case fails, something got worse, `doctor` found a fault",
+    2: "a mistake in the command or in a file that it names, no case chosen, or the harness is not installed",
+    3: "`validate`: pytest or one of its plugins failed",
+    130: "interrupted; what ran is kept",
+    141: "the reader of the output has left, such as `head`",
+}
+"""The exit statuses of all commands, and what each says."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Says in one line which argument is wrong."""
 
@@ -96,9 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     epilog = (
         "Of the harness, each with --help of its own:\n"
         + "".join(f"  {name:<9} {text}\n" for name, text in OF_THE_HARNESS.items())
-        + "\nExit status: 0 all is well; 1 the answer is no: not captured, a case fails, something got worse;\n"
-        "2 a mistake in the command or in a file that it names; 130 interrupted;\n"
-        "141 what reads the output has left, such as `head`."
+        + "\nExit status:\n"
+        + "".join(f"  {status:<9} {text}\n" for status, text in STATUSES.items())
     )
     parser = _Parser(
         "fxopt",

@@ -124,7 +124,8 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> 
     facts = facts_of(node)
     if node.op == "call_module" or Fact.MIXES in facts or not index.memory.is_pure(node):
         return False
-    changing = [value for value in node.all_input_nodes if value not in constants]
+    # What is read of memory that anything writes, be it later in the graph, is not what it was made as.
+    changing = [v for v in node.all_input_nodes if v not in constants or index.memory.written(v)]
     if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
         return changing in ([], [graph.first_argument(node)]) and _is_described(index, node)
     return not changing

@@ -25,7 +25,7 @@ class Check(enum.StrEnum):
 
 STAGES = (
     *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
-    *("reverse", "usable", "task", "time"),
+    *("reverse", "usable", "task", "time", "optimize"),
 )
 """The stages of a case, in order; a record says where it ended."""
 
@@ -35,15 +35,29 @@ class Outcome(enum.StrEnum):
 
     PASS = "pass"
     FAIL = "fail"
-    NO_OP = "no-op"  # the pipeline found nothing to rewrite, so there was nothing to compare
-    EXPECTED = "expected"  # failed as model_zoo.yaml says it does, with the reason given there
-    REFUSED = "refused"  # fxopt says that it cannot capture the model, and why; nothing wrong came out
-    SKIP = "skip"  # not run, with a reason
-    ERROR = "error"  # an exception outside the comparison
+    NO_OP = "no-op"
+    EXPECTED = "expected"
+    REFUSED = "refused"
+    SKIP = "skip"
+    ERROR = "error"
     TIMEOUT = "timeout"
     MEMORY = "out-of-memory"
-    CRASH = "crash"  # the process that ran it died and sent nothing back
+    CRASH = "crash"
 
+
+MEANING = {
+    Outcome.PASS: "the case compared something and found it right",
+    Outcome.NO_OP: "the pipeline found nothing to rewrite, so there was nothing to compare",
+    Outcome.EXPECTED: "the case failed as `known_failures` of the zoo says",
+    Outcome.REFUSED: "fxopt says that it cannot capture the model, and why (in a sweep)",
+    Outcome.SKIP: "the case did not run, with a reason",
+    Outcome.FAIL: "the comparison found a difference",
+    Outcome.ERROR: "an exception outside of the comparison",
+    Outcome.TIMEOUT: "the case took longer than `timeout`",
+    Outcome.MEMORY: "the case ran out of memory",
+    Outcome.CRASH: "the process of the case died",
+}
+"""The meaning of each outcome."""
 
 # Outcomes, the worst first. What several cases come to together is the first of these that any of them had.
 WORST_FIRST = (

@@ -11,9 +11,11 @@ import yaml
 
 import fxopt.passes
 from validation.commands.zoo_commands import HEADER
+from validation.judging.steps import noted
 from validation.records import Case, Check, Outcome, Record
+from validation.running.run import Runner
 from validation.zoo.entry import KnownFailure, judged
-from validation.zoo.passes import ZooError
+from validation.zoo.passes import ZooError, passes_of
 from validation.zoo.sources import load_zoo, recorded_sites, sites_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +207,16 @@ def test_a_callable_takes_its_config_as_arguments(tmp_path: Path) -> None:
 def test_what_only_one_entry_needs_is_not_imported_to_read_the_file(tmp_path: Path) -> None:
     text = GOOD.replace("model: BertModel", "model: nowhere.Bert\n    requires: nowhere")
     assert load(tmp_path, text)[0].requires == "nowhere"
+
+
+def test_each_pass_has_sites_in_two_models_of_every_day() -> None:
+    passes = passes_of(ROOT / "model_zoo.yaml")
+    zoo = [entry for entry in load_zoo(ROOT / "model_zoo.yaml", passes) if "day" in entry.tags]
+    alone = {name: [entry.name for entry in zoo if entry.sites[name]] for name in passes}
+    few = [name for name, models in alone.items() if len(models) < 2]
+    assert few == ["FuseEpilogues"], "which needs packed layers"
+    packed = Runner(zoo, passes).run(Case("bert-small", ("packed",), "cpu", Check.EQUIVALENCE))
+    assert any(step.name == "FuseEpilogues" and step.sites for step in noted(packed.facts["steps"]))
 
 
 def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:

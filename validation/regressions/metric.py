@@ -20,6 +20,7 @@ class Metric:
         difference: so is one by more than this, which stands in place of the factor where it is given.
         floor: all below it is equal to it.
         machine: whether it depends on the machine: it is compared on the same machine with the same threads alone.
+        text: the meaning.
 
     Example:
         >>> metric_of("relative_error_float64").changed(1e-9, 5e-8), metric_of("cosine").changed(0.9999, 0.995)
@@ -34,6 +35,7 @@ class Metric:
     difference: float | None = None
     floor: float = 0.0
     machine: bool = False
+    text: str = ""
 
     def changed(self, was: float, now: float) -> int:
         """1 for worse, -1 for better or merely other, 0 for noise; what became infinite is worse or better, too."""
@@ -47,12 +49,6 @@ class Metric:
         if not clear:
             return 0
         return 1 if self.better and (now > was) == (self.better == "lower") else -1
-
-
-_ERROR = Metric("error", "lower", factor=10, floor=1e-12)  # below the floor it is rounding in float64
-_SHARE = Metric("accuracy", "higher", difference=0.02)
-_SIZE = Metric("size", factor=1.1)
-_CONTEXT = Metric("context", factor=math.inf)  # explains other measurements
 
 
 KERNELS = "kernels"
@@ -77,27 +73,55 @@ UNKNOWN = Metric("undeclared", factor=1.1)
 """A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
 
 METRICS: dict[str, Metric] = {
-    "*_error_original*": Metric("error", factor=math.inf),  # the model's own, whatever passes make of it
-    "*_error*": _ERROR,
-    "ulps*": Metric("error", factor=10, floor=8.0),  # near zero many are no fault: told, and no regression
-    "tolerance*": Metric("limit", "lower", factor=10),
-    "agreement*": _SHARE,
-    "*accuracy*": _SHARE,
-    "cosine*": Metric("accuracy", "higher", difference=1e-3),  # below 0.99 its check fails
+    # The model's own, whatever passes make of it.
+    "*_error_original*": Metric(
+        "error", factor=math.inf, text="the error of the eager model against float64"
+    ),
+    # Below the floor it is rounding in float64.
+    "*_error*": Metric(
+        "error", "lower", factor=10, floor=1e-12, text="the error of outputs, held against `tolerance`"
+    ),
+    # Near zero many are no fault: told, and no regression.
+    "ulps*": Metric("error", factor=10, floor=8.0, text="the error of outputs, in units in the last place"),
+    "tolerance*": Metric("limit", "lower", factor=10, text="the limit of the error"),
+    "agreement*": Metric("accuracy", "higher", difference=0.02, text="the share of equal predictions"),
+    "*accuracy*": Metric("accuracy", "higher", difference=0.02, text="the share of right answers in a task"),
+    # Below 0.99 its check fails.
+    "cosine*": Metric(
+        "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"
+    ),
     # Two runs prove nothing: of the same code, ratios differ by ten times their intervals. `trend.latencies` judges many.
-    "latency_*": _CONTEXT,
-    "busy_percent": _CONTEXT,
-    "*seconds": Metric("time", "lower", factor=2, floor=0.2, machine=True),  # of the processor
-    "forward_runs": Metric("runs", "lower", factor=1.5),
-    "*memory*_mb": Metric("memory", "lower", factor=1.25, floor=1.0, machine=True),
-    "sites*": Metric("sites", "higher"),
-    "refused*": Metric("refused"),
-    "*_compared": Metric("compared", "higher", machine=True),
-    "ways_used": _CONTEXT,  # which of them fail, the outcome says
-    "nodes*": _SIZE,
-    "modules*": _SIZE,
-    "parameters*": _SIZE,
-    "timing_threads": _CONTEXT,
+    "latency_*": Metric("context", factor=math.inf, text="latencies, judged over several runs (below)"),
+    "busy_percent": Metric(
+        "context", factor=math.inf, text="the part of a core that other processes used while timing"
+    ),
+    "*seconds": Metric(
+        "time",
+        "lower",
+        factor=2,
+        floor=0.2,
+        machine=True,
+        text="seconds of the processor, to capture and to apply a pass",
+    ),
+    "forward_runs": Metric("runs", "lower", factor=1.5, text="how many runs of the forward the capture took"),
+    "*memory*_mb": Metric(
+        "memory",
+        "lower",
+        factor=1.25,
+        floor=1.0,
+        machine=True,
+        text="the peak of tensors, of a run or while a pass is applied",
+    ),
+    "sites*": Metric("sites", "higher", text="the sites that a pipeline rewrote"),
+    "refused*": Metric("refused", text="the sites that a pass refused"),
+    "*_compared": Metric("compared", "higher", machine=True, text="how many values or tensors were compared"),
+    "ways_used": Metric(
+        "context", factor=math.inf, text="how many uses of the graph were tried: copy, pickle, save, ..."
+    ),
+    "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
+    "modules*": Metric("size", factor=1.1, text="the modules that the graph calls"),
+    "parameters*": Metric("size", factor=1.1, text="the parameters"),
+    "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run"),
 }
 """The metrics by the patterns of names; the first that fits counts."""
 

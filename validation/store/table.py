@@ -18,34 +18,47 @@ from .provenance import Run
 
 REFUSAL = pa.struct([("pass", pa.string()), ("node", pa.string()), ("reason", pa.string())])
 
-# The columns that every run has, and those that the first version of the files lacked get empty. All others are
-# measurements, a float64 column a name, and facts, a string column a name.
-COLUMNS: dict[str, pa.DataType] = {
-    "id": pa.string(),
-    "model": pa.string(),
-    "pipeline": pa.string(),  # names of passes joined by "+"; empty for what is checked before any pass
-    "device": pa.string(),
-    "check": pa.string(),
-    "dtype": pa.string(),
-    "outcome": pa.string(),
-    "stage": pa.string(),
-    "reason": pa.string(),
-    "seconds": pa.float64(),
-    "refusals": pa.list_(REFUSAL),
-    "run": pa.string(),
-    "started": pa.timestamp("us", tz="UTC"),
-    "commit": pa.string(),
-    "python": pa.string(),
-    "torch": pa.string(),
-    "transformers": pa.string(),
-    "fxopt": pa.string(),
-    "device_name": pa.string(),
-    "threads": pa.int64(),
-    "content": pa.string(),  # digest of what the case is made of: rows of one id with two of them are not alike
-    "plan": pa.string(),  # number and digest of all cases of the plan that the run belongs to
-    "options": pa.string(),  # of `fxopt validate`, so that it finds the zoo and the passes of the run
-    "accepted": pa.string(),  # why a baseline takes this row in the place of a better one
+DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
+    "id": (pa.string(), "the name of the case: `MODEL-PIPELINE-DEVICE-CHECK`"),
+    "model": (pa.string(), "the model"),
+    "pipeline": (pa.string(), "the passes, joined by `+`; empty for what is checked before any pass"),
+    "device": (pa.string(), "`cpu` or `cuda`"),
+    "check": (pa.string(), "the check"),
+    "dtype": (
+        pa.string(),
+        "the dtypes of the model, joined by `+`; of a sweep, the one that it was judged in",
+    ),
+    "outcome": (pa.string(), "how the case ended"),
+    "stage": (pa.string(), "the stage in which it ended"),
+    "reason": (pa.string(), "why the outcome is not `pass`"),
+    "seconds": (pa.float64(), "the seconds that the case took"),
+    "refusals": (pa.list_(REFUSAL), "the sites that a pass refused: pass, node, reason"),
+    "run": (pa.string(), "the name of the run, which sorts by time"),
+    "started": (pa.timestamp("us", tz="UTC"), "when the run started"),
+    "commit": (pa.string(), "the commit of the repository, `-dirty` if tracked files differ"),
+    "python": (pa.string(), "the version of Python"),
+    "torch": (pa.string(), "the version of torch"),
+    "transformers": (pa.string(), "the version of transformers"),
+    "fxopt": (pa.string(), "the version of fxopt"),
+    "device_name": (
+        pa.string(),
+        "the machine: processor, instructions, cores, BLAS and build of torch; or the GPU and CUDA",
+    ),
+    "threads": (pa.int64(), "the threads of timed cases"),
+    "content": (
+        pa.string(),
+        "a digest of the definition of the case: rows with two of them are not compared",
+    ),
+    "plan": (pa.string(), "the number and a digest of all planned cases"),
+    "options": (pa.string(), "the options with which `fxopt validate` finds the zoo and the passes"),
+    "accepted": (pa.string(), "why a baseline holds this row in the place of a better one"),
 }
+"""The columns that every run has, each with its type and meaning; those that a file of an older version lacks are empty.
+
+All others are measurements, a float64 column a name, and facts, a string column a name.
+"""
+
+COLUMNS = {name: kind for name, (kind, _) in DESCRIBED.items()}
 
 REQUIRED = ("id", "model", "pipeline", "device", "check", "outcome")
 

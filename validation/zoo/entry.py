@@ -26,7 +26,7 @@ Reason = Annotated[str, Field(min_length=1)]
 class Strict(pydantic.BaseModel):
     """Data with the fields that are named, and no others."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RandomWeights(Strict):
@@ -62,15 +62,14 @@ class TrainedWeights(Strict):
 
 
 class Input(Strict):
-    """One tensor that the forward takes, batch first: normal noise unless the entry says otherwise.
-
-    `integers` is a half-open range `[low, high)` of token or class numbers; `padding` makes a mask of ones
-    in which every row but the first ends with zeros.
-    """
+    """One tensor that the forward takes: normal noise unless the entry says otherwise."""
 
     shape: tuple[Annotated[int, Field(gt=0, strict=True)], ...]
+    """The sizes, batch first."""
     integers: tuple[int, int] | None = None
+    """The half-open range `[low, high)` of token or class numbers."""
     padding: bool = False
+    """A mask of ones, in which every row but the first ends with zeros."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> Input:
@@ -88,10 +87,12 @@ class Input(Strict):
 
 
 class Limits(Strict):
-    """The smallest and the largest size of a free dimension, as of `torch.export.Dim`."""
+    """The sizes of a free dimension, as of `torch.export.Dim`."""
 
     min: PositiveInt | None = None
+    """The smallest size."""
     max: PositiveInt | None = None
+    """The largest size."""
 
     @pydantic.model_validator(mode="after")
     def _free(self) -> Limits:
@@ -101,22 +102,24 @@ class Limits(Strict):
 
 
 class KnownFailure(Strict):
-    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date.
-
-    `pipeline` is the names of passes joined by "+", or a named pipeline, or a pattern of these such as `*Fuse*`; it is
-    empty before any pass. `outcome` is the failure that is accepted: `fail` or `error` where it is not given, which
-    excuses no hang and no crash. `stage` is where it fails, and `message` a part of what it says. From `expires`
-    on, the failure is one again.
-    """
+    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
 
     check: Check
+    """The check that fails."""
     pipeline: str = ""
+    """Names of passes joined by `+`, a named pipeline, or a pattern such as `*Fuse*`; empty before any pass."""
     device: str | None = None
+    """The device; every one if it is not given."""
     outcome: Outcome | None = None
+    """The failure that is accepted: `fail` or `error` if it is not given, which excuses no hang and no crash."""
     stage: str | None = None
+    """The stage in which the case ends."""
     message: str | None = None
+    """A part of what the failure says."""
     expires: datetime.date | None = None
+    """The day from which on the failure counts again."""
     reason: Reason
+    """The reason to accept the failure."""
 
     def covers(self, case: Case) -> bool:
         """True if `case` is one of those that fail."""
@@ -136,57 +139,62 @@ class KnownFailure(Strict):
 
 
 class Tolerance(Strict):
-    """An error that a pipeline may make in a model: one that is too large for a right rewrite, or than its passes state.
-
-    `relative_error` is relative to the largest value of a tensor, and of a pipeline that does not preserve the computation
-    to the norm of an output; `pipeline` is written as in `KnownFailure`. From `expires` on, it counts again.
-    """
+    """An error that a pipeline may make in a model: one that is too large for a right rewrite, or than its passes state."""
 
     pipeline: str
+    """The pipeline, as in `known_failures`."""
     relative_error: PositiveFloat
+    """The error, relative to the largest value of a tensor; of passes that change the outputs, to the norm of an output."""
     reason: Reason
+    """The reason to accept the error."""
     expires: datetime.date | None = None
+    """The day from which on the error counts again."""
 
 
 class Entry(Strict):
-    """One model of the zoo.
-
-    `model` is a class of transformers, or the dotted path of anything that returns an `nn.Module`; `config`
-    overrides the defaults of its config class, or is the keyword arguments of the callable. `sizes` says
-    whether the graph is captured for all sizes (`fxopt.symbolic_trace`, which makes its own example inputs)
-    or for those of the inputs (`fxopt.trace`). In its place, `dynamic_shapes` names the dimensions of inputs that are
-    free, `{input_ids: {0: batch, 1: length}}`: what has one name has one size, and `dims` may limit it. `dtypes` are those it is validated in, the first also timed.
-    `engines` are timed in the same rounds where they are installed: to export a model for onnxruntime takes five to ten
-    seconds, and to compile it by torch.compile up to a minute.
-    With a `large` model neither pairs of passes are tried nor what people do with a graph after each single pass: both are seen on
-    a small model of the same kind.
-    `requires` is a package that is installed only for this model: where it is not there, the model is left out, and where it
-    cannot be imported, its cases are skipped, with the reason. `sites` comes from the file of the recorded sites: every pass, in the order of the
-    full pipelines, with its number, or `None`. `pipelines` are those that the file names for all models. `given` tells those that a person wrote from those of a sweep.
-    """
+    """One model of the zoo. `given` tells those that a person wrote from those of a sweep."""
 
     given: ClassVar[bool] = True
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
+    """The name of the model in cases and reports."""
     model: str
+    """A class of transformers, or the dotted path of a callable that returns a `torch.nn.Module`."""
     requires: Annotated[str, Field(min_length=1)] | None = None
+    """A package that only this model needs: the model is left out where the package is not installed."""
     config: dict[str, Any] = {}
+    """What differs from the defaults of the config class, or the keyword arguments of the callable."""
     weights: Annotated[RandomWeights | PretrainedWeights | TrainedWeights, Field(discriminator="source")] = (
         RandomWeights(source="random")
     )
+    """`{source: random, seed: 0}`; `{source: pretrained, folder: ...}`, or `hub` with a `revision`; or `{source: trained, task: digits}`."""
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
+    """The inputs of the forward by their names."""
     sizes: Literal["dynamic", "fixed"] = "dynamic"
+    """`dynamic` frees batch and length of a model of transformers (`fxopt.symbolic_trace`); `fixed` keeps those of the inputs."""
     dynamic_shapes: dict[str, Annotated[dict[NonNegativeInt, Symbol], Field(min_length=1)]] = {}
+    """The free dimensions of each input, in the place of `sizes`: `{input_ids: {0: batch, 1: length}}`."""
     dims: dict[str, Limits] = {}
+    """The limits of free dimensions by their names."""
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
+    """The dtypes of the checks; the first one is timed."""
     engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = ("onnxruntime",)  # on the CPU
+    """Engines that are timed in the same rounds, where they are installed: export takes 5 to 10 s, compiling up to a minute."""
     tags: tuple[str, ...] = ()
+    """Words by which `--tag` chooses models."""
     large: bool = False
-    timeout: PositiveFloat = 300.0  # seconds a case may take
-    memory: PositiveFloat | None = None  # GB that a case may need; else reckoned from the weights
+    """Leave out pairs of passes, and what people do with the graph of a single pass: a small model of the same kind has both."""
+    timeout: PositiveFloat = 300.0
+    """The seconds that a case may take."""
+    memory: PositiveFloat | None = None
+    """The GB that a case may need; by default reckoned from the weights."""
     sites: dict[str, int | None] = {}
+    """The recorded sites of each pass: `fxopt zoo sites` writes them into a file beside the zoo."""
     pipelines: dict[str, tuple[str, ...]] = {}
+    """The named pipelines of the file, for all models."""
     known_failures: tuple[KnownFailure, ...] = ()
+    """Failures that are accepted."""
     tolerances: tuple[Tolerance, ...] = ()
+    """Errors that are accepted."""
 
     @property
     def sizes_are_free(self) -> bool:
@@ -207,14 +215,18 @@ class Entry(Strict):
 
 
 class ZooFile(Strict):
-    """A zoo file: passes, pipelines and models."""
+    """A zoo file."""
 
-    passes: tuple[Any, ...] = ()  # beside those that are installed; `passes_of` reads them
+    passes: tuple[Any, ...] = ()  # `passes_of` reads them
+    """Passes beside those that are installed: paths, or `{pass: {option: value}}`."""
     pipelines: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Annotated[tuple[Any, ...], Field(min_length=1)]
     ] = {}
-    order: tuple[str, ...] = ()  # of the full pipelines; passes that are not named come last, sorted
+    """Pipelines by their names, each a list of passes."""
+    order: tuple[str, ...] = ()
+    """The order of passes in the pipelines `all` and `exact`; others come last, sorted."""
     models: Annotated[tuple[Entry, ...], Field(min_length=1)]
+    """The models."""
 
 
 def factory(entry: Entry) -> Callable[..., Any]:

@@ -1,0 +1,84 @@
+"""The pipelines that are `fxopt.optimize`: what they compare, and what they report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxopt.optimizing import prepare
+from validation.judging.subject import Subject
+from validation.records import Case, Check, Outcome
+from validation.regressions.trend import latencies
+from validation.report.pipelines import optimized
+from validation.running.run import Runner
+from validation.store.table import table_of
+from validation.zoo.entry import Entry
+from validation.zoo.plan import OPTIMIZED
+
+ENTRY = Entry(
+    name="net-small",
+    model="validation.zoo.heads.projector",
+    sizes="fixed",
+    config={"width": 64},
+    inputs={"input": {"shape": [4, 64]}},
+)
+
+
+def run_one(pipeline):
+    return Runner([ENTRY], {}).run(Case(ENTRY.name, (pipeline,), "cpu", Check.OPTIMIZE))
+
+
+@pytest.mark.parametrize("pipeline", OPTIMIZED)
+def test_an_optimized_model_is_compared_and_its_speed_up_reported(pipeline, run):
+    record = run_one(pipeline)
+    assert record.outcome is Outcome.PASS, record.reason
+    assert record.measurements["relative_error"] <= record.measurements["tolerance"]
+    assert record.measurements["latency_ratio_eager"] > 0
+    rows = optimized(table_of([record], run).to_pandas())
+    assert rows["precision"].tolist() == [OPTIMIZED[pipeline]]
+
+
+def test_a_wrong_graph_fails(monkeypatch):
+    lowered = prepare.lowered
+
+    def wrong(*args):
+        made = lowered(*args)
+        monkeypatch.setattr(prepare, "lowered", lowered)
+        object.__setattr__(made, "function", lambda **inputs: torch.zeros(4, 64))
+        return made
+
+    monkeypatch.setattr(prepare, "lowered", wrong)
+    monkeypatch.setattr(prepare, "_judge", lambda *args: None)
+    record = run_one("optimize")
+    assert (record.outcome, record.stage) == (Outcome.FAIL, "compare")
+    assert "the outputs in float32 moved by 1 of their norm, the limit is 0.001" in record.reason
+
+
+def test_a_model_without_a_graph_says_why(monkeypatch, run):
+    def unused(*args):
+        raise prepare.Unused("the graph is slower than eager")
+
+    monkeypatch.setattr(prepare, "_judge", unused)
+    record = run_one("optimize")
+    assert record.outcome is Outcome.PASS
+    assert record.facts["eager"] == "the graph is slower than eager"
+    rows = optimized(table_of([record], run).to_pandas())
+    assert rows["no graph, because"].tolist() == ["the graph is slower than eager"]
+
+
+def test_the_speed_up_is_judged_over_nights(run):
+    record = run_one("optimize")
+    record.measurements["latency_ratio_eager"] = 0.5
+    tables = []
+    for night in range(6):
+        record.measurements["latency_ratio_eager"] = 0.5 if night < 4 else 0.9
+        tables.append(
+            table_of([record], run)
+            .to_pandas()
+            .assign(run=f"{night}", started=night, latency_ratio=None, busy_percent=0.0)
+        )
+    assert latencies(tables)["id"].tolist() == [record.case.id]
+
+
+def test_it_is_no_matter_which_subject_asks():
+    assert Subject(ENTRY, "cpu", {}).members(("optimize",)) == []

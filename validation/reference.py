@@ -1,0 +1,116 @@
+"""Writes docs/files.md from the code: zoo keys, outcomes, columns, metrics and exit statuses. `python -m validation.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pydantic
+
+from fxopt.command_line import STATUSES
+
+from .records import MEANING, STAGES
+from .regressions.metric import BUSY, METRICS, Metric
+from .regressions.trend import FEWEST_BEFORE, MARGINS
+from .store.table import DESCRIBED
+from .zoo.entry import Entry, Input, KnownFailure, Limits, Tolerance, ZooFile
+
+PAGE = Path(__file__).parents[1] / "docs" / "files.md"
+
+INTRODUCTION = """# Files, outcomes, metrics and exit statuses
+
+For readers of a zoo file, a report or a log who look up a word. `fxopt validate` reads `model_zoo.yaml` and writes
+`reports/`; [Nightly](nightly.md) tells how to act on a report. `python -m validation.reference` writes this page."""
+
+FILES = """## Files
+
+| path in `reports/` | content |
+|---|---|
+| `latest/records.parquet`, `.csv` | the last run, one row a case: all other files are views of this table |
+| `latest/report.html`, `summary.md` | what got worse since the last good run, failures, fastest pipelines, every case |
+| `latest/compatibility/<model>.md` | one model: pass × device with verdict, sites, error and speed |
+| `latest/repro/<case>.py` | a script that shows a failure without the harness |
+| `history/<run>.parquet` | every whole run |
+| `baseline/records.parquet` | the run that `fxopt compare` takes as the baseline |
+| `architectures/` | the last sweep over every architecture of transformers |
+| `running/<run>.jsonl` | the journal of a run that is not finished: one line a record |
+"""
+
+KEYS = {
+    "": ZooFile,
+    "models[]": Entry,
+    "models[].inputs.*": Input,
+    "models[].dims.*": Limits,
+    "models[].known_failures[]": KnownFailure,
+    "models[].tolerances[]": Tolerance,
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    blocks = [
+        INTRODUCTION,
+        FILES.strip(),
+        "## Keys of a zoo file",
+        *(_table(["key", "default", "meaning"], _keys(where, model)) for where, model in KEYS.items()),
+        "## Outcomes of a case",
+        _table(["outcome", "meaning"], MEANING.items()),
+        f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}.",
+        "## Columns of `records.parquet`",
+        _table(["column", "meaning"], ((f"`{name}`", text) for name, (_, text) in DESCRIBED.items())),
+        "All other columns are measurements (numbers) and facts (text). A measurement in another dtype than the first one "
+        "of the model has the dtype at the end of its name.",
+        "## Metrics, and what counts as a regression",
+        _table(["measurement", "meaning", "worse when", "compared"], map(_metric, METRICS, METRICS.values())),
+        _latency(),
+        "## Exit statuses",
+        _table(["status", "meaning"], STATUSES.items()),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _keys(where: str, model: type[pydantic.BaseModel]) -> Iterator[tuple[str, str, str]]:
+    for name, field in model.model_fields.items():
+        if model is Entry and name in ("sites", "pipelines"):
+            continue  # not written by hand
+        default = "required" if field.is_required() else f"`{field.get_default()!r}`"
+        default = (
+            ""
+            if default in ("`None`", "`()`", "`{}`", "`''`", "`False`") or "source=" in default
+            else default
+        )
+        yield f"`{'.'.join(filter(None, (where, name)))}`", default, str(field.description)
+
+
+def _metric(pattern: str, metric: Metric) -> tuple[str, str, str, str]:
+    machine = "on the same machine" if metric.machine else "always"
+    if not metric.better:
+        return f"`{pattern}`", metric.text, "never", ""
+    word = "higher" if metric.better == "lower" else "lower"
+    by = (
+        f"by more than {metric.difference:g}"
+        if metric.difference
+        else f"by more than a factor of {metric.factor:g}"
+    )
+    by = word if metric.factor == 1 and not metric.difference else f"{word} {by}"
+    floor = f", and above {metric.floor:g}" if metric.floor else ""
+    return f"`{pattern}`", metric.text, by + floor, machine
+
+
+def _latency() -> str:
+    margins = "; ".join(f"{margin:.0%} in the last {runs} runs" for runs, margin in MARGINS.items())
+    return (
+        f"A latency is the ratio to the graph as captured, in the same run. A latency counts as worse after several runs on "
+        f"the same machine: {margins}. At least {FEWEST_BEFORE} earlier runs must lie below the new intervals, and the change "
+        f"must exceed what runs of the same case differ by. Runs in which other processes used more than {BUSY.most:g} % of a "
+        "core do not count."
+    )
+
+
+def _table(heads: list[str], rows: Iterable[tuple[object, ...]]) -> str:
+    lines = [heads, ["---"] * len(heads), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
