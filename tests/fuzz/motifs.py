@@ -180,6 +180,24 @@ class _Builder:
         if before:
             self.linear(value)
 
+    def constant(self) -> None:
+        """A table that is made of no input, written or not, before or after what is read of it."""
+        value = self.pick()
+        count, dtype = value.shape[-1], f"torch.{self.dtype}"
+        made = self.draw.choice(_TABLES).format(v=value.name, n=count, d=dtype)
+        table = self.add(made, (count, count), True)
+        writes = [self.draw.choice(_TABLE_WRITES).format(t=table.name, v=value.name) for _ in range(2)]
+        read = self.draw.choice(("{t} * 2", "{t} - {t}.mT", "({t} == 1).to({d})", "{t}.cos()", "{t}[0]"))
+        exact = "cos" not in read
+        for line in writes[: self.draw.choice((0, 1, 2))]:
+            self.body.append(line)
+        shape = (count,) if read == "{t}[0]" else (count, count)
+        found = self.add(read.format(t=table.name, d=dtype), shape, exact)
+        if self.chance(0.3):
+            self.body.append(writes[0])
+        row = found.name if shape == (count,) else f"{found.name}[0]"
+        self.add(f"{value.name} + {row}", value.shape, value.exact and exact)
+
     def division(self) -> None:
         value = self.pick()
         for _ in range(self.draw.choice((1, 1, 2))):
@@ -355,9 +373,24 @@ class _Builder:
 _MOTIFS: Sequence[Callable[[_Builder], object]] = (
     *(_Builder.heads, _Builder.linear, _Builder.norm, _Builder.convolution, _Builder.division),
     *(_Builder.activation, _Builder.view, _Builder.write, _Builder.join, _Builder.attention),
-    *(_Builder.grouped_attention, _Builder.weight_read, _Builder.scale),
+    *(_Builder.grouped_attention, _Builder.weight_read, _Builder.scale, _Builder.constant),
 )
-_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1, 1, 3)
+_WEIGHTS = (5, 2, 4, 5, 4, 2, 2, 2, 2, 2, 1, 1, 3, 2)
+
+_TABLES = (
+    *("torch.zeros({n}, {n}, dtype={d})", "{v}.new_zeros({n}, {n})", "torch.eye({n}, dtype={d})"),
+    "torch.arange({n} * {n}, dtype={d}).view({n}, {n})",
+)
+_TABLE_WRITES = (
+    *(
+        "{t}[0] = {v}.flatten()[0]",
+        "{t}[1:].add_(3)",
+        "{t}.diagonal().copy_({v}.flatten()[:1])",
+        "{t}[:] = 1",
+    ),
+    *("{t} += {v}.flatten()[-1]", "{t}.masked_fill_({v}.flatten()[0] > 0, 2)", "{t}.fill_(1)"),
+)
+"""Tables that are made of no input, and writes into them."""
 
 _CONV_OPTIONS = (
     *(", 1", ", 1", ", 1, bias=False", ", 1, groups=2", ", 3, padding=1", ", 3, padding='same'"),

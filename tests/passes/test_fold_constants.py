@@ -64,6 +64,37 @@ def test_what_might_change_stays(function):
     assert not FoldConstants().explain(traced).sites
 
 
+def _filled(write):
+    def function(m, x):
+        table = torch.zeros(4, 4)
+        write(table, x)
+        return x + (table * 2 - table.mT).sum(0)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table, x: table.__setitem__(0, x[0]),
+        lambda table, x: table.__setitem__(0, 3.0),
+        lambda table, x: table[1:].add_(x[0]),
+        lambda table, x: table.diagonal().copy_(x[0]),
+        lambda table, x: table[0].fill_(2),
+        lambda table, x: table.__setitem__(table == 0, -1e4),
+        lambda table, x: table.chunk(2)[1].mul_(2).add_(x[0]),
+        lambda table, x: table.masked_fill_(x[0] > 0, 3),
+    ],
+)
+@pytest.mark.parametrize("example", [X, torch.zeros_like(X)])
+def test_what_is_read_of_a_written_table_is_not_folded(write, example):
+    """The zeros of an example that leaves the table as it was made must hide nothing."""
+    model = Uses(_filled(write))
+    folded = FoldConstants()(fxopt.trace(model, (example,)))
+    other = X.flip(0) + 1
+    torch.testing.assert_close(folded(other), model(other))
+
+
 def test_a_buffer_that_is_written_is_no_constant():
     traced = fxopt.trace(Uses(lambda m, x: (m.table.add_(1), x + m.table.cos())[1]), (X,))
     (read,), (cos,) = (
