@@ -49,6 +49,11 @@ def is_pure(node: Node, module: nn.Module | None) -> bool:
     return known and (module is None or not any(True for _ in written_parameters(module)))
 
 
+def only_checks(node: Node) -> bool:
+    """Tell whether a node only checks a value, as a capture does where a value decides."""
+    return getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks"
+
+
 def draws(node: Node, module: nn.Module | None) -> bool:
     """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
     branches = graph.branches_of(node.target)

@@ -177,8 +177,11 @@ class Memory:
         """For each set of values that may share memory, the nodes that may write into it."""
         found: dict[int, list[Node]] = {}
         for _, node, targets in self._effects:
-            if targets is None:  # a function with an effect of an unknown kind
-                targets = tuple(node.all_input_nodes) if node.op == "call_function" else ()
+            if (
+                targets is None
+            ):  # a function with an effect of an unknown kind; those of the capture only check
+                unknown = node.op == "call_function" and not effects.only_checks(node)
+                targets = tuple(node.all_input_nodes) if unknown else ()
             for number in {self._alias_sets[target] for target in targets}:
                 found.setdefault(number, []).append(node)
         return found
@@ -216,7 +219,7 @@ class Memory:
                     parent[root(index)] = root(outside.setdefault(number, index))
             elif node.op != "output" and not self.gives_new_memory(node) and not _is_number(node):
                 # What writes into a tensor returns that tensor; anything else may return a view of any input.
-                for value in self._written[node] or node.all_input_nodes:
+                for value in self._written[node] or _viewed(node):
                     if not _is_number(value):
                         parent[root(index)] = root(self._position[value])
         return {node: root(index) for node, index in self._position.items()}
@@ -278,6 +281,17 @@ class Memory:
         if isinstance(value, nn.Module):  # what takes it may do anything with its tensors
             return [id(value), *map(storage_of, (*value.parameters(), *value.buffers()))]
         return [storage_of(value) if isinstance(value, Tensor) else id(value)]
+
+
+def _viewed(node: Node) -> Collection[Node]:
+    """The inputs that the value of a node may be a view of: an index is none, and what tensors choose is a copy."""
+    if node.target is not operator.getitem or len(node.args) != 2:
+        return node.all_input_nodes
+    index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+    values = (graph.value_of(each) for each in index if isinstance(each, Node))
+    if any(isinstance(value, Tensor) and (value.dim() or value.dtype is torch.bool) for value in values):
+        return ()
+    return [node.args[0]] if isinstance(node.args[0], Node) else ()
 
 
 def _is_number(node: Node) -> bool:

@@ -243,3 +243,38 @@ def test_two_views_of_one_free_size_share_no_memory():
     assert isinstance(first.args[1], torch.fx.Node)
     assert first.args[1] is second.args[1]
     assert not GraphIndex(traced).memory.may_alias(first, second)
+
+
+def test_an_index_is_not_viewed_and_what_tensors_choose_is_a_copy():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Parameter(torch.randn(5))
+
+        def forward(self, x, tags):
+            score = self.start[tags]
+            score += x
+            row = x[1:]
+            return score, row
+
+    traced = fxopt.trace(Chooses(), (torch.randn(3), torch.tensor([0, 1, 2])))
+    index = GraphIndex(traced)
+    x, tags = traced.graph.find_nodes(op="placeholder")
+    (start,) = traced.graph.find_nodes(op="get_attr")
+    assert [index.memory.written(node) for node in (x, tags, start)] == [None] * 3
+    row = next(n for n in traced.graph.nodes if n.target is operator.getitem and n.args[0] is x)
+    assert index.memory.may_alias(row, x)
+
+
+def test_a_check_writes_nothing():
+    class Checks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.which = torch.tensor([True, False, True])
+
+        def forward(self, x):
+            return torch.stack([x[:, i] * 2 if f else x[:, i] for i, f in enumerate(self.which)], 1)
+
+    traced = fxopt.trace(Checks(), (torch.randn(2, 3),))
+    index = GraphIndex(traced)
+    assert not any(index.memory.written(node) for node in traced.graph.nodes)

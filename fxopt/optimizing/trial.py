@@ -15,8 +15,6 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
 from fxopt.submodules import parts, split_path, tensors_of
 
-_CHECKS = "fxopt.capture.runtime.checks"
-
 
 class Unused(Exception):
     """The model falls back to eager; the message is the reason that the report gives."""
@@ -57,7 +55,7 @@ class Trial:
         for _, tensor in tensors_of({"": traced}):
             writer = index.memory.writer_of(tensor) if id(tensor) not in known else None
             if writer is not None:
-                raise Unused(f"each call writes into a tensor outside of the model, at {graph.place(writer)}")
+                raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
     def own(self, eager: Callable[..., Any]) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
@@ -114,6 +112,6 @@ def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
         return "a layer has hooks on its forward"
     if effects.draws(node, module):
         return "the forward draws random numbers, so its outputs cannot be compared with those of a graph"
-    if written_input and getattr(node.target, "__module__", "") == _CHECKS:
+    if written_input and effects.only_checks(node):
         return "its graph might refuse these inputs when it has already written into one of them"
     return None

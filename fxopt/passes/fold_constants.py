@@ -84,6 +84,8 @@ class FoldConstants(ReversibleRewrite[Node]):
         if described.device.type == "meta":
             return "it is on the meta device"
         size = described.numel() * described.element_size()
+        if not isinstance(size, int):
+            return "its size is known only when the graph runs"
         writer = index.memory.written(node)
         if writer:
             return f"{writer.name} may write into it"

@@ -21,8 +21,7 @@ class Transformation(abc.ABC):
 
     Attributes:
         preserves_computation: whether the transformed graph gives the same outputs as the original.
-        tolerance: of a pass that does not preserve them, how far an output may move, as the norm of the difference relative
-            to that of the output; None if it does not say. `fxopt validate` fails a pass that moves them farther.
+        tolerance: how far a pass that does not may move an output, relative to its norm; `fxopt validate` holds it to that.
         reversible: whether it can be undone.
 
     Example:

@@ -233,3 +233,13 @@ def test_constants_on_the_meta_device_are_refused():
     explanation = FoldConstants().explain(traced)
     assert not explanation.sites
     assert "it is on the meta device" in explanation.refusals[0][2]
+
+
+def test_a_constant_whose_size_only_a_run_knows_is_refused():
+    def repeated(m, x):
+        ids = torch.repeat_interleave(torch.arange(3), torch.tensor([1, 2, 3]))
+        return x + x.flatten()[ids].sum()
+
+    traced = fxopt.trace(Uses(repeated), (X,))
+    reasons = {reason for _, _, reason in FoldConstants().explain(traced).refusals}
+    assert "its size is known only when the graph runs" in reasons
