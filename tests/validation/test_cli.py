@@ -62,7 +62,7 @@ def test_views_of_a_run_in_the_history_have_a_directory_of_their_own(runs, run, 
 def test_compare_says_what_got_worse_and_fails(runs, call):
     result = call("compare", *runs)
     assert result.exit_code == 1
-    assert "logits [bold]differ[/bold] in stage compare" in result.output
+    assert "1. The graph fails in bert-base: logits [bold]differ[/bold]" in result.output
     assert "1 regression, 0 other changes" in result.output
 
 

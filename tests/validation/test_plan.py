@@ -13,7 +13,7 @@ from fxopt import ReversibleTransformation, Transformation
 from fxopt.passes.change_precision import ChangePrecision
 from validation.records import Case, Check
 from validation.zoo.entry import Entry
-from validation.zoo.plan import checks, content, members, pipelines, plan, unmet
+from validation.zoo.plan import OPTIMIZED, checks, content, members, pipelines, plan, unmet
 from validation.zoo.sources import Architecture
 
 
@@ -88,7 +88,7 @@ def test_a_large_model_has_no_pairs_and_is_used_after_full_pipelines() -> None:
     assert {case.pipeline for case in planned} == {(), *alone}
     assert {c.pipeline for c in planned if c.check is Check.USABLE} == {
         (),
-        *(p for p in alone if p[0] not in PASSES),
+        *(p for p in alone if p[0] not in (*PASSES, *OPTIMIZED)),
     }
     assert ("Exact",) in {case.pipeline for case in planned if case.check is Check.LATENCY}
 
@@ -104,7 +104,10 @@ def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> No
 def test_without_a_record_every_pass_is_planned_in_full() -> None:
     for name in PASSES:
         assert len(checks(entry(), (name,), PASSES)) >= 3
-    assert pipelines(entry(), PASSES) == [("Exact",), ("OneWay",), ("Rough",), ("all",), ("exact",)]
+    assert pipelines(entry(), PASSES) == [
+        *(("Exact",), ("OneWay",), ("Rough",), ("all",), ("exact",)),
+        *((name,) for name in OPTIMIZED),
+    ]
 
 
 def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:

@@ -274,6 +274,7 @@ def test_the_summary_has_every_section_that_has_something_to_say(table):
     sections = [
         "Failures",
         "Fastest pipeline of each model",
+        "`fxopt.optimize`",
         "Verdicts",
         "Compositions",
         "Where the order matters",

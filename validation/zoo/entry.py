@@ -162,7 +162,7 @@ class Entry(Strict):
     requires: Annotated[str, Field(min_length=1)] | None = None
     """A package that only this model needs: the model is left out where the package is not installed."""
     config: dict[str, Any] = {}
-    """What differs from the defaults of the config class, or the keyword arguments of the callable."""
+    """The differences from the defaults of the config class, or the keyword arguments of the callable."""
     weights: Annotated[RandomWeights | PretrainedWeights | TrainedWeights, Field(discriminator="source")] = (
         RandomWeights(source="random")
     )
