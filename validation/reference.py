@@ -29,6 +29,7 @@ FILES = """## Files
 | `latest/records.parquet`, `.csv` | the last run, one row a case: all other files are views of this table |
 | `latest/report.html`, `summary.md` | what got worse since the last good run, failures, fastest pipelines, every case |
 | `latest/compatibility/<model>.md` | one model: pass × device with verdict, sites, error and speed |
+| `latest/passes/<pass>.md` | one pass: models, where it rewrites, what it refuses, error and gain |
 | `latest/repro/<case>.py` | a script that shows a failure without the harness |
 | `history/<run>.parquet` | every whole run |
 | `baseline/records.parquet` | the run that `fxopt compare` takes as the baseline |
@@ -36,7 +37,7 @@ FILES = """## Files
 | `running/<run>.jsonl` | the journal of a run that is not finished: one line a record |
 """
 
-KEYS = {
+KEYS: dict[str, type[pydantic.BaseModel]] = {
     "": ZooFile,
     "models[]": Entry,
     "models[].inputs.*": Input,

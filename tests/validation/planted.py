@@ -215,7 +215,7 @@ class Idle(Inverse):
 class Refuses(Idle):
     def explain(self, graph_module: GraphModule) -> SimpleNamespace:
         reasons = {"a": "too long", "b": "too wide", "c": "too wide"}
-        return SimpleNamespace(refusals=[(node, "", reason) for node, reason in reasons.items()])
+        return SimpleNamespace(rows=[], refusals=[(node, "", reason) for node, reason in reasons.items()])
 
 
 class Rough(Inverse):

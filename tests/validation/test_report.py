@@ -43,6 +43,11 @@ def test_a_run_writes_every_view_and_the_history(records, run, tmp_path):
         "latest/summary.md",
         "latest/report.html",
         *(f"latest/compatibility/{model}.md" for model in ("bert-base", "groupvit", "resnet-50")),
+        *(
+            f"latest/passes/{name}.md"
+            for name in {"+".join(r.case.pipeline) for r in records}
+            if name and "+" not in name
+        ),
         f"history/{run.id}.parquet",
     }
     assert all(file.stat().st_size > 100 for file in files)
@@ -52,7 +57,7 @@ def test_views_come_from_the_table_alone(records, run, tmp_path):
     written(records, run, tmp_path / "first")
     again = tmp_path / "again"
     files = report.write_views(store.read_run(tmp_path / "first" / "latest"), again).files
-    assert len(files) == 5
+    assert {file.parent.name for file in files} == {"again", "compatibility", "passes"}
     for file in files:
         assert file.read_bytes() == (tmp_path / "first/latest" / file.relative_to(again)).read_bytes()
 
@@ -281,9 +286,30 @@ def test_the_summary_has_every_section_that_has_something_to_say(table):
         "Latency, by that of the graph, with 95 % intervals",
     ]
     sections += ["Accuracy", "Cases by outcome", "Failed as expected", "Why sites were refused"]
-    assert re.findall("^## (.*)$", markdown.summary(table), re.M) == [*sections, "Models"]
+    assert re.findall("^## (.*)$", markdown.summary(table), re.M) == sections
     without = markdown.summary(table[table["pipeline"] == ""])
     assert not {"Compositions", "Accuracy"} & set(re.findall("^## (.*)$", without, re.M))
+
+
+def test_a_page_of_a_pass_says_where_it_rewrites_and_what_it_refuses(run, tmp_path):
+    found = dataclasses.replace(CASE, check=Check.EFFECT)
+    other = dataclasses.replace(found, model="t5")
+    records = [
+        Record(
+            found,
+            Outcome.PASS,
+            measurements={"sites": 2.0, "relative_error": 1e-7, "tolerance": 1e-4, "latency_ratio": 0.8},
+            facts={"places": '["query (in layer.0, from bert.py:12)", "key (in layer.0, from bert.py:13)"]'},
+            refusals=((CASE.pipeline[0], "value", "it has hooks"),),
+        ),
+        Record(other, Outcome.NO_OP, measurements={"sites": 0.0}),
+    ]
+    written(records, run, tmp_path)
+    name = CASE.pipeline[0]
+    page = rendered((tmp_path / f"latest/passes/{name}.md").read_text())
+    for text in ("query (in layer.0, from bert.py:12)", "it has hooks", "1.0e-07 (1.0e-04)", "0.800", "t5"):
+        assert text in page
+    assert f"[{name}](passes/{name}.md)" in (tmp_path / "latest/summary.md").read_text()
 
 
 def test_markup_in_a_reason_is_text_in_markdown(table):

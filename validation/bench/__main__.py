@@ -9,7 +9,6 @@ from .capture import capture
 from .memory import memory
 from .passes import passes, verification
 from .peers import peers
-from .presets import presets
 from .profile import profile
 from .users import users
 
@@ -21,7 +20,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, memory, passes, peers, presets, profile, users, verification):
+for command in (ablation, capture, memory, passes, peers, profile, users, verification):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections import Counter
 
@@ -16,13 +17,16 @@ from fxopt.rewriting.transformation import ReversibleTransformation
 from fxopt.testing import assert_round_trip
 
 from ..judging.comparison import judge_graph
-from ..judging.rewritten import Refusals, Rewritten, computation, differ, size
+from ..judging.rewritten import Explained, Refusals, Rewritten, computation, differ, size
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import KERNELS
 from ..timing import peak_mb
 
 _PACKED = tuple(PACKED.values())
+
+PLACES, MOST_PLACES = "places", 200
+"""The fact that lists the sites of a pass with their modules and lines, and the most that it lists."""
 
 AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
 """The facts: what a pass does to what it has made, `NOTHING` where it is idempotent; and a digest of the graph of a pair."""
@@ -31,36 +35,38 @@ AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded.
 
-    A pair of passes is not explained, which takes longer than applying it: each pass by itself and `all` say the same.
-    A pass alone is applied a second time, to what it has made: what that changes must be right, too, and be undone
+    Several passes are not explained, which takes longer than applying them: each pass by itself says the same. A pass alone is applied a second time, to what it has made: what that changes must be right, too, and be undone
     with the rest. Of a pair, a digest tells whether the other order gives the same graph.
     """
     dtype = subject.dtypes_of(pipeline)[0]
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
-    refused = subject.refusals(pipeline, dtype) if len(pipeline) == 1 else None
+    alone = len(pipeline) == 1 == len(subject.members(pipeline))
+    found = subject.explained(pipeline, dtype) if alone else Explained()
+    if found.places:
+        subject.facts[PLACES] = json.dumps(found.places[:MOST_PLACES])
     if kernels := sorted({str(m.kernel) for m in rewritten.module.modules() if isinstance(m, _PACKED)}):
         subject.facts[KERNELS] = ", ".join(kernels)
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),
-        **({} if refused is None else {"refused": len(refused)}),
+        **({"refused": len(found.refusals)} if alone else {}),
         **{f"{name}_before": value for name, value in _size(before).items()},
         **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
     }
-    if len(pipeline) == 1 == len(subject.members(pipeline)) and subject.entry.given:
+    if alone and subject.entry.given:
         measurements |= _cost(subject, pipeline, dtype)
     with subject.entering("compare"):
-        reason = _wrong_count(subject, pipeline, rewritten.sites, refused or ()) or _wrong_effect(
+        reason = _wrong_count(subject, pipeline, rewritten.sites, found.refusals) or _wrong_effect(
             before, rewritten
         )
     nothing = not sum(rewritten.sites)
     if not reason and not nothing and subject.entry.given:
-        if len(pipeline) == 1 == len(subject.members(pipeline)):
+        if alone:
             reason = _wrong_again(subject, pipeline, rewritten)
         elif len(pipeline) == 2:
             subject.facts[COMPUTATION] = computation(rewritten.module)
     outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
     reason = reason or ("nothing to rewrite" if nothing else "")
-    return Finding(outcome, reason, measurements, refused or ())
+    return Finding(outcome, reason, measurements, found.refusals)
 
 
 def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from fxopt.rewriting.composition import compose
-from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.history import history
-from fxopt.rewriting.rewrite import Rewrite
 from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.transformation import Transformation
 
@@ -52,21 +51,23 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
 
 
-def refusals(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Refusals:
-    """List what passes leave alone in a graph, each after those before it, as (pass, node, reason)."""
+class Explained(NamedTuple):
+    """The refusals of a pass in a graph, as (pass, node, reason), and the places of its sites."""
+
+    refusals: Refusals = ()
+    places: tuple[str, ...] = ()
+
+
+def explained(traced: GraphModule, name: str, pass_: Transformation) -> Explained:
+    """Explain a pass; one that only has `transform` explains nothing."""
+    if not (explain := getattr(pass_, "explain", None)):
+        return Explained()
     module = copy.deepcopy(traced)
-    explained: list[tuple[str, Explanation]] = []
-    if len(passes) == 1:
-        # A pass that only has `transform` explains nothing.
-        ((name, whole),) = passes
-        if explain := getattr(whole, "explain", None):
-            explained = [(name, explain(module))]
-    else:
-        rewrites = [name for name, pass_ in passes if isinstance(pass_, Rewrite)]
-        explained = [*zip(rewrites, compose(*(each for _, each in passes)).explain(module), strict=True)]
+    found = explain(module)
     if differ(traced, module):
-        raise AssertionError("explaining the passes changes the graph")
-    return tuple((name, node, reason) for name, found in explained for node, _, reason in found.refusals)
+        raise AssertionError("explaining the pass changes the graph")
+    refused = tuple((name, node, reason) for node, _, reason in found.refusals)
+    return Explained(refused, tuple(dict.fromkeys(row.place for row in found.rows if row.reason is None)))
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:

@@ -29,7 +29,7 @@ from fxopt.testing.probes import not_finite
 from ..zoo import build, plan
 from ..zoo.build import Captured, capture, capture_first, ways
 from ..zoo.entry import Entry
-from .rewritten import Refusals, Rewritten, refusals, rewrite
+from .rewritten import Explained, Rewritten, explained, rewrite
 
 FLOOR = 8.0
 """In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place
@@ -206,10 +206,11 @@ class Subject:
                 self._rewritten[pipeline, dtype] = rewrite(traced, self.members(pipeline))
         return self._rewritten[pipeline, dtype]
 
-    def refusals(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Refusals:
-        """List what the passes of a pipeline leave alone, and why."""
+    def explained(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Explained:
+        """List where the pass of a pipeline of one has its sites, what it leaves alone, and why."""
+        ((name, pass_),) = self.members(pipeline)
         with self.entering("explain"):
-            return refusals(self.traced(dtype), self.members(pipeline))
+            return explained(self.traced(dtype), name, pass_)
 
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """The reasons against the pass of a pipeline of one that running each site by itself gives."""

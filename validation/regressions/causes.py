@@ -176,7 +176,7 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
     if first.kind.endswith("vanished"):
         yield f"{_named(tuple(sorted({each.id for each in (first, *others)})))}: {first.kind}"
     elif first.stage in CAPTURE:
-        yield f"{where} {CAPTURE[first.stage]}: {first.explanation}"
+        yield f"{where} {CAPTURE[first.stage]}: {first.explanation.removesuffix(f' in stage {first.stage}')}"
     elif first.kind in _VERDICTS:
         yield f"{what} {_VERBS.get(first.after, 'got worse')} in {where}: {first.explanation}"
     else:

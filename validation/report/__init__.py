@@ -74,15 +74,18 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     runs = written.attempt(lambda: headline.earlier(table, history), history) or []
     changed = written.attempt(lambda: headline.since(table, runs), history)
     views: dict[Path, Callable[[], str]] = {}
-    pages = directory / "compatibility"
+    pages, of_passes = directory / "compatibility", directory / "passes"
     if headline.is_sweep(table):
         views[directory / "architectures.md"] = functools.partial(architectures.document, table)
     else:
         views[directory / "summary.md"] = functools.partial(markdown.summary, table, changed)
         views[directory / "report.html"] = functools.partial(html.document, table, runs, changed)
-        for model, stem in markdown.file_stems(headline.ran(table)["model"].unique()).items():
+        ran = headline.ran(table)
+        for model, stem in markdown.file_stems(ran["model"].unique()).items():
             views[pages / f"{stem}.md"] = functools.partial(markdown.compatibility, table, model)
-    for file in {*pages.glob("*.md"), *views}:
+        for name, stem in markdown.file_stems(markdown.single_passes(ran)).items():
+            views[of_passes / f"{stem}.md"] = functools.partial(markdown.of_pass, ran, name)
+    for file in {*pages.glob("*.md"), *of_passes.glob("*.md"), *views}:
         view = views.get(file)
         if view and written.attempt(functools.partial(_write, file, view), file):
             written.files.append(file)

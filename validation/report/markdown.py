@@ -28,12 +28,17 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     if len(composed):
         compositions = ["## Compositions", pipes(tables.matrix(composed))]
         compositions += ["## Where the order matters", ORDERS, pipes(orders(ran)) or "Nowhere."]
-    stems = file_stems(ran["model"].unique())
-    pages = [f"- [{escape(model)}](compatibility/{stem}.md)" for model, stem in stems.items()]
+    linked = {"compatibility": file_stems(ran["model"].unique()), "passes": file_stems(single_passes(ran))}
+    models, passes = (
+        " · ".join(f"[{escape(name)}]({folder}/{stem}.md)" for name, stem in stems.items())
+        for folder, stems in linked.items()
+    )
     return page(
         "# Validation",
         *_worse(since),
         headline(table),
+        f"Models: {models}",
+        f"Passes: {passes}" if passes else "",
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
@@ -58,9 +63,12 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(tables.excuses(table)) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(table)) or "No site was refused.",
-        "## Models",
-        "\n".join(pages),
     )
+
+
+def single_passes(table: pd.DataFrame) -> list[str]:
+    """The pipelines that stand by themselves: passes, and those with a name."""
+    return sorted(name for name in table["pipeline"].unique() if name and "+" not in name)
 
 
 def compatibility(table: pd.DataFrame, model: str) -> str:
@@ -81,6 +89,23 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         "## Why sites were refused",
         pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
         *(block for check in Check for block in _measurements(own[own["check"] == check], check)),
+    )
+
+
+def of_pass(table: pd.DataFrame, name: str) -> str:
+    """The page of one pass: its models, where it rewrote, and what it refused."""
+    own = table[table["pipeline"] == name]
+    return page(
+        f"# {escape(name)}",
+        headline(own.assign(plan="")),
+        "## Models",
+        pipes(tables.of_pass(table, name)),
+        "## Where it rewrites",
+        pipes(tables.places(table, name)) or "No site is listed.",
+        "## Why sites were refused",
+        pipes(tables.refusals(own)) or "No site was refused.",
+        "## Failures",
+        pipes(tables.problems(own)) or "None.",
     )
 
 

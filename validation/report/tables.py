@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pandas as pd
 
+from ..checks.effect import PLACES
 from ..records import FAILING, WORST_FIRST, Check, Outcome
 from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of, missing
@@ -117,6 +120,32 @@ def compatibility(table: pd.DataFrame, model: str) -> pd.DataFrame:
         view[f"{heading('latency_ratio')} (95 % interval)"] = [ratio(row) for _, row in rows.iterrows()]
     view["reason"] = rows["reason"].replace("", ABSENT)
     return view
+
+
+def of_pass(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Model × one pass: verdict, sites, refusals, errors with their limits, and the gain."""
+    rows = verdicts(table[table["pipeline"] == name])
+    view = rows[["model", "device", "verdict"]].copy()
+    for column in [column for column in ("sites", "refused") if column in rows]:
+        view[heading(column)] = [shown(column, value) for value in rows[column]]
+    for column in errors_of(rows):
+        view[f"{heading(column)} (limit)"] = [with_limit(row, column) for _, row in rows.iterrows()]
+    if "latency_ratio" in rows:
+        view[f"{heading('latency_ratio')} (95 % interval)"] = [ratio(row) for _, row in rows.iterrows()]
+    view["reason"] = rows["reason"].replace("", ABSENT)
+    return view
+
+
+def places(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Where a pass rewrote: one row a model and site, with its module and line."""
+    rows = table[(table["pipeline"] == name) & (table["check"] == Check.EFFECT)]
+    told = rows[PLACES].fillna("") if PLACES in rows else pd.Series("", rows.index)
+    listed = [
+        (model, place)
+        for model, places in zip(rows["model"], told, strict=True)
+        for place in json.loads(places or "[]")
+    ]
+    return pd.DataFrame(listed, columns=["model", "site"]).drop_duplicates(ignore_index=True)
 
 
 def checks(table: pd.DataFrame, model: str) -> pd.DataFrame:

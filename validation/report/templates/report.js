@@ -39,6 +39,9 @@ function drawHead() {
   at("verdict").textContent = data.verdict;
   at("verdict").classList.toggle("failed", data.failed);
   for (const [outcome, count] of Object.entries(data.ends)) at("ends").append(make("span", { class: `badge ${kind(outcome)}` }, `${count.toLocaleString("en")} ${outcome}`));
+  const singles = [...new Set(cases.map((each) => each.pipeline))].filter((name) => name && !name.includes("+")).sort();
+  at("links").append(make("p", {}, "Models: ", ...[...new Set(cases.map((each) => each.model))].sort().map(toModel)));
+  at("links").append(make("p", {}, "Passes: ", ...singles.map((name) => link(name, () => change({ text: name, view: "pipelines" })))));
   at("not-run").append(...data.notRun.map((text) => make("li", {}, text)));
   for (const [name, value] of Object.entries(data.conditions)) at("conditions").append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   at("refusals").append(data.refusals.rows.length ? table(data.refusals.columns, data.refusals.rows) : "No site was refused.");
@@ -54,7 +57,7 @@ function drawWorse() {
   const { worse, causes, toDo, run } = data.since;
   at("worse").append(make("p", { class: `worse ${causes.length ? "failed" : ""}` }, worse));
   const lines = causes.map(({ text, told, command }) =>
-    make("li", {}, make("b", {}, text), make("span", { class: "quiet" }, ` ${told}. `), make("code", {}, command), copier(command)));
+    make("li", {}, make("b", {}, text), make("span", { class: "quiet" }, ` ${told}. `), make("br"), make("code", {}, command), copier(command)));
   if (lines.length) at("worse").append(make("ol", { class: "causes" }, ...lines.slice(0, 10)));
   if (lines.length > 10) at("worse").append(make("details", {}, make("summary", {}, `${lines.length - 10} more causes`), make("ol", { class: "causes", start: 11 }, ...lines.slice(10))));
   if (toDo) at("worse").append(make("p", { class: "quiet" }, toDo.replaceAll("`", "")));
