@@ -140,6 +140,20 @@ def test_the_failures_of_a_first_run_are_grouped_too(run):
     assert since.causes[0].cases == 10
 
 
+def test_a_run_of_another_machine_says_what_is_not_compared(run):
+    other = dataclasses.replace(run, devices={"cpu": "another one"})
+    since = headline.since(night(run, 1, PLANTED["memory"][0]), [night(other, 0)])
+    assert not since.causes
+    assert (
+        "The last good run was on another machine" in markdown.summary(night(run, 1), since).splitlines()[2]
+    )
+
+
+def test_a_busy_machine_is_told(run):
+    table = night(run, 0).assign(busy_percent=50.0)
+    assert "The machine was busy in the time measurements of 3 models" in headline.not_run(table)[0]
+
+
 def test_what_vanished_is_one_line(run):
     good = night(run, 0)
     part = good[good["model"] != "bert"]

@@ -120,4 +120,4 @@ def worse_lines(since: headline.Since) -> list[str]:
         lines += [f"{number}. {cause.text} ({headline.told(cause)})", f"   {cause.command}"]
     more = len(since.causes) - MOST_CAUSES
     lines += [f"... and {more} more causes, all in the report"] if more > 0 else []
-    return [*lines, *filter(None, [headline.to_do(since)])]
+    return [*lines, *filter(None, [headline.elsewhere(since), headline.to_do(since)])]

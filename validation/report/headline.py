@@ -12,6 +12,7 @@ from ..records import FAILING, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, causes, failures
 from ..regressions.compare import CHANGE, compare
+from ..regressions.metric import BUSY
 from ..store import ReportError, missing, read_run
 from ..zoo.sources import SOURCE
 
@@ -31,7 +32,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def not_run(table: pd.DataFrame) -> list[str]:
-    """A sentence for each reason why cases were not run, and one for the cases that the plan has besides."""
+    """A sentence for each reason why cases were not run or judged, and one for the cases that the plan has besides."""
     skipped = table[table["outcome"] == Outcome.SKIP]
     reasons = skipped.groupby("reason").agg(cases=("id", "size"), models=("model", "nunique"))
     reasons = reasons.sort_values("cases", ascending=False)
@@ -42,6 +43,10 @@ def not_run(table: pd.DataFrame) -> list[str]:
     if len(reasons) > MOST:
         rest = reasons.iloc[MOST:]
         told.append(f"{counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
+    if BUSY.name in table and (busy := table.loc[table[BUSY.name] > BUSY.most, "model"].nunique()):
+        told.append(
+            f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies are not judged"
+        )
     if lacking := missing(table):
         told.append(f"Partial: {counted(lacking, 'planned case')} not run")
     return told
@@ -153,6 +158,17 @@ def got_worse(since: Since) -> str:
 
 
 NO_RUN = "There is no earlier run to compare with"
+
+
+def elsewhere(since: Since) -> str:
+    """A sentence where the last good run was made on another machine, else empty."""
+    changed = since.changes[since.changes["kind"] == "environment"]["id"]
+    other = {"device_name", "threads"} & {*changed}
+    return (
+        "The last good run was on another machine: times, memory and kernels are not compared."
+        if other
+        else ""
+    )
 
 
 def to_do(since: Since) -> str:

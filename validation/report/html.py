@@ -128,7 +128,7 @@ def _changes(since: headline.Since | None) -> dict[str, Any] | None:
         "causes": [
             {"text": each.text, "told": headline.told(each), "command": each.command} for each in since.causes
         ],
-        "toDo": headline.to_do(since),
+        "toDo": " ".join(filter(None, [headline.elsewhere(since), headline.to_do(since)])),
         "headline": headline.changed(since.changes),
         "more": len(since.changes) - len(shown),
         **_rows(headline.marked(shown)),

@@ -130,7 +130,11 @@ def _worse(since: headlines.Since | None) -> list[str]:
         f"{number}. **{escape(cause.text)}** {headlines.told(cause)}. `{cause.command}`"
         for number, cause in enumerate(since.causes, 1)
     ]
-    return [f"**{headlines.got_worse(since)}.**", "\n".join(lines), headlines.to_do(since)]
+    return [
+        f"**{headlines.got_worse(since)}.** {headlines.elsewhere(since)}".rstrip(),
+        "\n".join(lines),
+        headlines.to_do(since),
+    ]
 
 
 def _changes(since: headlines.Since | None) -> list[str]:
