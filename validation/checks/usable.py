@@ -134,7 +134,7 @@ def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
     if isinstance(
         module, GraphModule
     ):  # torch.export takes keywords of any graph module in the order of its inputs
-        names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         inputs = {name: inputs[name] for name in names if name in inputs}
     return torch.export.export(module, (), dict(inputs), strict=False).module()
 
