@@ -99,9 +99,9 @@ METRICS: dict[str, Metric] = {
         "time",
         "lower",
         factor=2,
-        floor=0.2,
+        floor=0.3,
         machine=True,
-        text="seconds of the processor, to capture and to apply a pass",
+        text="seconds, to capture and to apply a pass",
     ),
     "forward_runs": Metric("runs", "lower", factor=1.5, text="how many runs of the forward the capture took"),
     "*memory*_mb": Metric(

@@ -132,7 +132,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A graph, the way in which it was captured, what the ways before it said, and its seconds of the processor."""
+    """A graph, the way in which it was captured, what the ways before it said, and its seconds: of a sweep, those of the processor."""
 
     graph: GraphModule
     way: Way
@@ -142,12 +142,12 @@ class Captured:
 
 def capture(entry: Entry, model: nn.Module, inputs: Mapping[str, Tensor]) -> Captured:
     """Capture a model of a zoo file as its entry says."""
-    started = time.process_time()
+    started = time.perf_counter()
     if entry.sizes_are_free and not entry.dynamic_shapes:
         graph = fxopt.symbolic_trace(model, list(entry.inputs))
     else:
         graph = fxopt.trace(model, kwargs=dict(inputs), dynamic_shapes=named_shapes(entry) or None)
-    return Captured(graph, Way(), seconds=time.process_time() - started)
+    return Captured(graph, Way(), seconds=time.perf_counter() - started)
 
 
 def named_shapes(entry: Entry) -> Shapes:
