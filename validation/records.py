@@ -23,6 +23,9 @@ class Check(enum.StrEnum):
     PEER = "peer"
 
 
+TIMED = (Check.LATENCY, Check.OPTIMIZE)
+"""The checks whose cases have their machine to themselves."""
+
 STAGES = (
     *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
     *("reverse", "usable", "task", "time", "optimize"),
@@ -109,7 +112,7 @@ class Case:
     @property
     def timed(self) -> bool:
         """True of a case that has to have its machine to itself."""
-        return self.check in (Check.LATENCY, Check.OPTIMIZE)
+        return self.check in TIMED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -262,8 +262,8 @@ def test_two_runs_say_nothing_of_latencies(changes):
     [
         ("trace_seconds", 1.0, 3.0, True),
         ("trace_seconds", 1.0, 1.9, False),
-        ("apply_seconds", 0.01, 0.21, False),
-        ("apply_seconds", 0.05, 0.65, True),
+        ("apply_seconds", 0.01, 0.19, False),
+        ("apply_seconds", 0.05, 0.45, True),
         ("apply_memory_mb", 1.0, 17.0, True),
         ("memory_peak_mb", 10.0, 12.0, False),
         ("values_compared", 10.0, 9.0, True),

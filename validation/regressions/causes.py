@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, Outcome, counted
+from ..records import AGAIN, FAILING, TIMED, Outcome, counted
 from ..zoo.plan import ALL, EXACT
 
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
@@ -143,11 +143,11 @@ class _Change:
         return str(self.row.get("stage") or "") if self.kind in _VERDICTS else ""
 
     @property
-    def rank(self) -> tuple[int, float, str]:
-        """The worst kind first, then the fewest passes: the first of a group shows its cause best."""
+    def rank(self) -> tuple[int, float, bool, str]:
+        """The worst kind first, then the fewest passes, timed cases last: the first of a group shows its cause best."""
         passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
-        return severity, passes, self.id
+        return severity, passes, self.row.get("check") in TIMED, self.id
 
 
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
