@@ -61,7 +61,8 @@ _ROWS: dict[str, Fact] = {
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "
     "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
-    "pixel_shuffle interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _SMOOTH,
+    "interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _NEW | _SMOOTH,
+    "pixel_shuffle": _SMOOTH,  # by 1, it is a view
     "prod cumprod": _NEW,
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,

@@ -295,3 +295,42 @@ def test_a_write_into_the_input_between_is_refused():
 
     traced = PackLinears()(fxopt.trace(linears(late).eval(), (X,)))
     assert "may write into" in str(FuseEpilogues().explain(traced))
+
+
+POOLED = {
+    "flatten": lambda m, y: m.pool(y).flatten(1),
+    "module": lambda m, y: m.flat(m.pool(y)),
+    "view": lambda m, y: m.pool(y).view(y.shape[0], -1),
+    "interpolate": lambda m, y: F.interpolate(y, size=(1, 1), mode="bilinear").flatten(1),
+}
+
+
+@pytest.mark.parametrize("end", POOLED)
+def test_a_view_behind_pooling_shares_nothing_with_activations_in_place(end):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+            self.act, self.act2 = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+            self.pool, self.flat, self.head = nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(16, 4)
+
+        def forward(self, x):
+            y = self.act(self.a(x))
+            return self.head(POOLED[end](self, self.act2(self.b(y) + y)))
+
+    model, x = Net().eval(), torch.randn(2, 3, 16, 16)
+    traced = fxopt.trace(model, (x,))
+    assert len(fxopt.PackConvs().explain(traced).sites) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(fxopt.PackConvs()(traced)(x), model(x))
+
+
+def test_pooling_and_interpolation_give_new_memory():
+    """Also where the sizes stay as they are: what a pass may rely on."""
+    for shape in ((2, 3, 1, 1), (2, 3, 4, 4)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape).contiguous(memory_format=layout)
+            made = [F.adaptive_avg_pool2d(x, size) for size in (1, shape[-1], (None, None))]
+            made += [F.interpolate(x, size=shape[-2:], mode=mode) for mode in ("nearest", "bilinear", "area")]
+            made += [F.interpolate(x, scale_factor=1, mode="bicubic")]
+            assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in made)
