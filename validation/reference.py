@@ -104,7 +104,7 @@ def _latency() -> str:
         f"A latency is the ratio to the graph as captured, in the same run. A latency counts as worse after several runs on "
         f"the same machine: {margins}. At least {FEWEST_BEFORE} earlier runs must lie below the new intervals, and the change "
         f"must exceed what runs of the same case differ by. Runs in which other processes used more than {BUSY.most:g} % of a "
-        "core do not count."
+        "core do not count, nor do the seconds of models that were timed then."
     )
 
 

@@ -276,6 +276,15 @@ def test_costs_are_compared_on_the_same_machine(name, was, now, worse, differenc
     assert "environment" in set(table["kind"]) or not difference
 
 
+@pytest.mark.parametrize(("busy", "worse"), [(1.0, True), (60.0, False)])
+def test_times_of_a_busy_machine_are_not_judged(busy, worse, changes):
+    timed = Record(
+        dataclasses.replace(CASE, check=Check.LATENCY), Outcome.PASS, measurements={"busy_percent": busy}
+    )
+    before, after = ([timed, *measured(apply_seconds=seconds)] for seconds in (0.1, 1.0))
+    assert changes(before, after)["regression"].any() == worse
+
+
 @pytest.mark.parametrize(("kernels", "worse"), [("", True), ("onednn", False)])
 def test_sites_of_passes_that_pick_kernels_are_those_of_a_machine(kernels, worse, run, changes):
     before, after = (

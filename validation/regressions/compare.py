@@ -14,7 +14,7 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import FREE, SOURCE
-from .metric import KERNELS, UNKNOWN, metric_of, unit_of
+from .metric import BUSY, KERNELS, UNKNOWN, metric_of, unit_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 
@@ -28,7 +28,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
     the sites of passes that pick kernels, and no metric is compared between cases of another definition. Latencies are
-    judged over many runs (`trend.latencies`).
+    judged over many runs (`trend.latencies`); times count for models that were not timed on a busy machine.
 
     Returns one row a change, with the columns of `CHANGE`; no rows when nothing changed.
     """
@@ -113,6 +113,10 @@ def _measurements(
     cases = new.index.tolist()
     same_machine = _same_machine(old, new)
     without_kernels = ((_text(old, KERNELS) == "") & (_text(new, KERNELS) == "")).to_numpy()
+    busy = {
+        model for run in (old, new) if BUSY.name in run for model in run["model"][run[BUSY.name] > BUSY.most]
+    }
+    idle = ~new["model"].isin(busy).to_numpy()
     for name in had:
         metric = metric_of(name)
         was = old[name].to_numpy(float)
@@ -127,6 +131,8 @@ def _measurements(
             comparable = comparable & ~swept
         if metric.kind == "sites":
             comparable = comparable & (same_machine | without_kernels)
+        if metric.kind == "time":
+            comparable = comparable & idle
         with np.errstate(invalid="ignore"):
             differ = comparable & (was != now) & ~(np.isnan(was) & np.isnan(now))
         for row in np.flatnonzero(differ).tolist():

@@ -45,7 +45,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
         told.append(f"{counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
     if BUSY.name in table and (busy := table.loc[table[BUSY.name] > BUSY.most, "model"].nunique()):
         told.append(
-            f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies are not judged"
+            f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )
     if lacking := missing(table):
         told.append(f"Partial: {counted(lacking, 'planned case')} not run")
