@@ -36,7 +36,7 @@ from fxopt.optimizing.structures import (
     tensors_of_inputs,
     text_of,
 )
-from fxopt.optimizing.watching import State
+from fxopt.optimizing.watching import Places, State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 from fxopt.version import __version__
 
@@ -133,6 +133,7 @@ class Graphs:
         self.called = set[str]()  # other methods that were called
         self._warned = dict[str, None]()
         self._uses = itertools.count(1)
+        self._first: Places = {}  # what the attributes were that the forward assigns, before any graph was made
         self.lock = threading.RLock()
         self.refresh()
         _ALL.add(self)
@@ -178,7 +179,7 @@ class Graphs:
         book = self._book_for(inputs)
         if book is None:
             return _NO_GRAPH
-        key = (len(inputs.args), *sorted(inputs.kwargs))
+        key = (len(inputs.args), *inputs.kwargs)
         known = book.tried.get(key, ())
         for graph in known:
             with contextlib.suppress(GuardError):
@@ -202,7 +203,7 @@ class Graphs:
         """Make a graph for some inputs ahead of a call."""
         with self.lock:
             book = self._book()
-            made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
+            made = book and self._make(book, inputs, (len(inputs.args), *inputs.kwargs))
         return made.lowered if made else None
 
     def _called(self, graph: _Graph, inputs: Inputs) -> Any:
@@ -259,6 +260,16 @@ class Graphs:
         self._drop_unused()
         return made
 
+    def _assign(self, places: Places) -> Places:
+        """Give attributes the values that they had before; returns those that they have."""
+        modules, left = dict(self._model.named_modules()), dict[tuple[str, str], Any]()
+        for path, name in places.keys():
+            if path in modules:
+                attributes = vars(modules[path])
+                left[path, name] = {name: attributes.pop(name)} if name in attributes else {}
+                attributes.update(places[path, name])
+        return left
+
     def _varies(self, book: _Book, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""
         for name, value in named.items():
@@ -278,10 +289,10 @@ class Graphs:
             return ""
         if book.assigned is None:
             book.assigned = {*report.assigned}
-            book.state.forgive(self._model, book.assigned)
+            self._first = {**book.state.forgive(self._model, book.assigned), **self._first}
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
-            return f"the forward assigns {', '.join(others)} for some inputs and not for others"
+            return f"the forward changes {', '.join(others)} for some inputs and not for others"
         return "" if book.state.holds() else "the model was changed while its graph was made"
 
     def _drop_unused(self) -> None:
@@ -306,6 +317,7 @@ class Graphs:
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
         title = text_of(named, free if dynamic is not None else set())
         title = title if self._method == "forward" else f"{self._method}({title})"
+        left = self._assign(self._first)  # a capture sees what changes
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
@@ -318,6 +330,8 @@ class Graphs:
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
             lowered, report = None, GraphReport(title, reason=reason)
+        finally:
+            self._assign(left)
         if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
             book.refused.append(report)
             return self._prepared(book, inputs, named, set())
@@ -376,8 +390,7 @@ class Graphs:
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):
                 self._changes += bool(self.books)
-                places = self.books[0].state.places if self.books else ()
-                self._opened(_Book(State(self._model, places), settled=self._changes <= _RESTLESS))
+                self._opened(_Book(State(self._model, self._first), settled=self._changes <= _RESTLESS))
             return self.books[0]
         finally:
             self.lock.release()

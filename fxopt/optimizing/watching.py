@@ -13,18 +13,22 @@ from fxopt.torch_internals import COMPILED, FORWARD_HOOKS, REGISTRIES, version_o
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTENTS = (*REGISTRIES, *FORWARD_HOOKS)
+_CONTAINERS = (list, tuple, dict, collections.OrderedDict)
+_OF_TORCH = vars(nn.Module()).keys() - {*REGISTRIES, *FORWARD_HOOKS}  # hooks on states and gradients
+
+Places = Mapping[tuple[str, str], Mapping[str, Any]]
+"""Attributes, each as a module and a name, with a dict of the name and a value, which is empty where there is none."""
 
 
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Not seen is what changes inside of other attributes (objects but for `config`, dicts, lists of other things than numbers and
-    strings), and writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
+    Lists, tuples and dicts count, nested ones, too. Not seen is what changes inside of other objects but for `config`, and
+    writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
 
     Args:
         model: the module to watch.
-        places: the attributes and buffers that the forward changes, as far as known, each as a module and a name.
+        places: the attributes and buffers that the forward changes, as far as known.
     """
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
@@ -33,15 +37,14 @@ class State:
         configs = {id(config): vars(config) for config in map(_config, modules) if config is not None}
         self._now = [*map(vars, modules), *configs.values()]
         self._before = [dict(attributes) for attributes in self._now]
-        found = [vars(module).get(name) for module in modules for name in _CONTENTS]
-        found = [each for each in found if isinstance(each, dict)]  # those of scripted modules are not
-        # Lists of names and numbers: peft notes there which adapters it merges, through `.data`, into a weight.
-        lists = (v for module in modules for v in vars(module).values() if type(v) is list)
-        found += [each for each in lists if all(isinstance(item, _PLAIN) for item in each)]
-        self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
+        found = {id(tensor): tensor for tensor in (*self.parameters, *model.buffers())}
+        for module in modules:
+            for name in vars(module).keys() - _OF_TORCH:
+                _collect(vars(module)[name], found)
+        held = [each for each in found.values() if isinstance(each, (list, dict))]
+        self._filled, self._empty = [each for each in held if each], [each for each in held if not each]
         self._contents = [each.copy() for each in self._filled]
-        plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))
-        tensors = [*self.parameters, *model.buffers(), *plain]
+        tensors = (each for each in found.values() if isinstance(each, Tensor))
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._seen = {id(tensor): version_of(tensor) for tensor in self._tensors}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
@@ -50,16 +53,24 @@ class State:
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.forgive(model, places)
 
-    def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
-        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
-        self.places, left_out, modules = places, set[int](), dict(model.named_modules())
+    def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> Places:
+        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it.
+
+        Returns:
+            What the attributes were when this was made.
+        """
+        left_out, modules, first = dict[int, Any](), dict(model.named_modules()), dict[tuple[str, str], Any]()
+        before = dict(zip(map(id, self._now), self._before, strict=True))
         self._assigned = collections.defaultdict[int, set[str]](set)
         for path, name in places:
             if path in modules:
-                self._assigned[id(vars(modules[path]))].add(name)
-                left_out.add(id(getattr(modules[path], name, None)))
+                attributes = id(vars(modules[path]))
+                self._assigned[attributes].add(name)
+                first[path, name] = {key: before[attributes][key] for key in before[attributes].keys() & {name}}
+                _collect(getattr(modules[path], name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
+        return first
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -79,6 +90,16 @@ class State:
             return False
         self._before = [dict(attributes) for attributes in self._now]
         return True
+
+
+def _collect(value: Any, found: dict[int, Any]) -> None:
+    """Add a tensor, or a container with the tensors and containers in it, by their ids."""
+    if isinstance(value, Tensor):
+        found[id(value)] = value
+    elif type(value) in _CONTAINERS and id(value) not in found:
+        found[id(value)] = value
+        for part in value.values() if isinstance(value, dict) else value:
+            _collect(part, found)
 
 
 def _config(module: nn.Module) -> Any:
