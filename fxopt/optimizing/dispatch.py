@@ -41,6 +41,7 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 from fxopt.version import __version__
 
 _MOST_FAILURES = 2  # how often to try for one structure
+_MOST_FIXED = 2  # how many graphs for one structure may hold for one size alone, though others were to be free
 _MOST_DROPPED = 2  # how many graphs for one structure may be dropped
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
@@ -75,11 +76,13 @@ class _Calls:
         graphs: the graph for the shapes of each, None where there is none.
         free: the dimensions that were not the same in all of them.
         dropped: how many were dropped.
+        fixed: for each graph that holds for one size alone, where the forward fixes it.
     """
 
     graphs: dict[Shapes, _Graph | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     dropped: int = 0
+    fixed: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,6 +240,12 @@ class Graphs:
             return self._file(book, key, known)
         if shapes in calls.graphs or [*calls.graphs.values()].count(None) >= _MOST_FAILURES:
             return None
+        if len(calls.fixed) >= _MOST_FIXED:
+            self._warn(
+                f"each graph for its inputs holds for one size, which the forward fixes at {calls.fixed[0]}: pad them to a few "
+                "sizes, and optimize the model once for each"
+            )
+            return None
         if calls.dropped > _MOST_DROPPED:
             self._warn(
                 f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
@@ -246,6 +255,7 @@ class Graphs:
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
         lowered, report = self._prepared(book, inputs, named, calls.free)
+        calls.fixed += [*report.fixed.values()][:1]
         disagreement = self._disagreement(book, report)
         if lowered and disagreement:
             lowered, report = None, dataclasses.replace(report, reason=disagreement)
@@ -254,7 +264,7 @@ class Graphs:
             calls.graphs[shapes] = None
             self._warn(str(report.reason))
             return None
-        self._warn(report.unused or "", "computes in float32")
+        self._warn(report.unused or "", "computes in its own precision")
         made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses))
         self._file(book, key, made)
         self._drop_unused()
@@ -315,13 +325,11 @@ class Graphs:
     ) -> tuple[Lowered | None, GraphReport]:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
-        title = text_of(named, free if dynamic is not None else set())
-        title = title if self._method == "forward" else f"{self._method}({title})"
         left = self._assign(self._first)  # a capture sees what changes
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
-                    self._model, inputs, dynamic, self.options, title, book.state.holds, self._method
+                    self._model, inputs, dynamic, self.options, book.state.holds, self._method
                 )
         except Exception as error:  # the model can still run, and whoever reads the report can tell us
             first = str(error).partition("\n")[0]
@@ -329,9 +337,12 @@ class Graphs:
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-            lowered, report = None, GraphReport(title, reason=reason)
+            lowered, report = None, GraphReport(reason=reason)
         finally:
             self._assign(left)
+        title = text_of(named, free - report.fixed.keys() if dynamic is not None else set())
+        title = title if self._method == "forward" else f"{self._method}({title})"
+        report = dataclasses.replace(report, inputs=title)
         if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
             book.refused.append(report)
             return self._prepared(book, inputs, named, set())

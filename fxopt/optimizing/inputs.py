@@ -45,7 +45,7 @@ class Inputs:
         bound = signature.bind(*self.args, **self.kwargs).arguments
         rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
         found = {name: value for name, value in bound.items() if name not in rest}
-        return {name: value for each in rest for name, value in bound.get(each, {}).items()} | found
+        return found | {name: value for each in rest for name, value in bound.get(each, {}).items()}
 
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -64,13 +65,14 @@ def optimize(
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
         attributes are those of the model, and one that is set on either is set on both. `print(fast.report)` says what was
         done, and `fxopt.undo(fast)` gives the model back. `.to()`, `load_state_dict`, writes in place, swapped layers and
-        adapters, train and eval, and numbers, strings and flags on modules are noticed; after anything else call `fast.refresh()`.
+        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in lists, tuples and dicts, are
+        noticed; after anything else call `fast.refresh()`.
 
     Raises:
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
         PassError: the model is a graph module, or overrides `__call__`; example inputs are given and it is in training mode, or
             weights are on the meta device; or `keep_model=False` and there is no graph.
-        ValueError: an unknown precision, a name in `methods` that is not a method, or `max_graphs` is less than 1.
+        ValueError: an unknown precision, a name in `methods` that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
@@ -81,7 +83,8 @@ def optimize(
         ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
-    options = Options(precision, tune, keep_model, max_graphs, wait, tuple(methods))
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    options = Options(precision, tune, keep_model, max_graphs, wait, names)
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)
@@ -98,6 +101,7 @@ def _check(model: Any, options: Options) -> None:
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
             "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
         )
+    check_model(model)
     if type(model).__call__ is not nn.Module.__call__:
         raise PassError(
             f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
@@ -107,14 +111,13 @@ def _check(model: Any, options: Options) -> None:
         raise PassError(
             "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
         )
-    check_model(model)
     if options.precision not in PRECISIONS:
         raise ValueError(
             f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
         )
-    unknown = [name for name in options.methods if not callable(getattr(type(model), name, None))]
-    if unknown:
-        raise ValueError(f"methods: {type(model).__name__} has no method {unknown[0]!r}")
+    for name in options.methods:
+        if name == "forward" or not callable(getattr(type(model), name, None)):
+            raise ValueError(f"methods: give methods of {type(model).__name__} other than forward, not {name!r}")
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
@@ -174,6 +177,18 @@ class _Alone(nn.Module):
                 "the graph is for inference: call it under torch.no_grad(), and without autocast"
             )
         return self._computed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
+        return _Alone(copy.deepcopy(self._computed, memo), self.report)
+
+    def _has_no_model(self, *_: Any) -> Any:
+        raise PassError(
+            "a module of optimize(keep_model=False) holds one graph and no model, so that it cannot be saved, pickled or "
+            "undone: do that with what optimize makes with keep_model=True"
+        )
+
+    __reduce_ex__ = _has_no_model
+    locals()[STANDS_FOR] = property(_has_no_model)
 
 
 class _Own:

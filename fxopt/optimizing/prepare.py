@@ -84,7 +84,6 @@ def prepare(
     inputs: Inputs,
     dynamic_shapes: Any,
     options: Options,
-    title: str,
     ask: Callable[[], object] = bool,
     method: str = "forward",
 ) -> tuple[Lowered | None, GraphReport]:
@@ -101,6 +100,7 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, method, inputs, dynamic_shapes)
+        facts["fixed"] = _fix_dtypes(traced)
         places = traced.meta.get(ASSIGNED, ())
         eager = getattr(model, method)
         trial = Trial(model, traced, inputs)
@@ -120,17 +120,15 @@ def prepare(
                 raise Unused("the graph is slower than eager")
     except Unused as unused:
         made, facts["reason"] = None, str(unused)
-    return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
+    return made, GraphReport(seconds=time.perf_counter() - start, **facts)
 
 
 def _captured(model: nn.Module, method: str, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
     """The model's graph, if it can be tried out."""
     try:
-        traced = trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
+        return trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
     except FxoptError as error:
         raise Unused(f"{UNCAPTURED}: {_without_options(str(error))}") from error
-    _fix_dtypes(traced)
-    return traced
 
 
 def _rewritten(
@@ -192,16 +190,19 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
     ]
 
 
-def _fix_dtypes(traced: GraphModule) -> None:
-    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes."""
-    for guard in traced.modules():
-        if isinstance(guard, InputGuard):
-            guard.inputs = tuple(
-                dataclasses.replace(each, strict_dtype=True, any_dtype=False)
-                if isinstance(each, TensorSpec)
-                else each
-                for each in guard.inputs
-            )
+def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
+    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes.
+
+    Returns:
+        The sizes that the forward fixes, as in the report.
+    """
+    guard = next(module for module in traced.modules() if isinstance(module, InputGuard))
+    guard.inputs = tuple(
+        dataclasses.replace(each, strict_dtype=True, any_dtype=False) if isinstance(each, TensorSpec) else each
+        for each in guard.inputs
+    )
+    tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
+    return {(number, dim): line for number, each in enumerate(tensors) for dim, line in each.fixed_by}
 
 
 def _kernels(traced: GraphModule) -> dict[str, int]:

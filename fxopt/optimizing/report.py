@@ -24,10 +24,11 @@ class GraphReport:
         memory: bytes of the weights, those of the graph included, as a ratio to the eager model's; None if not known.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
+        fixed: the sizes that were left free and that the forward fixes, by tensor and dimension, with the line that does so.
         unused: why no layer computes in the precision that was asked for; None if one does.
     """
 
-    inputs: str
+    inputs: str = ""
     explanations: Sequence[Explanation] = ()
     kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -38,6 +39,7 @@ class GraphReport:
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
     unused: str | None = None
+    fixed: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"{'graph' if self.reason is None else 'eager'} for {self.inputs}"
