@@ -12,12 +12,21 @@ from torch.fx import GraphModule
 from fxopt.outputs import mapped
 
 
+Kind = tuple[int, tuple[str, ...]]
+"""How many arguments a call gives by position, and the names of the others, in their order."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arguments of one call."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the call."""
+        return len(self.args), tuple(self.kwargs)
 
     def mappings(self) -> list[tuple[Any, dict[Any, Any]]]:
         """The inputs that are mappings but not dicts, such as `BatchEncoding`, each with a dict of its items."""

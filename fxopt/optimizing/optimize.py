@@ -150,15 +150,12 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
     kind: Any = type(model)
-    added = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
-    fast: Any = object.__new__(_optimized_class(kind, added, options.methods))
-    own = {
-        "__dict__": vars(model),
-        STANDS_FOR: model,
-        GRAPHS: Graphs(model, options, dynamic_shapes),
-    }
-    for name, value in own.items():
-        object.__setattr__(fast, name, value)
+    added = [name for name in ("report", "refresh") if not hasattr(model, name)]
+    added += ["get_encoder"] * hasattr(kind, "get_encoder")
+    fast: Any = object.__new__(_optimized_class(kind, tuple(added), options.methods))
+    object.__setattr__(fast, "__dict__", vars(model))
+    object.__setattr__(fast, STANDS_FOR, model)
+    object.__setattr__(fast, GRAPHS, Graphs(model, options, dynamic_shapes))
     return fast  # type: ignore[no-any-return]
 
 
@@ -238,25 +235,20 @@ def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...])
     def refresh(self: Any) -> None:
         getattr(self, GRAPHS).refresh()
 
-    slots = (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED)
-    members: dict[str, Any] = {
-        "__slots__": slots,
+    forward = _wrapped(cls.forward, "forward", True)
+    own = {"report": property(report), "refresh": refresh, "get_encoder": get_encoder}
+    members = {
+        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
+        **{name: _wrapped(each, name, False) for name, each in vars(cls).items() if _is_method(name, each)},
+        **{name: _wrapped(getattr(cls, name), name, True) for name in methods},
+        **{name: own[name] for name in added},
+        "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
         "__reduce_ex__": reduce,
         "__jit_ignored_attributes__": ["report"],
+        "forward": _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward),
+        COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
-    members |= {
-        name: _wrapped(each, name, False) for name, each in vars(cls).items() if _is_method(name, each)
-    }
-    members |= {name: _wrapped(getattr(cls, name), name, True) for name in methods}
-    forward = _wrapped(cls.forward, "forward", True)
-    members["forward"] = _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
-    members[COMPILED] = _Own(OWN_COMPILED, lambda module: None, None)
-    members |= {
-        name: value for name, value in (("report", property(report)), ("refresh", refresh)) if name in added
-    }
-    members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (_Subclass, cls), members | names)
+    return type(cls.__name__, (_Subclass, cls), members)
 
 
 def _is_method(name: str, value: Any) -> bool:

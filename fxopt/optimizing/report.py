@@ -48,11 +48,14 @@ class GraphReport:
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "reason", self.reason or ""
         yield "precision", self.unused or ""
-        yield "speed", "" if self.speedup is None else f"{self.speedup:.2f}x eager"
-        yield "error", "" if self.error is None else f"{self.error:.2f}x eager's, vs float64"
-        yield "cosine", "" if self.cosine is None else f"{self.cosine:.5f}, with the outputs in float64"
+        for name, value, text in (
+            ("speed", self.speedup, "{:.2f}x eager"),
+            ("error", self.error, "{:.2f}x eager's, vs float64"),
+            ("cosine", self.cosine, "{:.5f}, with the outputs in float64"),
+            ("memory", None if self.reason else self.memory, "{:.2f}x the weights of the model"),
+        ):
+            yield name, "" if value is None else text.format(value)
         if self.reason is None:
-            yield "memory", "" if self.memory is None else f"{self.memory:.2f}x the weights of the model"
             yield "prepared", f"in {self.seconds:.1f} s"
             passes = (f"{each.name} {len(each.sites)}" for each in self.explanations if each.sites)
             yield "sites", ", ".join(passes)
