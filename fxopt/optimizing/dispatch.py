@@ -42,7 +42,7 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 from fxopt.version import __version__
 
 _MOST_FAILURES = 2  # how often to try for one structure
-_MOST_FIXED = 2  # how many graphs for one structure may hold for one size alone, though others were to be free
+_MOST_FIXED = 2  # how many may hold for one size alone, though others were to be free
 _MOST_DROPPED = 2  # how many graphs for one structure may be dropped
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
@@ -175,8 +175,10 @@ class Graphs:
 
     def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
         """Yield the graphs that may take these inputs, and then one that is made for them."""
-        book = self._book_for(inputs)
+        obstacle = self._obstacle(inputs)
+        book = self._book() if obstacle is None else None
         if book is None:
+            self._warn(obstacle or "")
             return
         known = [graph for graph in book.graphs if inputs.kind in graph.kinds]
         yield from known
@@ -205,7 +207,8 @@ class Graphs:
             named = inputs.named(getattr(self._model, self._method))
             structure, shapes = structure_of(named), shapes_of(named)
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            return self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            return None
         if any(map(has_own_kernels, tensors_in(named))) or self._varies(book, named):
             return None
         if len(book.calls) >= _MOST_STRUCTURES and structure not in book.calls:
@@ -217,16 +220,15 @@ class Graphs:
             return known
         if shapes in calls.graphs or [*calls.graphs.values()].count(None) >= _MOST_FAILURES:
             return None
-        if len(calls.fixed) >= _MOST_FIXED:
-            return self._warn(
+        if len(calls.fixed) >= _MOST_FIXED or calls.dropped > _MOST_DROPPED:
+            self._warn(
                 f"each graph for its inputs holds for one size, which the forward fixes at {calls.fixed[0]}: pad them to a few "
                 "sizes, and optimize the model once for each"
-            )
-        if calls.dropped > _MOST_DROPPED:
-            return self._warn(
-                f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
+                if calls.fixed[_MOST_FIXED - 1 :]
+                else f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
                 "use, so give optimize a larger max_graphs"
             )
+            return None
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
         lowered, report = self._prepared(book, inputs, named, calls.free)
@@ -237,9 +239,12 @@ class Graphs:
         if lowered is None:
             book.refused.append(report)
             calls.graphs[shapes] = None
-            return self._warn(str(report.reason))
+            self._warn(str(report.reason))
+            return None
         self._warn(report.unused or "", "computes in its own precision")
-        made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses), {inputs.kind: None})
+        made = calls.graphs[shapes] = _Graph(
+            lowered, report, calls, shapes, next(self._uses), {inputs.kind: None}
+        )
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
@@ -247,11 +252,11 @@ class Graphs:
     def _assign(self, places: Places) -> Places:
         """Give attributes the values that they had before; returns those that they have."""
         modules, left = dict(self._model.named_modules()), dict[tuple[str, str], Any]()
-        for path, name in places.keys():
+        for (path, name), value in places.items():
             if path in modules:
-                attributes = vars(modules[path])
+                attributes: Any = vars(modules[path])
                 left[path, name] = {name: attributes.pop(name)} if name in attributes else {}
-                attributes.update(places[path, name])
+                attributes.update(value)
         return left
 
     def _varies(self, book: _Book, named: dict[str, Any]) -> bool:
@@ -308,6 +313,10 @@ class Graphs:
             lowered, report = None, GraphReport(reason=reason)
         finally:
             self._assign(left)
+        unassigned = left.keys() - report.assigned if report.assigned is not None else ()
+        if unassigned:  # it may read what it does not assign
+            self._first = {place: self._first[place] for place in self._first.keys() - unassigned}
+            return self._prepared(book, inputs, named, free)
         title = text_of(named, free - report.fixed.keys() if dynamic is not None else set())
         title = title if self._method == "forward" else f"{self._method}({title})"
         report = dataclasses.replace(report, inputs=title)
@@ -316,34 +325,30 @@ class Graphs:
             return self._prepared(book, inputs, named, set())
         return lowered, report
 
-    def _book_for(self, inputs: Inputs) -> _Book | None:
-        """The graphs for the model as it is; None where the model itself is to run, whatever graphs there are."""
+    def _obstacle(self, inputs: Inputs) -> str | None:
+        """Why the model itself is to run, whatever graphs there are, empty where that is not to be said; None where it need not."""
         if (
             torch.compiler.is_compiling()
             or is_transforming()
             or has_any_global_hook()
             or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
-            return self._warn(cannot_tell())
+            return cannot_tell()
         if self._model.training:
-            return self._warn("it is in training mode; call .eval()")
+            return "it is in training mode; call .eval()"
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._model.parameters())
             or requires_grad((inputs.args, dict(inputs.kwargs)))
         ):
-            return self._warn(
-                "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
-            )
-        book = self._book()
-        if book is None:
-            return None
-        parameters = book.state.parameters
-        device = parameters[0].device.type if parameters else "cpu"
+            return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
+        device = next((each.device.type for each in self._model.parameters()), "cpu")
         if device not in ("cpu", "cuda"):
-            return None
-        if torch.is_autocast_enabled(device):
-            return self._warn("autocast is on; choose the precision when you optimize")
-        return book
+            return ""
+        return (
+            "autocast is on; choose the precision when you optimize"
+            if torch.is_autocast_enabled(device)
+            else None
+        )
 
     def _book(self) -> _Book | None:
         """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
@@ -358,9 +363,7 @@ class Graphs:
         if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
             return None  # as in `torch.func.functional_call`
         resting = self._changes > _RESTLESS and not any(book.graphs for book in self.books)
-        if resting and next(self._uses) % _EVERY:
-            return None
-        if not self.lock.acquire(blocking=self.options.wait):
+        if (resting and next(self._uses) % _EVERY) or not self.lock.acquire(blocking=self.options.wait):
             return None
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):
@@ -374,8 +377,7 @@ class Graphs:
         others = (each for each in self.books if each is not book and not each.state.is_gone())
         self.books = (book, *others)[: self.options.max_graphs]
 
-    def _warn(self, reason: str, consequence: str = "falls back to eager") -> Any:
-        """Warn once; returns None."""
+    def _warn(self, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned[reason] = None
             text = f"{type(self._model).__name__}.{self._method} {consequence}: {reason}"

@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from fxopt.outputs import mapped
 
-
 Kind = tuple[int, tuple[str, ...]]
 """How many arguments a call gives by position, and the names of the others, in their order."""
 
@@ -51,10 +50,10 @@ class Inputs:
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The arguments by the names of the function's parameters; those of `**kwargs` by their own."""
         signature = inspect.signature(function)
-        bound = signature.bind(*self.args, **self.kwargs).arguments
-        rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-        found = {name: value for name, value in bound.items() if name not in rest}
-        return found | {name: value for each in rest for name, value in bound.get(each, {}).items()}
+        named = signature.bind(*self.args, **self.kwargs).arguments
+        rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+        others: dict[str, Any] = named.pop(rest, {})
+        return named | others
 
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""

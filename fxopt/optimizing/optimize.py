@@ -117,7 +117,9 @@ def _check(model: Any, options: Options) -> None:
         )
     for name in options.methods:
         if name == "forward" or not callable(getattr(type(model), name, None)):
-            raise ValueError(f"methods: give methods of {type(model).__name__} other than forward, not {name!r}")
+            raise ValueError(
+                f"methods: give methods of {type(model).__name__} other than forward, not {name!r}"
+            )
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 

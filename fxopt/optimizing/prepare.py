@@ -41,7 +41,6 @@ from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
-from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -138,9 +137,7 @@ def _rewritten(
     facts: dict[str, Any],
 ) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
-    facts["explanations"] = explanations = list[Explanation]()
-    for pass_ in pipeline(options):
-        explanations.append(pass_.commit(traced))
+    facts["explanations"] = explanations = [pass_.commit(traced) for pass_ in pipeline(options)]
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
     for each in explanations:
@@ -198,7 +195,9 @@ def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
     """
     guard = next(module for module in traced.modules() if isinstance(module, InputGuard))
     guard.inputs = tuple(
-        dataclasses.replace(each, strict_dtype=True, any_dtype=False) if isinstance(each, TensorSpec) else each
+        dataclasses.replace(each, strict_dtype=True, any_dtype=False)
+        if isinstance(each, TensorSpec)
+        else each
         for each in guard.inputs
     )
     tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
@@ -237,8 +236,10 @@ def _without_options(text: str) -> str:
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
     """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
-    own = {id(each): each.nbytes for each in model.parameters()}
-    used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
-    packed = sum({id(each): each.nbytes for each in computed.packed.values()}.values())
-    total = sum((used | own if options.keep_model else used).values()) + packed
-    return total / sum(own.values()) if own else None
+    own: list[Any] = [*model.parameters()]
+    used = [each for each in computed.traced.parameters() if not each.is_meta] + own * options.keep_model
+    total, least = (
+        sum({id(each): each.nbytes for each in held}.values())
+        for held in ([*used, *computed.packed.values()], own)
+    )
+    return total / least if least else None

@@ -33,7 +33,7 @@ class State:
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
         self.parameters = list(model.parameters())
-        found = {id(tensor): tensor for tensor in (*self.parameters, *model.buffers())}
+        found: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters, *model.buffers())}
         for module in model.modules():
             _collect(vars(module), found)
         held = [each for each in found.values() if isinstance(each, (list, dict))]
@@ -55,13 +55,15 @@ class State:
             What the attributes were when this was made.
         """
         left_out, modules, first = dict[int, Any](), dict(model.named_modules()), dict[tuple[str, str], Any]()
-        before = dict(zip(map(id, self._now), self._before, strict=True))
+        before: dict[int, Any] = dict(zip(map(id, self._now), self._before, strict=True))
         self._assigned = set[tuple[int, str]]()
         for path, name in places:
             if path in modules:
                 attributes = id(vars(modules[path]))
                 self._assigned.add((attributes, name))
-                first[path, name] = {key: before[attributes][key] for key in before[attributes].keys() & {name}}
+                first[path, name] = {
+                    key: before[attributes][key] for key in before[attributes].keys() & {name}
+                }
                 _collect(getattr(modules[path], name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)

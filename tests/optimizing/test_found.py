@@ -438,7 +438,9 @@ def test_decoders_compute_in_bfloat16(make):
 def test_a_precision_that_is_not_used_and_a_cause_are_said_once():
     inputs = [torch.randn(rows, 8) for rows in (2, 3, 4)]
     fast = fxopt.optimize(nn.Sequential(nn.ReLU()).eval(), precision="bfloat16", tune=False)
-    with pytest.warns(fxopt.FallbackWarning, match="computes in its own precision: bfloat16 is not used") as warned:
+    with pytest.warns(
+        fxopt.FallbackWarning, match="computes in its own precision: bfloat16 is not used"
+    ) as warned:
         _ = [*map(fast, inputs)]
     assert len(warned) == 1
     fast, _ = fast_of(lambda m, x: m.layer(x) + torch.randn(x.shape))
@@ -470,10 +472,11 @@ def test_sizes_that_the_forward_fixes_are_not_captured_one_after_the_other():
         return state
 
     fast, reference = fast_of(steps)
-    with pytest.warns(fxopt.FallbackWarning, match=r"holds for one size, which the forward fixes at .*found.py"):
-        for rows in range(2, 9):
-            x = torch.randn(rows, 8)
-            torch.testing.assert_close(fast(x), reference(x))
+    inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
+    with pytest.warns(
+        fxopt.FallbackWarning, match=r"holds for one size, which the forward fixes at .*found.py"
+    ):
+        torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
     assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]
 
 

@@ -65,7 +65,11 @@ def test_nothing_of_the_model_is_held(precision):
 def test_errors_say_what_to_do(tmp_path):
     model, x = folded()
     alone = fxopt.optimize(model, (x,), keep_model=False, tune=False)
-    for asked in (lambda: fxopt.save(alone, tmp_path), lambda: fxopt.undo(alone), lambda: pickle.dumps(alone)):
+    for asked in (
+        lambda: fxopt.save(alone, tmp_path),
+        lambda: fxopt.undo(alone),
+        lambda: pickle.dumps(alone),
+    ):
         with pytest.raises(fxopt.PassError, match="holds one graph and no model, so that it cannot be saved"):
             asked()
     assert torch.equal(copy.deepcopy(alone)(x), alone(x))

@@ -170,6 +170,22 @@ def test_each_graph_assigns_what_the_forward_assigns_whatever_is_there():
 
 
 @torch.no_grad()
+def test_what_the_forward_assigns_no_more_is_read_as_it_is():
+    def forward(m, x):
+        if m.keeps:
+            m.kept = m.layer(x)
+        return m.layer(x) + m.kept
+
+    model = module(forward, layer=nn.Linear(8, 8), kept=torch.zeros(2, 8), keeps=True)
+    fast, reference = fxopt.optimize(model), copy.deepcopy(model)
+    for keeps in (True, True, False, False, True, False):
+        model.keeps = reference.keeps = keeps
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(fast(x), reference(x))
+    assert len(graphs(fast)) == len(fast.report)
+
+
+@torch.no_grad()
 def test_an_attribute_that_the_forward_deletes_is_gone():
     def forward(self, x):
         self.scratch = self.layer(x)

@@ -120,11 +120,11 @@ def test_keywords_are_taken_in_any_order(tmp_path):
 
 def test_what_has_no_graph_is_refused(image, tmp_path):
     fast = fxopt.optimize(image, (torch.randn(2, 3, 8, 8),), tune=False)
-    for module in (fxopt.optimize(image), fast):
+    for optimized in (fxopt.optimize(image), fast):
         with torch.no_grad():
             image.last.weight.mul_(2)  # the graph of the old weights is dropped
         with pytest.raises(fxopt.SaveError, match="no graph to save"):
-            fxopt.save(module, tmp_path / "fast")
+            fxopt.save(optimized, tmp_path / "fast")
     assert not (tmp_path / "fast").exists()
 
 

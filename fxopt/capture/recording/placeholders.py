@@ -223,7 +223,9 @@ class Placeholders:
         if where in self.request.moving:
             return self._number(name, path, value)
         if hasattr(value, "__array__") and hides_tensors(value):
-            raise TraceError(f"{where} is an array ({type(value).__name__}): give it as torch.as_tensor(array).")
+            raise TraceError(
+                f"{where} is an array ({type(value).__name__}): give it as torch.as_tensor(array)."
+            )
         if isinstance(value, torch.nn.Module) or hides_tensors(value):
             raise TraceError(
                 f"{where} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
