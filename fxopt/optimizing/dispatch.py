@@ -37,7 +37,7 @@ from fxopt.optimizing.structures import (
     structure_of,
     text_of,
 )
-from fxopt.optimizing.watching import Places, State
+from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 from fxopt.version import __version__
 
@@ -133,7 +133,6 @@ class Graphs:
         self.called = set[str]()  # other methods that were called
         self._warned = dict[str, None]()
         self._uses = itertools.count(1)
-        self._first: Places = {}  # what the attributes were that the forward assigns, before any graph was made
         self.lock = threading.RLock()
         self.refresh()
         _ALL.add(self)
@@ -249,16 +248,6 @@ class Graphs:
         self._drop_unused()
         return made
 
-    def _assign(self, places: Places) -> Places:
-        """Give attributes the values that they had before; returns those that they have."""
-        modules, left = dict(self._model.named_modules()), dict[tuple[str, str], Any]()
-        for (path, name), value in places.items():
-            if path in modules:
-                attributes: Any = vars(modules[path])
-                left[path, name] = {name: attributes.pop(name)} if name in attributes else {}
-                attributes.update(value)
-        return left
-
     def _varies(self, book: _Book, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""
         for name, value in named.items():
@@ -278,10 +267,10 @@ class Graphs:
             return ""
         if book.assigned is None:
             book.assigned = {*report.assigned}
-            self._first = {**book.state.forgive(self._model, book.assigned), **self._first}
+            book.state.forgive(self._model, book.assigned)
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
-            return f"the forward changes {', '.join(others)} for some inputs and not for others"
+            return f"the forward assigns {', '.join(others)} for some inputs and not for others"
         return "" if book.state.holds() else "the model was changed while its graph was made"
 
     def _drop_unused(self) -> None:
@@ -298,7 +287,6 @@ class Graphs:
     ) -> tuple[Lowered | None, GraphReport]:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
-        left = self._assign(self._first)  # a capture sees what changes
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
@@ -311,12 +299,6 @@ class Graphs:
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
             lowered, report = None, GraphReport(reason=reason)
-        finally:
-            self._assign(left)
-        unassigned = left.keys() - report.assigned if report.assigned is not None else ()
-        if unassigned:  # it may read what it does not assign
-            self._first = {place: self._first[place] for place in self._first.keys() - unassigned}
-            return self._prepared(book, inputs, named, free)
         title = text_of(named, free - report.fixed.keys() if dynamic is not None else set())
         title = title if self._method == "forward" else f"{self._method}({title})"
         report = dataclasses.replace(report, inputs=title)
@@ -368,7 +350,8 @@ class Graphs:
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):
                 self._changes += bool(self.books)
-                self._opened(_Book(State(self._model, self._first), settled=self._changes <= _RESTLESS))
+                places = self.books[0].state.places if self.books else ()
+                self._opened(_Book(State(self._model, places), settled=self._changes <= _RESTLESS))
             return self.books[0]
         finally:
             self.lock.release()

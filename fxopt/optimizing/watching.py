@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict)
 _OF_TORCH = vars(nn.Module()).keys() - {*REGISTRIES, *FORWARD_HOOKS}  # hooks on states and gradients
 
-Places = Mapping[tuple[str, str], Mapping[str, Any]]
-"""Attributes, each as a module and a name, with a dict of the name and a value, which is empty where there is none."""
-
 
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
@@ -28,7 +25,7 @@ class State:
 
     Args:
         model: the module to watch.
-        places: the attributes and buffers that the forward changes, as far as known.
+        places: the attributes and buffers that the forward changes, as far as known, each as a module and a name.
     """
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
@@ -48,26 +45,14 @@ class State:
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.forgive(model, places)
 
-    def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> Places:
-        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it.
-
-        Returns:
-            What the attributes were when this was made.
-        """
-        left_out, modules, first = dict[int, Any](), dict(model.named_modules()), dict[tuple[str, str], Any]()
-        before: dict[int, Any] = dict(zip(map(id, self._now), self._before, strict=True))
-        self._assigned = set[tuple[int, str]]()
+    def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
+        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
+        self.places, left_out, modules = places, dict[int, Any](), dict(model.named_modules())
+        self._assigned = {(id(vars(modules[path])), name) for path, name in places if path in modules}
         for path, name in places:
-            if path in modules:
-                attributes = id(vars(modules[path]))
-                self._assigned.add((attributes, name))
-                first[path, name] = {
-                    key: before[attributes][key] for key in before[attributes].keys() & {name}
-                }
-                _collect(getattr(modules[path], name, None), left_out)
+            _collect(getattr(modules.get(path), name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
-        return first
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
