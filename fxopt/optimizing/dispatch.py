@@ -32,7 +32,6 @@ from fxopt.optimizing.structures import (
     dynamic_shapes,
     has_own_kernels,
     plain_signature,
-    requires_grad,
     shapes_of,
     structure_of,
     text_of,
@@ -320,7 +319,7 @@ class Graphs:
             return "it is in training mode; call .eval()"
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._model.parameters())
-            or requires_grad((inputs.args, dict(inputs.kwargs)))
+            or any(tensor.requires_grad for tensor in tensors_in((inputs.args, dict(inputs.kwargs))))
         ):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")

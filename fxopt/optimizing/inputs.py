@@ -68,7 +68,8 @@ def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
     for mapping, items in pairs:
         for key in [key for key in mapping if key not in items]:
             del mapping[key]
-        for key in [key for key, item in items.items() if mapping.get(key) is not item]:
-            mapping[key] = items[key]
+        for key, item in items.items():
+            if mapping.get(key) is not item:
+                mapping[key] = item
         value = mapping if value is items else value
     return value

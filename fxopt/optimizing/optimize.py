@@ -241,7 +241,11 @@ def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...])
     own = {"report": property(report), "refresh": refresh, "get_encoder": get_encoder}
     members = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
-        **{name: _wrapped(each, name, False) for name, each in vars(cls).items() if _is_method(name, each)},
+        **{
+            name: _wrapped(each, name, False)
+            for name, each in vars(cls).items()
+            if isinstance(each, types.FunctionType) and not name.startswith("_")
+        },
         **{name: _wrapped(getattr(cls, name), name, True) for name in methods},
         **{name: own[name] for name in added},
         "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
@@ -251,10 +255,6 @@ def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...])
         COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
     return type(cls.__name__, (_Subclass, cls), members)
-
-
-def _is_method(name: str, value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("_")
 
 
 def _wrapped(method: Any, name: str, optimized: bool) -> Any:

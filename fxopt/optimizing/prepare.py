@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
@@ -144,7 +143,9 @@ def _rewritten(
         if each.name == _PASSES.get(options.precision) and not each.sites:
             reasons = [reason for _, _, reason in each.refusals] or ["no layer can compute in it"]
             facts["unused"] = f"{options.precision} is not used: {reasons[0]}"
-    facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
+    packed = [module for module in traced.modules() if isinstance(module, tuple(PACKED.values()))]
+    facts["kernels"] = dict(collections.Counter(str(layer.kernel) for layer in packed))
+    facts["memory"] = _memory(model, made, options)
     return made
 
 
@@ -202,11 +203,6 @@ def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
     )
     tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
     return {(number, dim): line for number, each in enumerate(tensors) for dim, line in each.fixed_by}
-
-
-def _kernels(traced: GraphModule) -> dict[str, int]:
-    kinds = tuple(PACKED.values())
-    return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
 
 
 def _judge(exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any]) -> None:

@@ -99,11 +99,6 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
 
 
-def requires_grad(value: Any) -> bool:
-    """Tell whether a tensor among the inputs requires gradients."""
-    return any(tensor.requires_grad for tensor in tensors_in(value))
-
-
 def has_own_kernels(value: Any) -> bool:
     """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
     return isinstance(value, Tensor) and (
