@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxopt.torch_internals import COMPILED, FORWARD_HOOKS, REGISTRIES, version_of
+from fxopt.torch_internals import BUFFERS, COMPILED, FORWARD_HOOKS, MODULES, PARAMETERS, version_of
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, dict, collections.OrderedDict)
-_OF_TORCH = vars(nn.Module()).keys() - {*REGISTRIES, *FORWARD_HOOKS}  # hooks on states and gradients
+_CONTAINERS = (list, tuple, dict, collections.OrderedDict, set)
+_OF_TORCH = vars(nn.Module()).keys() - {
+    PARAMETERS,
+    BUFFERS,
+    MODULES,
+    *FORWARD_HOOKS,
+}  # hooks on states and gradients
 
 
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Lists, tuples and dicts count, nested ones, too. Not seen is what changes inside of other objects but for `config`, and
+    Lists, tuples, dicts and sets count, nested ones, too. Not seen is what changes inside of other objects but for `config`, and
     writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
 
     Args:
@@ -33,7 +38,7 @@ class State:
         found: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters, *model.buffers())}
         for module in model.modules():
             _collect(vars(module), found)
-        held = [each for each in found.values() if isinstance(each, (list, dict))]
+        held = [each for each in found.values() if isinstance(each, (list, dict, set))]
         self._now, self._empty = [each for each in held if each], [each for each in held if not each]
         self._before = [each.copy() for each in self._now]
         tensors = (each for each in found.values() if isinstance(each, Tensor))

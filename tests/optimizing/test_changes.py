@@ -123,6 +123,7 @@ CONTAINERS = {
     "a name more in a dict": lambda m: m.scaling.update(b=3.0),
     "a number in a list in a tuple": lambda m: m.nested[0].append(3.0),
     "a number in a dict in a list": lambda m: m.deep[0].update(scale=3.0),
+    "a number in a set": lambda m: m.kinds.add(3.0),
     "a tensor in a list": lambda m: m.tables[0].mul_(3),
     "another tensor in a list": lambda m: m.tables.__setitem__(0, torch.full((16,), 3.0)),
     "a tensor in a tuple in a dict": lambda m: m.deep[0]["tables"][0].mul_(3),
@@ -134,13 +135,14 @@ CONTAINERS = {
 @torch.no_grad()
 def test_changes_in_containers_are_followed(change):
     def scaled(m, x):
-        scale = sum(m.scaling.values()) + sum(m.nested[0]) + m.deep[0]["scale"]
+        scale = sum(m.scaling.values()) + sum(m.kinds) + sum(m.nested[0]) + m.deep[0]["scale"]
         return m.layer(x) * scale * (2 * m.tables[0]) * (2 * m.deep[0]["tables"][0])
 
     model = module(
         scaled,
         layer=nn.Linear(16, 16),
         scaling={"a": 1.0},
+        kinds={1.0},
         nested=([2.0],),
         deep=[{"scale": 1.0, "tables": (torch.ones(16),)}],
         tables=[torch.ones(16)],
