@@ -106,8 +106,9 @@ def kernel_for(
     kernels = [name for name in kernels_for(layer, rounding=rounding, alone=alone) if name not in exact]
     if not kernels:
         weight = layer.get_parameter("weight")
-        where = f"{weight.dtype} on {weight.device.type}"
-        return Found(None, f"this machine has no kernel for packed weights of it ({where})")
+        what = f"{_text(weight.shape)}, {weight.dtype}, on {weight.device.type}"
+        sizes = "; one that rounds takes a multiple of 64 input features" if rounding else ""
+        return Found(None, f"this machine has no kernel for packed weights like its own ({what}{sizes})")
     if shape is None or not all(shape):
         return Found(
             None,

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
 from fxopt.errors import FallbackWarning, GuardError
-from fxopt.optimizing.inputs import Inputs, written_back
+from fxopt.objects import tensors_in
+from fxopt.optimizing.inputs import Inputs, Kind, written_back
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
 from fxopt.optimizing.report import GraphReport, Report
@@ -30,10 +32,8 @@ from fxopt.optimizing.structures import (
     dynamic_shapes,
     has_own_kernels,
     plain_signature,
-    requires_grad,
     shapes_of,
     structure_of,
-    tensors_of_inputs,
     text_of,
 )
 from fxopt.optimizing.watching import State
@@ -41,13 +41,12 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 from fxopt.version import __version__
 
 _MOST_FAILURES = 2  # how often to try for one structure
+_MOST_FIXED = 2  # how many may hold for one size alone, though others were to be free
 _MOST_DROPPED = 2  # how many graphs for one structure may be dropped
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
 _EVERY = 16  # in how many calls to look once at a model that changes and has no graph
-
-_NO_GRAPH = object()
 
 _ALL = weakref.WeakSet["Graphs"]()
 
@@ -58,6 +57,7 @@ class _Graph:
 
     Attributes:
         used: when it was called last, as a number that grows.
+        kinds: the kinds of calls for which it is tried, as `Inputs.kind` has them.
     """
 
     lowered: Lowered
@@ -65,6 +65,7 @@ class _Graph:
     calls: _Calls
     shapes: Shapes
     used: int
+    kinds: dict[Kind, None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +76,13 @@ class _Calls:
         graphs: the graph for the shapes of each, None where there is none.
         free: the dimensions that were not the same in all of them.
         dropped: how many were dropped.
+        fixed: for each graph that holds for one size alone, where the forward fixes it.
     """
 
     graphs: dict[Shapes, _Graph | None] = dataclasses.field(default_factory=dict)
     free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     dropped: int = 0
+    fixed: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +90,7 @@ class _Book:
     """The graphs for one state of the model.
 
     Attributes:
-        tried: the graphs, by the kind of call, in the order in which they are tried.
+        graphs: in the order in which they are tried.
         calls: what is known of each structure.
         vain: calls for which there is no graph, and will be none.
         numbers: the values of each input that is a number.
@@ -97,17 +100,13 @@ class _Book:
     """
 
     state: State
-    tried: dict[Any, tuple[_Graph, ...]] = dataclasses.field(default_factory=dict)
+    graphs: tuple[_Graph, ...] = ()
     calls: dict[Any, _Calls] = dataclasses.field(default_factory=dict)
     vain: set[Signature] = dataclasses.field(default_factory=set)
     numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     settled: bool = True
     refused: list[GraphReport] = dataclasses.field(default_factory=list)
-
-    def graphs(self) -> list[_Graph]:
-        """The graphs, each once."""
-        return list(dict.fromkeys(graph for graphs in self.tried.values() for graph in graphs))
 
 
 class Graphs:
@@ -147,20 +146,15 @@ class Graphs:
         for graphs in self.methods.values():
             graphs.refresh()
 
-    def made(self) -> dict[tuple[int, tuple[str, ...]], tuple[GraphModule, ...]]:
-        """The graphs, by how many arguments a call gives by position and the names of the others, in the order of trying."""
-        books = [book for book in self.books[:1] if book.state.holds()]
-        return {
-            (key[0], tuple(key[1:])): tuple(each.lowered.with_weights() for each in graphs)
-            for book in books
-            for key, graphs in book.tried.items()
-            if graphs
-        }
+    def made(self) -> list[tuple[Kind, GraphModule]]:
+        """The graphs for the model as it is, in the order of trying, each with a kind of call that it takes."""
+        graphs = [graph for book in self.books[:1] if book.state.holds() for graph in book.graphs]
+        return [(kind, graph.lowered.with_weights()) for graph in graphs for kind in graph.kinds]
 
     @property
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
-        own = (each for book in self.books for each in (*(g.report for g in book.graphs()), *book.refused))
+        own = (each for book in self.books for each in (*(g.report for g in book.graphs), *book.refused))
         others = (*self.methods.values(), *self.parts.values())
         report = Report([*own, *(each for other in others for each in other.report)])
         report.called, report.fallbacks = tuple(self.called), tuple(self._warned)
@@ -169,54 +163,43 @@ class Graphs:
     def run(self, inputs: Inputs) -> Any:
         """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
         mappings = inputs.mappings()
-        value = self._by_graph(inputs.replaced(mappings) if mappings else inputs)
-        if value is _NO_GRAPH:
-            return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
-        return written_back(value, mappings)
-
-    def _by_graph(self, inputs: Inputs) -> Any:
-        book = self._book_for(inputs)
-        if book is None:
-            return _NO_GRAPH
-        key = (len(inputs.args), *sorted(inputs.kwargs))
-        known = book.tried.get(key, ())
-        for graph in known:
+        given = inputs.replaced(mappings) if mappings else inputs
+        for graph in self._candidates(given):
             with contextlib.suppress(GuardError):
-                return self._called(graph, inputs)
+                value = graph.lowered(*given.args, **given.kwargs)
+                graph.used = next(self._uses)
+                return written_back(value, mappings)
+        return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+
+    def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
+        """Yield the graphs that may take these inputs, and then one that is made for them."""
+        obstacle = self._obstacle(inputs)
+        book = self._book() if obstacle is None else None
+        if book is None:
+            self._warn(obstacle or "")
+            return
+        known = [graph for graph in book.graphs if inputs.kind in graph.kinds]
+        yield from known
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
-            return _NO_GRAPH
+            return
         try:  # perhaps another thread has made one meanwhile
-            made: list[_Graph | None] = [each for each in book.tried.get(key, ()) if each not in known]
-            made = made or [self._make(book, inputs, key)]
+            made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
+            made = made or [*filter(None, [self._make(book, inputs)])]
         finally:
             self.lock.release()
-        if made == [None] and plain is not None and len(book.vain) < _MOST_STRUCTURES:
+        if not made and plain is not None and len(book.vain) < _MOST_STRUCTURES:
             book.vain.add(plain)
-        for graph in filter(None, made):
-            with contextlib.suppress(GuardError):
-                return self._called(graph, inputs)
-        return _NO_GRAPH
+        yield from made
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
         with self.lock:
             book = self._book()
-            made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
+            made = book and self._make(book, inputs)
         return made.lowered if made else None
 
-    def _called(self, graph: _Graph, inputs: Inputs) -> Any:
-        """Call a graph; GuardError where it does not fit."""
-        value = graph.lowered(*inputs.args, **inputs.kwargs)
-        graph.used = next(self._uses)
-        return value
-
-    def _file(self, book: _Book, key: Any, graph: _Graph) -> _Graph:
-        """Put a graph before those that are tried."""
-        book.tried[key] = (graph, *(each for each in book.tried.get(key, ()) if each is not graph))
-        return graph
-
-    def _make(self, book: _Book, inputs: Inputs, key: Any) -> _Graph | None:
+    def _make(self, book: _Book, inputs: Inputs) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
         try:
             named = inputs.named(getattr(self._model, self._method))
@@ -224,27 +207,30 @@ class Graphs:
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
             return None
-        if any(map(has_own_kernels, tensors_of_inputs(named))) or self._varies(book, named):
+        if any(map(has_own_kernels, tensors_in(named))) or self._varies(book, named):
             return None
-        calls = book.calls.get(structure)
-        if calls is None:
-            if len(book.calls) >= _MOST_STRUCTURES:
-                return None
-            calls = book.calls[structure] = _Calls()
+        if len(book.calls) >= _MOST_STRUCTURES and structure not in book.calls:
+            return None
+        calls = book.calls.setdefault(structure, _Calls())
         known = calls.graphs.get(shapes)
         if known is not None:  # for keywords instead of positions
-            return self._file(book, key, known)
+            known.kinds[inputs.kind] = None
+            return known
         if shapes in calls.graphs or [*calls.graphs.values()].count(None) >= _MOST_FAILURES:
             return None
-        if calls.dropped > _MOST_DROPPED:
+        if len(calls.fixed) >= _MOST_FIXED or calls.dropped > _MOST_DROPPED:
             self._warn(
-                f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
+                f"each graph for its inputs holds for one size, which the forward fixes at {calls.fixed[0]}: pad them to a few "
+                "sizes, and optimize the model once for each"
+                if calls.fixed[_MOST_FIXED - 1 :]
+                else f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
                 "use, so give optimize a larger max_graphs"
             )
             return None
         for others in calls.graphs:
             calls.free |= differing(shapes, others)
         lowered, report = self._prepared(book, inputs, named, calls.free)
+        calls.fixed += [*report.fixed.values()][:1]
         disagreement = self._disagreement(book, report)
         if lowered and disagreement:
             lowered, report = None, dataclasses.replace(report, reason=disagreement)
@@ -253,9 +239,11 @@ class Graphs:
             calls.graphs[shapes] = None
             self._warn(str(report.reason))
             return None
-        self._warn(report.unused or "", "computes in float32")
-        made = calls.graphs[shapes] = _Graph(lowered, report, calls, shapes, next(self._uses))
-        self._file(book, key, made)
+        self._warn(report.unused or "", "computes in its own precision")
+        made = calls.graphs[shapes] = _Graph(
+            lowered, report, calls, shapes, next(self._uses), {inputs.kind: None}
+        )
+        book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
 
@@ -286,30 +274,22 @@ class Graphs:
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
-        graphs = sorted(
-            (each for book in self.books for each in book.graphs()), key=lambda graph: -graph.used
-        )
-        kept = graphs[: self.options.max_graphs]
+        graphs = sorted((each for book in self.books for each in book.graphs), key=lambda graph: -graph.used)
         for graph in graphs[self.options.max_graphs :]:
             graph.calls.graphs.pop(graph.shapes, None)
             graph.calls.dropped += 1
         for book in self.books:
-            book.tried = {
-                key: tuple(each for each in graphs if each in kept) for key, graphs in book.tried.items()
-            }
-        self.books = (*self.books[:1], *(b for b in self.books[1:] if any(b.tried.values())))
+            book.graphs = tuple(each for each in book.graphs if each in graphs[: self.options.max_graphs])
 
     def _prepared(
         self, book: _Book, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
     ) -> tuple[Lowered | None, GraphReport]:
         """A graph with these sizes free, or, where that cannot be captured, with none."""
         dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
-        title = text_of(named, free if dynamic is not None else set())
-        title = title if self._method == "forward" else f"{self._method}({title})"
         try:
             with lock, torch.no_grad():  # a fork waits for its end
                 lowered, report = prepare(
-                    self._model, inputs, dynamic, self.options, title, book.state.holds, self._method
+                    self._model, inputs, dynamic, self.options, book.state.holds, self._method
                 )
         except Exception as error:  # the model can still run, and whoever reads the report can tell us
             first = str(error).partition("\n")[0]
@@ -317,44 +297,39 @@ class Graphs:
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-            lowered, report = None, GraphReport(title, reason=reason)
+            lowered, report = None, GraphReport(reason=reason)
+        title = text_of(named, free - report.fixed.keys() if dynamic is not None else set())
+        title = title if self._method == "forward" else f"{self._method}({title})"
+        report = dataclasses.replace(report, inputs=title)
         if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
             book.refused.append(report)
             return self._prepared(book, inputs, named, set())
         return lowered, report
 
-    def _book_for(self, inputs: Inputs) -> _Book | None:
-        """The graphs for the model as it is; None where the model itself is to run, whatever graphs there are."""
+    def _obstacle(self, inputs: Inputs) -> str | None:
+        """Why the model itself is to run, whatever graphs there are, empty where that is not to be said; None where it need not."""
         if (
             torch.compiler.is_compiling()
             or is_transforming()
             or has_any_global_hook()
             or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
         ):
-            return self._without(cannot_tell())
+            return cannot_tell()
         if self._model.training:
-            return self._without("it is in training mode; call .eval()")
+            return "it is in training mode; call .eval()"
         if torch.is_grad_enabled() and (
             any(p.requires_grad for p in self._model.parameters())
-            or requires_grad((inputs.args, dict(inputs.kwargs)))
+            or any(tensor.requires_grad for tensor in tensors_in((inputs.args, dict(inputs.kwargs))))
         ):
-            return self._without(
-                "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
-            )
-        book = self._book()
-        if book is None:
-            return None
-        parameters = book.state.parameters
-        device = parameters[0].device.type if parameters else "cpu"
+            return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
+        device = next((each.device.type for each in self._model.parameters()), "cpu")
         if device not in ("cpu", "cuda"):
-            return None
-        if torch.is_autocast_enabled(device):
-            return self._without("autocast is on; choose the precision when you optimize")
-        return book
-
-    def _without(self, reason: str) -> _Book | None:
-        self._warn(reason)
-        return None
+            return ""
+        return (
+            "autocast is on; choose the precision when you optimize"
+            if torch.is_autocast_enabled(device)
+            else None
+        )
 
     def _book(self) -> _Book | None:
         """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
@@ -368,10 +343,8 @@ class Graphs:
                 return book
         if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
             return None  # as in `torch.func.functional_call`
-        resting = self._changes > _RESTLESS and not any(book.graphs() for book in self.books)
-        if resting and next(self._uses) % _EVERY:
-            return None
-        if not self.lock.acquire(blocking=self.options.wait):
+        resting = self._changes > _RESTLESS and not any(book.graphs for book in self.books)
+        if (resting and next(self._uses) % _EVERY) or not self.lock.acquire(blocking=self.options.wait):
             return None
         try:  # perhaps another thread has opened it meanwhile
             if not (self.books and self.books[0].state.holds()):

@@ -11,6 +11,9 @@ from torch.fx import GraphModule
 
 from fxopt.outputs import mapped
 
+Kind = tuple[int, tuple[str, ...]]
+"""How many arguments a call gives by position, and the names of the others, in their order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -18,6 +21,11 @@ class Inputs:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the call."""
+        return len(self.args), tuple(self.kwargs)
 
     def mappings(self) -> list[tuple[Any, dict[Any, Any]]]:
         """The inputs that are mappings but not dicts, such as `BatchEncoding`, each with a dict of its items."""
@@ -42,10 +50,10 @@ class Inputs:
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The arguments by the names of the function's parameters; those of `**kwargs` by their own."""
         signature = inspect.signature(function)
-        bound = signature.bind(*self.args, **self.kwargs).arguments
-        rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-        found = {name: value for name, value in bound.items() if name not in rest}
-        return {name: value for each in rest for name, value in bound.get(each, {}).items()} | found
+        named = signature.bind(*self.args, **self.kwargs).arguments
+        rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+        others: dict[str, Any] = named.pop(rest, {})
+        return named | others
 
     def bound(self, traced: GraphModule) -> list[Any]:
         """The values of the placeholders of a graph, in order."""
@@ -60,7 +68,8 @@ def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
     for mapping, items in pairs:
         for key in [key for key in mapping if key not in items]:
             del mapping[key]
-        for key in [key for key, item in items.items() if mapping.get(key) is not item]:
-            mapping[key] = items[key]
+        for key, item in items.items():
+            if mapping.get(key) is not item:
+                mapping[key] = item
         value = mapping if value is items else value
     return value

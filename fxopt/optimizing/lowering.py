@@ -141,17 +141,14 @@ def _function(traced: TracedModule, packed: dict[str, Packed], settle: Callable[
     """The function of a graph; fills in the packed weights that it computes with."""
     index = GraphIndex(traced)
     effects = (index.memory.written_by(node) for node in traced.graph.nodes if node is not index.guard)
-    if traced.modes_read or traced.gradients_read or None in effects or _records_gradients(traced):
+    records = any(node.target == "requires_grad_" for node in traced.graph.nodes)
+    if traced.modes_read or traced.gradients_read or records or None in effects:
         return traced
     made = functions_of(traced, packed, settle)
     code = made.python_code("self")
     names = dict(code.globals)
     exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
     return functools.partial(names["forward"], traced)
-
-
-def _records_gradients(traced: TracedModule) -> bool:
-    return any(node.target == "requires_grad_" for node in traced.graph.nodes)
 
 
 def _call(

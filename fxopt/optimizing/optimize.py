@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -64,13 +65,14 @@ def optimize(
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
         attributes are those of the model, and one that is set on either is set on both. `print(fast.report)` says what was
         done, and `fxopt.undo(fast)` gives the model back. `.to()`, `load_state_dict`, writes in place, swapped layers and
-        adapters, train and eval, and numbers, strings and flags on modules are noticed; after anything else call `fast.refresh()`.
+        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in lists, tuples, dicts and sets, are
+        noticed; after anything else call `fast.refresh()`.
 
     Raises:
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
         PassError: the model is a graph module, or overrides `__call__`; example inputs are given and it is in training mode, or
             weights are on the meta device; or `keep_model=False` and there is no graph.
-        ValueError: an unknown precision, a name in `methods` that is not a method, or `max_graphs` is less than 1.
+        ValueError: an unknown precision, a name in `methods` that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
@@ -81,7 +83,8 @@ def optimize(
         ...     torch.allclose(fxopt.optimize(model, (x,))(x), model(x), atol=1e-5)
         True
     """
-    options = Options(precision, tune, keep_model, max_graphs, wait, tuple(methods))
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    options = Options(precision, tune, keep_model, max_graphs, wait, names)
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)
@@ -98,6 +101,7 @@ def _check(model: Any, options: Options) -> None:
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
             "fxopt.FuseEpilogues()) to it, or give optimize the model that it was captured from"
         )
+    check_model(model)
     if type(model).__call__ is not nn.Module.__call__:
         raise PassError(
             f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
@@ -107,14 +111,15 @@ def _check(model: Any, options: Options) -> None:
         raise PassError(
             "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
         )
-    check_model(model)
     if options.precision not in PRECISIONS:
         raise ValueError(
             f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
         )
-    unknown = [name for name in options.methods if not callable(getattr(type(model), name, None))]
-    if unknown:
-        raise ValueError(f"methods: {type(model).__name__} has no method {unknown[0]!r}")
+    for name in options.methods:
+        if name == "forward" or not callable(getattr(type(model), name, None)):
+            raise ValueError(
+                f"methods: give methods of {type(model).__name__} other than forward, not {name!r}"
+            )
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
@@ -147,15 +152,12 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
     kind: Any = type(model)
-    added = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
-    fast: Any = object.__new__(_optimized_class(kind, added, options.methods))
-    own = {
-        "__dict__": vars(model),
-        STANDS_FOR: model,
-        GRAPHS: Graphs(model, options, dynamic_shapes),
-    }
-    for name, value in own.items():
-        object.__setattr__(fast, name, value)
+    added = [name for name in ("report", "refresh") if not hasattr(model, name)]
+    added += ["get_encoder"] * hasattr(kind, "get_encoder")
+    fast: Any = object.__new__(_optimized_class(kind, tuple(added), options.methods))
+    object.__setattr__(fast, "__dict__", vars(model))
+    object.__setattr__(fast, STANDS_FOR, model)
+    object.__setattr__(fast, GRAPHS, Graphs(model, options, dynamic_shapes))
     return fast  # type: ignore[no-any-return]
 
 
@@ -174,6 +176,18 @@ class _Alone(nn.Module):
                 "the graph is for inference: call it under torch.no_grad(), and without autocast"
             )
         return self._computed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
+        return _Alone(copy.deepcopy(self._computed, memo), self.report)
+
+    def _has_no_model(self, *_: Any) -> Any:
+        raise PassError(
+            "a module of optimize(keep_model=False) holds one graph and no model, so that it cannot be saved, pickled or "
+            "undone: do that with what optimize makes with keep_model=True"
+        )
+
+    __reduce_ex__ = _has_no_model
+    locals()[STANDS_FOR] = property(_has_no_model)
 
 
 class _Own:
@@ -223,29 +237,24 @@ def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...])
     def refresh(self: Any) -> None:
         getattr(self, GRAPHS).refresh()
 
-    slots = (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED)
-    members: dict[str, Any] = {
-        "__slots__": slots,
+    forward = _wrapped(cls.forward, "forward", True)
+    own = {"report": property(report), "refresh": refresh, "get_encoder": get_encoder}
+    members = {
+        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
+        **{
+            name: _wrapped(each, name, False)
+            for name, each in vars(cls).items()
+            if isinstance(each, types.FunctionType) and not name.startswith("_")
+        },
+        **{name: _wrapped(getattr(cls, name), name, True) for name in methods},
+        **{name: own[name] for name in added},
+        "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
         "__reduce_ex__": reduce,
         "__jit_ignored_attributes__": ["report"],
+        "forward": _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward),
+        COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
-    members |= {
-        name: _wrapped(each, name, False) for name, each in vars(cls).items() if _is_method(name, each)
-    }
-    members |= {name: _wrapped(getattr(cls, name), name, True) for name in methods}
-    forward = _wrapped(cls.forward, "forward", True)
-    members["forward"] = _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward)
-    members[COMPILED] = _Own(OWN_COMPILED, lambda module: None, None)
-    members |= {
-        name: value for name, value in (("report", property(report)), ("refresh", refresh)) if name in added
-    }
-    members |= {"get_encoder": get_encoder} if hasattr(cls, "get_encoder") else {}
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (_Subclass, cls), members | names)
-
-
-def _is_method(name: str, value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("_")
+    return type(cls.__name__, (_Subclass, cls), members)
 
 
 def _wrapped(method: Any, name: str, optimized: bool) -> Any:

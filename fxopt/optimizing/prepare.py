@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
@@ -41,7 +40,6 @@ from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
-from fxopt.rewriting.explanation import Explanation
 from fxopt.rewriting.rewrite import Rewrite
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -84,7 +82,6 @@ def prepare(
     inputs: Inputs,
     dynamic_shapes: Any,
     options: Options,
-    title: str,
     ask: Callable[[], object] = bool,
     method: str = "forward",
 ) -> tuple[Lowered | None, GraphReport]:
@@ -101,6 +98,7 @@ def prepare(
     made: Lowered | None = None
     try:
         traced = _captured(model, method, inputs, dynamic_shapes)
+        facts["fixed"] = _fix_dtypes(traced)
         places = traced.meta.get(ASSIGNED, ())
         eager = getattr(model, method)
         trial = Trial(model, traced, inputs)
@@ -120,17 +118,15 @@ def prepare(
                 raise Unused("the graph is slower than eager")
     except Unused as unused:
         made, facts["reason"] = None, str(unused)
-    return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
+    return made, GraphReport(seconds=time.perf_counter() - start, **facts)
 
 
 def _captured(model: nn.Module, method: str, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
     """The model's graph, if it can be tried out."""
     try:
-        traced = trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
+        return trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
     except FxoptError as error:
         raise Unused(f"{UNCAPTURED}: {_without_options(str(error))}") from error
-    _fix_dtypes(traced)
-    return traced
 
 
 def _rewritten(
@@ -140,16 +136,16 @@ def _rewritten(
     facts: dict[str, Any],
 ) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
-    facts["explanations"] = explanations = list[Explanation]()
-    for pass_ in pipeline(options):
-        explanations.append(pass_.commit(traced))
+    facts["explanations"] = explanations = [pass_.commit(traced) for pass_ in pipeline(options)]
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
     for each in explanations:
         if each.name == _PASSES.get(options.precision) and not each.sites:
             reasons = [reason for _, _, reason in each.refusals] or ["no layer can compute in it"]
             facts["unused"] = f"{options.precision} is not used: {reasons[0]}"
-    facts["kernels"], facts["memory"] = _kernels(traced), _memory(model, made, options)
+    packed = [module for module in traced.modules() if isinstance(module, tuple(PACKED.values()))]
+    facts["kernels"] = dict(collections.Counter(str(layer.kernel) for layer in packed))
+    facts["memory"] = _memory(model, made, options)
     return made
 
 
@@ -192,21 +188,21 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
     ]
 
 
-def _fix_dtypes(traced: GraphModule) -> None:
-    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes."""
-    for guard in traced.modules():
-        if isinstance(guard, InputGuard):
-            guard.inputs = tuple(
-                dataclasses.replace(each, strict_dtype=True, any_dtype=False)
-                if isinstance(each, TensorSpec)
-                else each
-                for each in guard.inputs
-            )
+def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
+    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes.
 
-
-def _kernels(traced: GraphModule) -> dict[str, int]:
-    kinds = tuple(PACKED.values())
-    return dict(collections.Counter(str(m.kernel) for m in traced.modules() if isinstance(m, kinds)))
+    Returns:
+        The sizes that the forward fixes, as in the report.
+    """
+    guard = next(module for module in traced.modules() if isinstance(module, InputGuard))
+    guard.inputs = tuple(
+        dataclasses.replace(each, strict_dtype=True, any_dtype=False)
+        if isinstance(each, TensorSpec)
+        else each
+        for each in guard.inputs
+    )
+    tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
+    return {(number, dim): line for number, each in enumerate(tensors) for dim, line in each.fixed_by}
 
 
 def _judge(exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any]) -> None:
@@ -236,8 +232,10 @@ def _without_options(text: str) -> str:
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
     """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
-    own = {id(each): each.nbytes for each in model.parameters()}
-    used = {id(each): each.nbytes for each in computed.traced.parameters() if not each.is_meta}
-    packed = sum({id(each): each.nbytes for each in computed.packed.values()}.values())
-    total = sum((used | own if options.keep_model else used).values()) + packed
-    return total / sum(own.values()) if own else None
+    own: list[Any] = [*model.parameters()]
+    used = [each for each in computed.traced.parameters() if not each.is_meta] + own * options.keep_model
+    total, least = (
+        sum({id(each): each.nbytes for each in held}.values())
+        for held in ([*used, *computed.packed.values()], own)
+    )
+    return total / least if least else None

@@ -24,10 +24,11 @@ class GraphReport:
         memory: bytes of the weights, those of the graph included, as a ratio to the eager model's; None if not known.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
+        fixed: the sizes that were left free and that the forward fixes, by tensor and dimension, with the line that does so.
         unused: why no layer computes in the precision that was asked for; None if one does.
     """
 
-    inputs: str
+    inputs: str = ""
     explanations: Sequence[Explanation] = ()
     kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -38,6 +39,7 @@ class GraphReport:
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
     unused: str | None = None
+    fixed: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"{'graph' if self.reason is None else 'eager'} for {self.inputs}"
@@ -46,11 +48,14 @@ class GraphReport:
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "reason", self.reason or ""
         yield "precision", self.unused or ""
-        yield "speed", "" if self.speedup is None else f"{self.speedup:.2f}x eager"
-        yield "error", "" if self.error is None else f"{self.error:.2f}x eager's, vs float64"
-        yield "cosine", "" if self.cosine is None else f"{self.cosine:.5f}, with the outputs in float64"
+        for name, value, text in (
+            ("speed", self.speedup, "{:.2f}x eager"),
+            ("error", self.error, "{:.2f}x eager's, vs float64"),
+            ("cosine", self.cosine, "{:.5f}, with the outputs in float64"),
+            ("memory", None if self.reason else self.memory, "{:.2f}x the weights of the model"),
+        ):
+            yield name, "" if value is None else text.format(value)
         if self.reason is None:
-            yield "memory", "" if self.memory is None else f"{self.memory:.2f}x the weights of the model"
             yield "prepared", f"in {self.seconds:.1f} s"
             passes = (f"{each.name} {len(each.sites)}" for each in self.explanations if each.sites)
             yield "sites", ", ".join(passes)

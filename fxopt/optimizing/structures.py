@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from fxopt.objects import entries, is_open
+from fxopt.objects import entries, is_open, tensors_in
 from fxopt.optimizing.inputs import Inputs
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -51,7 +52,7 @@ def structure_of(value: Any, *, inside: bool = False) -> Any:
 
 def shapes_of(value: Any) -> Shapes:
     """The shapes of the tensors in `value`, in order."""
-    return tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors_of_inputs(value))
+    return tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors_in(value))
 
 
 def differing(shapes: Shapes, others: Shapes) -> set[tuple[int, int]]:
@@ -66,7 +67,7 @@ def differing(shapes: Shapes, others: Shapes) -> set[tuple[int, int]]:
 
 def dynamic_shapes(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> dict[str, Any]:
     """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
-    numbers = iter(range(len(list(tensors_of_inputs(dict(inputs))))))
+    numbers = itertools.count()
 
     def spec(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -83,7 +84,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> dic
 
 def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
     """The inputs with their shapes, `?` where a size is free, for a report."""
-    numbers = iter(range(len(list(tensors_of_inputs(dict(inputs))))))
+    numbers = itertools.count()
 
     def text(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -91,16 +92,11 @@ def text_of(inputs: Mapping[str, Any], free: set[tuple[int, int]]) -> str:
             sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
             return " x ".join(sizes) or "a number"
         if _has_entries(value):
-            shapes = [text(part) for part in tensors_of_inputs(value)]
+            shapes = [text(part) for part in tensors_in(value)]
             return f"{type(value).__name__}({', '.join(shapes[:1] + ['...'][: len(shapes) - 1])})"
         return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
-
-
-def requires_grad(value: Any) -> bool:
-    """Tell whether a tensor among the inputs requires gradients."""
-    return any(tensor.requires_grad for tensor in tensors_of_inputs(value))
 
 
 def has_own_kernels(value: Any) -> bool:
@@ -112,13 +108,3 @@ def has_own_kernels(value: Any) -> bool:
 
 def _has_entries(value: Any) -> bool:
     return isinstance(value, tuple | list | dict) or is_open(value)
-
-
-def tensors_of_inputs(value: Any) -> Iterator[Tensor]:
-    """The tensors among inputs, in their containers and objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif _has_entries(value):
-        parts: Any = value if isinstance(value, tuple | list) else entries(value).values()
-        for part in parts:
-            yield from tensors_of_inputs(part)

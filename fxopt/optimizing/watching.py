@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxopt.torch_internals import COMPILED, FORWARD_HOOKS, REGISTRIES, version_of
+from fxopt.torch_internals import BUFFERS, COMPILED, FORWARD_HOOKS, MODULES, PARAMETERS, version_of
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTENTS = (*REGISTRIES, *FORWARD_HOOKS)
+_CONTAINERS = (list, tuple, dict, collections.OrderedDict, set)
+_OF_TORCH = vars(nn.Module()).keys() - {
+    PARAMETERS,
+    BUFFERS,
+    MODULES,
+    *FORWARD_HOOKS,
+}  # hooks on states and gradients
 
 
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Not seen is what changes inside of other attributes (objects but for `config`, dicts, lists of other things than numbers and
-    strings), and writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
+    Lists, tuples, dicts and sets count, nested ones, too. Not seen is what changes inside of other objects but for `config`, and
+    writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
 
     Args:
         model: the module to watch.
@@ -29,19 +35,13 @@ class State:
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
         self.parameters = list(model.parameters())
-        modules = list(model.modules())
-        configs = {id(config): vars(config) for config in map(_config, modules) if config is not None}
-        self._now = [*map(vars, modules), *configs.values()]
-        self._before = [dict(attributes) for attributes in self._now]
-        found = [vars(module).get(name) for module in modules for name in _CONTENTS]
-        found = [each for each in found if isinstance(each, dict)]  # those of scripted modules are not
-        # Lists of names and numbers: peft notes there which adapters it merges, through `.data`, into a weight.
-        lists = (v for module in modules for v in vars(module).values() if type(v) is list)
-        found += [each for each in lists if all(isinstance(item, _PLAIN) for item in each)]
-        self._filled, self._empty = [each for each in found if each], [each for each in found if not each]
-        self._contents = [each.copy() for each in self._filled]
-        plain = (v for module in modules for v in vars(module).values() if isinstance(v, Tensor))
-        tensors = [*self.parameters, *model.buffers(), *plain]
+        found: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters, *model.buffers())}
+        for module in model.modules():
+            _collect(vars(module), found)
+        held = [each for each in found.values() if isinstance(each, (list, dict, set))]
+        self._now, self._empty = [each for each in held if each], [each for each in held if not each]
+        self._before = [each.copy() for each in self._now]
+        tensors = (each for each in found.values() if isinstance(each, Tensor))
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._seen = {id(tensor): version_of(tensor) for tensor in self._tensors}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
@@ -52,12 +52,10 @@ class State:
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
         """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
-        self.places, left_out, modules = places, set[int](), dict(model.named_modules())
-        self._assigned = collections.defaultdict[int, set[str]](set)
+        self.places, left_out, modules = places, dict[int, Any](), dict(model.named_modules())
+        self._assigned = {(id(vars(modules[path])), name) for path, name in places if path in modules}
         for path, name in places:
-            if path in modules:
-                self._assigned[id(vars(modules[path]))].add(name)
-                left_out.add(id(getattr(modules[path], name, None)))
+            _collect(getattr(modules.get(path), name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
 
@@ -70,31 +68,41 @@ class State:
 
     def holds(self) -> bool:
         """Tell whether all is as it was; in a model as large as BERT-base, some 80 microseconds."""
-        if self.is_gone() or any(self._empty) or not _equal(self._filled, self._contents):
+        if self.is_gone() or any(self._empty):
             return False
         if _equal(self._now, self._before):  # fast, where all are the same objects
             return True
-        pairs = zip(self._now, self._before, strict=True)
-        if not all(_same(now, before, self._assigned.get(id(now), ())) for now, before in pairs):
+        if not all(map(self._is_same, self._now, self._before)):
             return False
-        self._before = [dict(attributes) for attributes in self._now]
+        self._before = [each.copy() for each in self._now]
+        return True
+
+    def _is_same(self, now: Any, before: Any) -> bool:
+        """Tell whether a container or the attributes of a module are as they were, as far as they can matter to a graph."""
+        if _equal(now, before):
+            return True
+        then, current = _parts(before), _parts(now)
+        for key in then.keys() | current.keys():
+            old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
+            plain = type(new) is type(old) and isinstance(new, _PLAIN) and new == old
+            if not (old is new or plain or key == COMPILED or (id(now), key) in self._assigned):
+                return False
         return True
 
 
-def _config(module: nn.Module) -> Any:
-    config = vars(module).get("config")
-    return config if hasattr(config, "__dict__") else None
+def _collect(value: Any, found: dict[int, Any]) -> None:
+    """Add a tensor, or a container with the tensors and containers in it, by their ids."""
+    if isinstance(value, Tensor):
+        found[id(value)] = value
+    elif type(value) in _CONTAINERS and id(value) not in found:
+        found[id(value)] = value
+        for key, part in _parts(value).items():
+            if key not in _OF_TORCH:
+                _collect(vars(part) if key == "config" and hasattr(part, "__dict__") else part, found)
 
 
-def _same(now: Mapping[str, Any], before: Mapping[str, Any], assigned: Any) -> bool:
-    """Tell whether attributes are as they were, as far as they can matter to a graph."""
-    for name in ({**before, **now}).keys() - {COMPILED, *assigned}:
-        old, new = before.get(name), now.get(name)
-        if old is new:
-            continue
-        if type(new) is not type(old) or not isinstance(new, _PLAIN) or new != old:
-            return False
-    return True
+def _parts(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else dict(enumerate(value))
 
 
 def _equal(now: Any, before: Any) -> bool:

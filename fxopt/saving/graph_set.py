@@ -13,7 +13,7 @@ from fxopt.kernels import PACKED, kernels_for, plain_layer
 from fxopt.tuning import fastest
 
 Call = tuple[int, tuple[str, ...]]
-"""How many arguments a call gives by position, and the names of the others, sorted."""
+"""How many arguments a call gives by position, and the names of the others, in their order."""
 
 
 class GraphSet(nn.Module):
@@ -33,9 +33,10 @@ class GraphSet(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does; GuardError where no graph was made for such inputs."""
-        call, reasons = (len(args), tuple(sorted(kwargs))), list[str]()
-        for known, graph in zip(self.calls, self.graphs, strict=True):
-            if known == call:
+        call, reasons = (len(args), tuple(kwargs)), list[str]()
+        graphs = zip(self.calls, self.graphs, strict=True)
+        for (count, names), graph in sorted(graphs, key=lambda each: each[0] != call):  # the order may matter
+            if (count, sorted(names)) == (len(args), sorted(kwargs)):
                 try:
                     return graph(*args, **kwargs)
                 except GuardError as error:

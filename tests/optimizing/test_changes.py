@@ -118,6 +118,44 @@ def test_changes_are_followed(change, of):
     assert not torch.equal(wanted, Model.forward(set_up()[0], X).to(wanted.dtype)) or "equal" in change
 
 
+CONTAINERS = {
+    "a number in a dict": lambda m: m.scaling.update(a=3.0),
+    "a name more in a dict": lambda m: m.scaling.update(b=3.0),
+    "a number in a list in a tuple": lambda m: m.nested[0].append(3.0),
+    "a number in a dict in a list": lambda m: m.deep[0].update(scale=3.0),
+    "a number in a set": lambda m: m.kinds.add(3.0),
+    "a tensor in a list": lambda m: m.tables[0].mul_(3),
+    "another tensor in a list": lambda m: m.tables.__setitem__(0, torch.full((16,), 3.0)),
+    "a tensor in a tuple in a dict": lambda m: m.deep[0]["tables"][0].mul_(3),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("change", CONTAINERS)
+@torch.no_grad()
+def test_changes_in_containers_are_followed(change):
+    def scaled(m, x):
+        scale = sum(m.scaling.values()) + sum(m.kinds) + sum(m.nested[0]) + m.deep[0]["scale"]
+        return m.layer(x) * scale * (2 * m.tables[0]) * (2 * m.deep[0]["tables"][0])
+
+    model = module(
+        scaled,
+        layer=nn.Linear(16, 16),
+        scaling={"a": 1.0},
+        kinds={1.0},
+        nested=([2.0],),
+        deep=[{"scale": 1.0, "tables": (torch.ones(16),)}],
+        tables=[torch.ones(16)],
+    )
+    fast = fxopt.optimize(model, tune=False)
+    before = fast(X)
+    CONTAINERS[change](model)
+    wanted = scaled(model, X)
+    assert (wanted - before).abs().max() > 0.1
+    torch.testing.assert_close(fast(X), wanted)
+    assert reasons(fast)[0] is None
+
+
 def shifted(module, args, output):
     return output + 1
 
@@ -284,6 +322,8 @@ def test_what_has_no_forward_to_capture_is_refused():
         def __call__(self, x):
             return super().__call__(x) * 2
 
+    with pytest.raises(fxopt.TraceError, match=r"wrapped in OptimizedModule; pass what it wraps"):
+        fxopt.optimize(torch.compile(nn.Linear(16, 16).eval()))
     with pytest.raises(fxopt.PassError, match="Doubling has a __call__ of its own"):
         fxopt.optimize(Doubling().eval())
 
@@ -373,6 +413,17 @@ def test_arguments_of_all_kinds():
     fast = fxopt.optimize(model, tune=False)
     for others in ((), (X, X)):
         torch.testing.assert_close(fast(X, *others, last=2 * X), model(X, *others, last=2 * X))
+    assert reasons(fast) == [None] * 2
+
+
+@torch.no_grad()
+def test_the_order_of_keywords_counts_where_the_forward_goes_through_them():
+    model = module(
+        lambda m, **named: m.layer(sum(i * x for i, x in enumerate(named.values()))), layer=nn.Linear(16, 16)
+    )
+    fast, a, b = fxopt.optimize(model, tune=False), X, torch.randn(4, 16)
+    for named in ({"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "b": b}):
+        torch.testing.assert_close(fast(**named), model(**named))
     assert reasons(fast) == [None] * 2
 
 

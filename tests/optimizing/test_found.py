@@ -412,8 +412,10 @@ def test_methods_are_computed_by_graphs_or_named_in_the_report():
     model.layer.weight.mul_(2)
     torch.testing.assert_close(copy.deepcopy(fast).encode(X), model.encode(X))
     torch.testing.assert_close(fast.encode(X), model.encode(X))
-    with pytest.raises(ValueError, match="methods: Parts has no method 'decode'"):
-        fxopt.optimize(model, methods=("decode",))
+    assert fxopt.optimize(model, methods="encode").report == ()
+    for methods in (("decode",), ("forward",), "forward"):
+        with pytest.raises(ValueError, match=r"methods of Parts other than forward, not '(decode|forward)'"):
+            fxopt.optimize(model, methods=methods)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -436,13 +438,46 @@ def test_decoders_compute_in_bfloat16(make):
 def test_a_precision_that_is_not_used_and_a_cause_are_said_once():
     inputs = [torch.randn(rows, 8) for rows in (2, 3, 4)]
     fast = fxopt.optimize(nn.Sequential(nn.ReLU()).eval(), precision="bfloat16", tune=False)
-    with pytest.warns(fxopt.FallbackWarning, match="computes in float32: bfloat16 is not used") as warned:
+    with pytest.warns(
+        fxopt.FallbackWarning, match="computes in its own precision: bfloat16 is not used"
+    ) as warned:
         _ = [*map(fast, inputs)]
     assert len(warned) == 1
     fast, _ = fast_of(lambda m, x: m.layer(x) + torch.randn(x.shape))
     with pytest.warns(fxopt.FallbackWarning, match=DRAWS) as warned:
         _ = [*map(fast, inputs)]
     assert len(warned) == 1
+
+
+@torch.no_grad()
+def test_a_precision_for_which_a_layer_is_too_small_is_refused_for_its_size():
+    fast = fxopt.optimize(nn.Sequential(nn.Linear(8, 8)).eval(), precision="int8", tune=False)
+    with pytest.warns(fxopt.FallbackWarning, match=r"8 x 8, torch.float32, on cpu; .* multiple of 64"):
+        fast(X)
+
+
+@torch.no_grad()
+def test_an_array_is_to_be_given_as_a_tensor():
+    fast = fxopt.optimize(module(lambda m, x, y: m.layer(x) + torch.as_tensor(y), layer=nn.Linear(8, 8)))
+    with pytest.warns(fxopt.FallbackWarning, match=r"input y is an array \(ndarray\): .*torch.as_tensor"):
+        fast(X, X.numpy())
+
+
+@torch.no_grad()
+def test_sizes_that_the_forward_fixes_are_not_captured_one_after_the_other():
+    def steps(m, x):
+        state = x.new_zeros(8)
+        for row in range(x.shape[0]):
+            state = m.layer(x[row] + state)
+        return state
+
+    fast, reference = fast_of(steps)
+    inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
+    with pytest.warns(
+        fxopt.FallbackWarning, match=r"holds for one size, which the forward fixes at .*found.py"
+    ):
+        torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
+    assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]
 
 
 class Many(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_folded_weight_is_held_packed_alone_and_saved_bit_for_bit():
     model, x = folded()
     wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
     fast = fxopt.optimize(model, (x,), tune=False)
-    (((graph,),),) = (book.tried.values() for book in getattr(fast, GRAPHS).books)
+    ((graph,),) = (book.graphs for book in getattr(fast, GRAPHS).books)
     assert graph.lowered.given_up == ("0",)
     assert graph.lowered.traced.get_submodule("0").weight.is_meta
     whole = graph.lowered.with_weights()
@@ -61,8 +62,17 @@ def test_nothing_of_the_model_is_held(precision):
 
 
 @torch.no_grad()
-def test_errors_say_what_to_do():
+def test_errors_say_what_to_do(tmp_path):
     model, x = folded()
+    alone = fxopt.optimize(model, (x,), keep_model=False, tune=False)
+    for asked in (
+        lambda: fxopt.save(alone, tmp_path),
+        lambda: fxopt.undo(alone),
+        lambda: pickle.dumps(alone),
+    ):
+        with pytest.raises(fxopt.PassError, match="holds one graph and no model, so that it cannot be saved"):
+            asked()
+    assert torch.equal(copy.deepcopy(alone)(x), alone(x))
     with pytest.raises(
         TypeError, match="keep_model=False keeps the graph for example inputs: give optimize some"
     ):

@@ -148,6 +148,43 @@ def test_what_the_forward_assigns_for_some_inputs_is_no_constant_of_the_graph_of
         torch.testing.assert_close(fast(x, keep), reference(x, keep))
 
 
+def measured(m, x):
+    y = m.layer(x)
+    m.width, m.rows = 2 * y.shape[-1], x.shape[0]
+    return y[: m.rows] + m.width
+
+
+@torch.no_grad()
+def test_each_graph_assigns_what_the_forward_assigns_whatever_is_there():
+    model = module(measured, layer=nn.Linear(8, 8), rows=2)
+    fast, reference = fxopt.optimize(model), copy.deepcopy(model)
+    for size in ((2, 3), (4, 3), (4, 5), (2, 3), (4, 3), (6, 7), (4, 3)):
+        x = torch.randn(*size, 8)
+        torch.testing.assert_close(fast(x), reference(x))
+        assert (fast.rows, fast.width) == (size[0], 16)
+    model.layer.weight.mul_(2)
+    for rows in (4, 3, 4):
+        fast(torch.randn(rows, 3, 8))
+        assert (fast.rows, fast.width) == (rows, 16)
+    assert len(graphs(fast)) == len(fast.report) > 1
+
+
+@torch.no_grad()
+def test_what_the_forward_assigns_no_more_is_read_as_it_is():
+    def forward(m, x):
+        if m.keeps:
+            m.kept = m.layer(x)
+        return m.layer(x) + m.kept
+
+    model = module(forward, layer=nn.Linear(8, 8), kept=torch.zeros(2, 8), keeps=True)
+    fast, reference = fxopt.optimize(model), copy.deepcopy(model)
+    for keeps in (True, True, False, False, True, False):
+        model.keeps = reference.keeps = keeps
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(fast(x), reference(x))
+    assert len(graphs(fast)) == len(fast.report)
+
+
 @torch.no_grad()
 def test_an_attribute_that_the_forward_deletes_is_gone():
     def forward(self, x):

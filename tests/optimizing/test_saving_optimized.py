@@ -15,6 +15,7 @@ from fxopt.optimizing import prepare as prepare_module
 from fxopt.saving import graph_set
 from fxopt.submodules import GRAPHS
 from fxopt.testing import randomise
+from tests.modules import module
 
 pytestmark = pytest.mark.skipif(
     not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
@@ -102,13 +103,28 @@ def test_other_inputs_are_one_clear_error(image, tmp_path):
         loaded(x, scale=x)
 
 
+@torch.no_grad()
+def test_keywords_are_taken_in_any_order(tmp_path):
+    model = module(
+        lambda m, **named: m.layer(sum(i * x for i, x in enumerate(named.values()))), layer=nn.Linear(8, 8)
+    )
+    fast, a, b = fxopt.optimize(model, tune=False), torch.ones(2, 8), torch.randn(2, 8)
+    _ = fast(b=b, a=a), fast(a=a, b=b)
+    loaded = reloaded(fast, tmp_path)
+    torch.testing.assert_close(loaded(b=b, a=a), model(b=b, a=a))
+    torch.testing.assert_close(loaded(a=a, b=b), model(a=a, b=b))
+    model = module(lambda m, a, b: m.layer(a) + b, layer=nn.Linear(8, 8))
+    fast = fxopt.optimize(model, (), {"b": b, "a": a}, tune=False)
+    assert torch.equal(reloaded(fast, tmp_path)(a=a, b=b), fast(a=a, b=b))
+
+
 def test_what_has_no_graph_is_refused(image, tmp_path):
     fast = fxopt.optimize(image, (torch.randn(2, 3, 8, 8),), tune=False)
-    for module in (fxopt.optimize(image), fast):
+    for optimized in (fxopt.optimize(image), fast):
         with torch.no_grad():
             image.last.weight.mul_(2)  # the graph of the old weights is dropped
         with pytest.raises(fxopt.SaveError, match="no graph to save"):
-            fxopt.save(module, tmp_path / "fast")
+            fxopt.save(optimized, tmp_path / "fast")
     assert not (tmp_path / "fast").exists()
 
 

@@ -232,6 +232,10 @@ class FakeModel:
             if key not in _OF_TORCH
         }
 
+    def place_of(self, module: torch.nn.Module) -> str | None:
+        """The name of a module; None where it is none of the model's."""
+        return self._places.get(id(module))
+
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """Give the attributes that the forward has changed, with their values now."""
         for fake in (*self._tensors.values(), *self.outside.values()):

@@ -58,6 +58,16 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _saved_tensors(patch, recorder)
     _generator_states(patch, recorder)
     _refusals(patch, recorder.fail)
+    _attributes(patch, recorder)
+
+
+def _attributes(patch: Patches, recorder: Recorder) -> None:
+    """An attribute that is set to what it is already is assigned, too."""
+
+    @patch(torch.nn.Module, "__setattr__")
+    def assigned(original: Callable[..., Any], module: torch.nn.Module, name: str, value: Any) -> None:
+        recorder.assigned.add((recorder.shell.place_of(module), name))
+        original(module, name, value)
 
 
 def _inference_mode(patch: Patches, switches: ModeSwitches) -> None:

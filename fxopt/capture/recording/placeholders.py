@@ -222,6 +222,10 @@ class Placeholders:
         where = _where(name, path)
         if where in self.request.moving:
             return self._number(name, path, value)
+        if hasattr(value, "__array__") and hides_tensors(value):
+            raise TraceError(
+                f"{where} is an array ({type(value).__name__}): give it as torch.as_tensor(array)."
+            )
         if isinstance(value, torch.nn.Module) or hides_tensors(value):
             raise TraceError(
                 f"{where} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "

@@ -86,6 +86,9 @@ class Recorder(PreDispatchTorchFunctionMode):
         # By identity: what `tensor.data` gave, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._opaque, self.records_layers_in_calls = 0, False
+        self.assigned: set[tuple[str | None, str]] = (
+            set()
+        )  # attributes that the forward sets, by module and name
         self.hooked: set[str] = set()  # layers whose hooks, or cached parametrizations, have run out of sight
 
     # --- calls

@@ -238,7 +238,10 @@ class ForwardRun:
             if gone := held.keys() - now.keys():
                 self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
             self._assigned = sorted(
-                place for place, value in now.items() if held.get(place, self) is not value
+                place
+                for place, value in now.items()
+                if held.get(place, self) is not value
+                or (place in self.recorder.assigned and isinstance(value, (int, float, str)))
             )
         return (result, tuple(now[place] for place in self._assigned)) if self._assigned else result
 
