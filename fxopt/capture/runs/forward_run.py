@@ -86,6 +86,7 @@ class ForwardRun:
             shape_env.decide = recorder.decisions.size
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
+            surroundings.restore()
             reason = _classified(error, recorder)
             if reason is error:
                 raise
@@ -103,6 +104,8 @@ class ForwardRun:
             recorder.decisions.constant.close()
             if self._example is not None:
                 self._example.close()
+        if any(changed_outside.values()):
+            surroundings.restore()
         _raise_caught(recorder)
         result = self._result(recorder, changed_outside | self._changed)
         if fakes_left and not changed_outside:
