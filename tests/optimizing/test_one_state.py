@@ -64,6 +64,21 @@ class Reader(nn.Module):
         return x * self.shared["mean"]
 
 
+def kept_in_an_attribute(self, x):
+    self.kept = self.layer(x)
+    return self.kept * 2
+
+
+@pytest.mark.filterwarnings("error:.*falls back to eager")
+def test_tensors_that_are_kept_under_inference_mode():
+    fast = fxopt.optimize(module(kept_in_an_attribute, layer=nn.Linear(8, 8)), tune=False)
+    for rows, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode), 2):
+        with mode():
+            y = fast(torch.randn(rows, 8))
+        assert torch.equal(fast.kept * 2, y)
+    assert graphs(fast)
+
+
 @torch.no_grad()
 def test_the_forward_runs_on_the_model_itself():
     model = module(registered, layer=nn.Linear(8, 8))

@@ -16,7 +16,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
-from fxopt.memory import storage_of
+from fxopt.memory import storage_of, version_of
 from fxopt.objects import attributes
 from fxopt.submodules import OWN_COMPILED
 from fxopt.torch_internals import (
@@ -30,7 +30,6 @@ from fxopt.torch_internals import (
     forward_pre_hooks_of,
     modules_of,
     parameters_of,
-    version_of,
 )
 
 # Stands for a tensor that the forward has made.
@@ -280,12 +279,12 @@ class FakeModel:
                 own.update(hooks_now)
 
     def written(self) -> Written:
-        """The parameters, and the tensors from outside of the model, into which the forward has written."""
+        """The parameters, and the tensors from outside of the model, into which the forward has written, as far as torch counts that."""
         return Written(
             {
                 name
                 for name, parameter in self.model.named_parameters(remove_duplicate=False)
-                if parameter.is_inference() or version_of(parameter)
+                if version_of(parameter)
             },
             [self.originals[id(fake)] for fake in self.outside.values() if version_of(fake)],
         )

@@ -141,7 +141,7 @@ class ForwardRun:
         written = {id(tensor) for tensor in shell.written().outside}
         if any(id(writer.constants[name]) in written for name in decisions.constant.decided_by):
             raise TraceError(
-                "the forward decides on the value of a tensor that it writes. Hold it in a buffer."
+                "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
             )
         return RunResult(
             request=self.request,
