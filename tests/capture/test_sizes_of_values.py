@@ -652,3 +652,24 @@ def test_a_size_that_the_forward_fixes_is_checked():
     assert traced(torch.tensor([1.0, 2, -3, 1])).tolist() == [6, 9, 6]
     with pytest.raises(GuardError, match=r"assumes Eq\(u0, 3\)"):
         traced(torch.tensor([1.0, -2, -3, -1]))  # which is broadcast
+
+
+def test_a_loop_over_as_many_rows_as_only_a_run_knows_is_refused_with_its_line():
+    def forward(self, x):
+        for step in torch.arange(0, x.sum().abs().ceil().item()):
+            x = x + step
+        return x
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value of a tensor.*`for step in torch.arange"):
+        fxopt.trace(module(forward), (X,))
+    assert_same(fxopt.trace(module(forward), (X,), specialize=True)(X), module(forward)(X))
+
+
+def test_a_loop_over_as_many_rows_as_a_constant_says_is_written_out():
+    def forward(self, x):
+        steps = torch.arange(0, torch.linspace(0.0, 5.0, 6)[-1].item())
+        for before, after in zip(steps[:-1], steps[1:], strict=True):
+            x = x + (after - before) * x
+        return x
+
+    assert_same(fxopt.trace(module(forward), (X,))(X), module(forward)(X))

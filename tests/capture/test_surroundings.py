@@ -417,7 +417,7 @@ def state_of(layer):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (resets_a_registry, "assigns to 'memory.memory'"),
+        (resets_a_registry, "changes 'memory' of the Registered in 'instances' of .*Registered"),
         (writes_by_a_registry, "changes 'last' of the Registered in '"),
         (fails_after_a_write, "undefined"),
         (branches_after_a_write, "decides on the value"),

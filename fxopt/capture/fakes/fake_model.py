@@ -24,6 +24,7 @@ from fxopt.torch_internals import (
     FORWARD_HOOKS,
     MODULES,
     REGISTRIES,
+    FakeTensor,
     FakeTensorMode,
     buffers_of,
     forward_hooks_of,
@@ -93,6 +94,7 @@ class FakeModel:
         self._containers = recorded_modules(self.model, self._layers)
         self._modules = dict(self.model.named_modules())
         self._places = {id(module): name for name, module in self._modules.items()}
+        self._assigned: set[tuple[str, str]] = set()
         self._given = {name: set(vars(module)) for name, module in self._modules.items()}
         self._own = self.names | {
             id(t): f"{n}.{key}"
@@ -167,6 +169,10 @@ class FakeModel:
             self.outside[id(fake)] = fake
         return fake
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a real tensor is in a list, dict or object of the model."""
+        return id(tensor) in self._held and not isinstance(tensor, FakeTensor)
+
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
         """The tensor of the model, or from outside, for which a fake stands, and its name where it has one."""
         name = self.names.get(id(fake), "")
@@ -221,6 +227,21 @@ class FakeModel:
                 held = parameters_of(module) | buffers_of(module) | {key: vars(module)[key] for key in added}
                 state |= {(name, key): contents(value) for key, value in held.items()}
         return state
+
+    def note_assigned(self, module: torch.nn.Module, key: str) -> None:
+        """Note that the forward assigns to an attribute, perhaps what it is already."""
+        if id(module) in self._places:
+            self._assigned.add((self._places[id(module)], key))
+
+    def assigned(
+        self, held: Mapping[tuple[str, str], Any], earlier: Collection[tuple[str, str]]
+    ) -> dict[tuple[str, str], Any]:
+        """The attributes to which this forward has assigned, or an `earlier` one, by name; `held` has their values before it."""
+        now = self.held_by_name()
+        found = {place for place, value in now.items() if held.get(place, self) is not value}
+        found |= self._assigned.union(earlier)
+        values = {(name, key): vars(self._modules[name]).get(key, _OF_TORCH) for name, key in sorted(found)}
+        return {place: value for place, value in values.items() if place[1] not in _OF_TORCH and value is not _OF_TORCH}
 
     def held_by_name(self) -> dict[tuple[str, str], Any]:
         """The attributes of the modules whose forward is recorded, by module and name."""

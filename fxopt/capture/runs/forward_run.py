@@ -236,14 +236,14 @@ class ForwardRun:
 
     def _with_assigned(self, result: Any, held: Mapping[tuple[str, str], Any]) -> Any:
         """The result of a method, with a tuple of what it has assigned to attributes of the modules."""
-        now = self.recorder.shell.held_by_name()
-        if self.request.method:
-            if gone := held.keys() - now.keys():
-                self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
-            self._assigned = sorted(
-                place for place, value in now.items() if held.get(place, self) is not value
-            )
-        return (result, tuple(now[place] for place in self._assigned)) if self._assigned else result
+        shell = self.recorder.shell
+        if not self.request.method:
+            return result
+        if gone := held.keys() - shell.held_by_name().keys():
+            self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
+        assigned = shell.assigned(held, self.request.earlier.assigned)
+        self._assigned = [*assigned]
+        return (result, tuple(assigned.values())) if assigned else result
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
