@@ -352,7 +352,7 @@ def test_no_fake_tensor_is_left_in_a_cache_of_functools():
 class Registered(torch.nn.Module):
     """A layer that its class knows, as those of snntorch do."""
 
-    instances = []
+    instances = []  # noqa: RUF012
 
     def __init__(self):
         super().__init__()

@@ -331,7 +331,8 @@ def test_a_fault_of_the_capture_is_reported(monkeypatch):
 
     monkeypatch.setattr(sys.modules["fxopt.capture.trace"], "capture_graph", fails)
     with pytest.warns(
-        UserWarning, match=r"RuntimeError: of ours. Please report it. Until then, capture the parts around it.$"
+        UserWarning,
+        match=r"RuntimeError: of ours. Please report it. Until then, capture the parts around it.$",
     ):
         fxopt.optimize(modules.module(lambda self, x: x), (torch.ones(2, 8),))
 

@@ -241,7 +241,11 @@ class FakeModel:
         found = {place for place, value in now.items() if held.get(place, self) is not value}
         found |= self._assigned.union(earlier)
         values = {(name, key): vars(self._modules[name]).get(key, _OF_TORCH) for name, key in sorted(found)}
-        return {place: value for place, value in values.items() if place[1] not in _OF_TORCH and value is not _OF_TORCH}
+        return {
+            place: value
+            for place, value in values.items()
+            if place[1] not in _OF_TORCH and value is not _OF_TORCH
+        }
 
     def held_by_name(self) -> dict[tuple[str, str], Any]:
         """The attributes of the modules whose forward is recorded, by module and name."""

@@ -16,6 +16,7 @@ from fxopt.capture.capture_internals import (
     LIFT_FRESH,
     GuardOnDataDependentSymNode,
     PreDispatchTorchFunctionMode,
+    alias,
     call_impl_of,
     parametrizations_cached,
     pop_mode_temporarily,
@@ -138,6 +139,19 @@ class Recorder(PreDispatchTorchFunctionMode):
         else:
             self.shape_env.guard(questions)
         return result
+
+    @makes_calls
+    def make_alias(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Make the alias of a tensor, and write its node where no recorded call makes it."""
+        if self._opaque:
+            return make()
+        self._opaque += 1
+        try:
+            made = make()
+            self.record(Call(alias, (tensor,), {}), made)
+        finally:
+            self._opaque -= 1
+        return made
 
     def item(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor, as a node."""

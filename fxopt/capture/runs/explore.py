@@ -20,7 +20,7 @@ from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
 from fxopt.capture.nodes.shared_memory import OutOfSightError
-from fxopt.capture.nodes.source_location import CAPTURE
+from fxopt.capture.nodes.source_location import CAPTURE, describe_origin
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
@@ -142,7 +142,10 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         raise outside
     again = _second_call(made, made.changes)
     others = [p for p in made.changes if again is not None and again.state.get(p) != made.state.get(p)]
-    refused = refused_change((others or [*made.changes])[0]) if made.changes else outside
+    refused = outside
+    if made.changes:
+        place = (others or [*made.changes])[0]
+        refused = TraceError(f"{refused_change(place)}{_origin(made, place)}")
     if (again is not None and is_steady_state(made, again)) or _only_counts(made):
         if made.request.method:
             _refuse_left_in_containers(made)
@@ -169,8 +172,15 @@ def _refuse_left_in_containers(made: RunResult, but_for: tuple[type, ...] | type
                 raise TraceError(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
             raise TraceError(
                 f"the forward writes into {name!r}, a {type(value.kept).__name__} that the model keeps, which a graph "
-                "cannot do. Assign a new one to the attribute."
+                f"cannot do. Assign a new one to the attribute.{_origin(made, place)}"
             )
+
+
+def _origin(made: RunResult, place: tuple[str, str]) -> str:
+    """Say which tensor the forward leaves in a place, with its line; nothing where it is no result of a call."""
+    tensors = getattr(made.changes[place], "tensors", ())
+    nodes = [node for tensor in tensors if (node := made.made_by(tensor)) is not None]
+    return f" The attribute then holds {describe_origin(nodes[0])}." if nodes else ""
 
 
 def _only_counts(made: RunResult) -> bool:

@@ -48,6 +48,7 @@ from fxopt.errors import TraceError
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
+_SYMBOLIC_SIZES = ("torch.fx.experimental.", "torch.utils._sympy.")
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -84,6 +85,7 @@ class ForwardRun:
         try:
             shape_env.location = recorder.writer.location
             shape_env.decide = recorder.decisions.size
+            self.fake_mode.make_alias = recorder.make_alias
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
             surroundings.restore()
@@ -99,6 +101,7 @@ class ForwardRun:
             fakes_left = remove_fakes(request.running, request.model, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
+            self.fake_mode.make_alias = None
             shape_env.location = str
             shape_env.decide = lambda expression: None
             recorder.decisions.constant.close()
@@ -318,5 +321,10 @@ def _with_line(error: Any) -> TraceError:
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
             "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    if frames[-1].f_globals.get("__name__", "").startswith(_SYMBOLIC_SIZES):
+        return TraceError(
+            f"torch's arithmetic on symbolic sizes failed. {where} {type(error).__name__}: {str(error).rstrip('.')}. Fix these "
+            "sizes: leave them out of dynamic_shapes."
         )
     return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")

@@ -159,9 +159,9 @@ class ReachableState:
             )
             return
         names = set(_names(value.__code__))
-        imported = [vars(m) for m in map(value.__globals__.get, names) if isinstance(m, types.ModuleType)]
-        imported = [known for known in imported if is_model_package(known["__name__"])]
-        for known in (value.__globals__, *imported):
+        modules = [m for m in map(value.__globals__.get, names) if isinstance(m, types.ModuleType)]
+        reached = [value.__globals__, *(vars(m) for m in modules if is_model_package(m.__name__))]
+        for known in reached:
             self._add_names(known, names)
         cells, own = _cells(value), value.__dict__
         self._scopes += [
@@ -174,8 +174,8 @@ class ReachableState:
             _Scope(place, lambda: dict(own), own.__setitem__, own.__delitem__),
         ]
         for name in names:
-            for known in (value.__globals__, methods, *imported):
-                self._follow(known.get(name), methods)
+            for found in (methods, *reached):
+                self._follow(found.get(name), methods)
         for held in _held(value).values():
             self._follow(held, methods)
 
@@ -184,7 +184,9 @@ class ReachableState:
         if id(known) not in self._names:
             used = self._names[id(known)] = set()
             named = lambda: {name: known[name] for name in used & known.keys()}  # noqa: E731
-            self._scopes.append(_Scope(str(known.get("__name__")), named, known.__setitem__, known.__delitem__))
+            self._scopes.append(
+                _Scope(str(known.get("__name__")), named, known.__setitem__, known.__delitem__)
+            )
         self._names[id(known)] |= names
 
 
