@@ -436,6 +436,21 @@ def test_modules_of_the_user_that_a_forward_reaches_by_name_stay_as_they_are(for
     assert (state_of(layer), state_of(table)) == before
 
 
+class Registry:
+    def keep(self, x):
+        BEHIND_METHODS.last = x
+
+
+REGISTRY_OBJECT, BEHIND_METHODS = Registry(), Registered()
+
+
+def test_a_module_behind_a_method_of_a_global_object_stays_as_it_is():
+    before = state_of(BEHIND_METHODS)
+    with pytest.raises(fxopt.TraceError, match="changes 'last' of the Registered in"):
+        fxopt.trace(module(lambda self, x: REGISTRY_OBJECT.keep(x * 2) or x), (X,))
+    assert state_of(BEHIND_METHODS) == before
+
+
 def test_a_module_behind_an_imported_one_stays_as_it_is(monkeypatch):
     package = types.ModuleType("package_of_layers")
     package.OF_PACKAGE = table = Table()

@@ -131,9 +131,8 @@ class ReachableState:
     def _follow_classes(self, modules: Iterable[torch.nn.Module]) -> None:
         """Follow the classes of modules, and the forwards, once each."""
         for cls in {type(module): None for module in modules}:
-            attributes = {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
             for value in (*cls.__mro__, cls.forward):
-                self._follow(value, attributes)
+                self._follow(value, _attributes(cls))
 
     def _follow(self, value: Any, methods: Mapping[str, Any]) -> None:
         """Add what a function or class holds, and what a function names in turn: globals, or one of its class's methods."""
@@ -175,7 +174,11 @@ class ReachableState:
         ]
         for name in names:
             for found in (methods, *reached):
-                self._follow(found.get(name), methods)
+                self._follow(named := found.get(name), methods)
+                cls = named if isinstance(named, type) else type(named)
+                called = _attributes(cls) if is_model_package(cls.__module__) else {}
+                for method in names & called.keys():
+                    self._follow(called[method], called)
         for held in _held(value).values():
             self._follow(held, methods)
 
@@ -188,6 +191,11 @@ class ReachableState:
                 _Scope(str(known.get("__name__")), named, known.__setitem__, known.__delitem__)
             )
         self._names[id(known)] |= names
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    """The attributes of a class, inherited ones among them."""
+    return {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
 
 
 def _uncached(value: Any) -> Any:
