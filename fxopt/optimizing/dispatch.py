@@ -182,7 +182,7 @@ class Graphs:
         known = book.tried.get(key, ())
         for graph in known:
             with contextlib.suppress(GuardError):
-                return self._called(book, graph, inputs)
+                return self._called(graph, inputs)
         plain = plain_signature(inputs)
         if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
             return _NO_GRAPH
@@ -195,7 +195,7 @@ class Graphs:
             book.vain.add(plain)
         for graph in filter(None, made):
             with contextlib.suppress(GuardError):
-                return self._called(book, graph, inputs)
+                return self._called(graph, inputs)
         return _NO_GRAPH
 
     def make(self, inputs: Inputs) -> Lowered | None:
@@ -205,10 +205,9 @@ class Graphs:
             made = book and self._make(book, inputs, (len(inputs.args), *sorted(inputs.kwargs)))
         return made.lowered if made else None
 
-    def _called(self, book: _Book, graph: _Graph, inputs: Inputs) -> Any:
+    def _called(self, graph: _Graph, inputs: Inputs) -> Any:
         """Call a graph; GuardError where it does not fit."""
         value = graph.lowered(*inputs.args, **inputs.kwargs)
-        book.state.note_left()
         graph.used = next(self._uses)
         return value
 
@@ -280,7 +279,6 @@ class Graphs:
         if book.assigned is None:
             book.assigned = {*report.assigned}
             book.state.forgive(self._model, book.assigned)
-        book.state.note_left()
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"

@@ -51,27 +51,15 @@ class State:
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
-        """Count no other tensor in some attributes, and no write into some buffers, as a change: the forward makes it.
-
-        Other numbers, flags and texts in these attributes are none where calls have left them, which `note_left` notes.
-        """
+        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
         self.places, left_out, modules = places, set[int](), dict(model.named_modules())
-        self._assigned = collections.defaultdict[int, dict[str, set[Any]]](dict)
-        self._left = list[tuple[Mapping[str, Any], str, set[Any]]]()
+        self._assigned = collections.defaultdict[int, set[str]](set)
         for path, name in places:
             if path in modules:
-                attributes, left = vars(modules[path]), set[Any]()
-                self._left.append((attributes, name, left))
-                self._assigned[id(attributes)][name] = left
+                self._assigned[id(vars(modules[path]))].add(name)
                 left_out.add(id(getattr(modules[path], name, None)))
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
-
-    def note_left(self) -> None:
-        """Note the plain values that a call has left."""
-        for attributes, name, left in self._left:
-            if isinstance(value := attributes.get(name), _PLAIN):
-                left.add((type(value), value))
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -87,7 +75,7 @@ class State:
         if _equal(self._now, self._before):  # fast, where all are the same objects
             return True
         pairs = zip(self._now, self._before, strict=True)
-        if not all(_same(now, before, self._assigned.get(id(now), {})) for now, before in pairs):
+        if not all(_same(now, before, self._assigned.get(id(now), ())) for now, before in pairs):
             return False
         self._before = [dict(attributes) for attributes in self._now]
         return True
@@ -98,13 +86,11 @@ def _config(module: nn.Module) -> Any:
     return config if hasattr(config, "__dict__") else None
 
 
-def _same(now: Mapping[str, Any], before: Mapping[str, Any], assigned: Mapping[str, Collection[Any]]) -> bool:
+def _same(now: Mapping[str, Any], before: Mapping[str, Any], assigned: Any) -> bool:
     """Tell whether attributes are as they were, as far as they can matter to a graph."""
-    for name in ({**before, **now}).keys() - {COMPILED}:
+    for name in ({**before, **now}).keys() - {COMPILED, *assigned}:
         old, new = before.get(name), now.get(name)
         if old is new:
-            continue
-        if name in assigned and (not isinstance(new, _PLAIN) or (type(new), new) in assigned[name]):
             continue
         if type(new) is not type(old) or not isinstance(new, _PLAIN) or new != old:
             return False
