@@ -157,9 +157,9 @@ LIFT_FRESH = _required("torch.ops.aten.lift_fresh.default")
 cond = _refused("torch.ops.higher_order.cond", "torch.cond, and branches that stay in a graph, are refused")
 istft = _refused("torch._refs.istft", "torch.istft of a free length is refused")
 _SLOWER = "captures are slower"
-relu, batch_norm, as_strided, convolution = (
+relu, batch_norm, alias, as_strided, convolution = (
     private(f"torch.ops.aten.{name}.default", _SLOWER, None)
-    for name in ("relu", "_native_batch_norm_legit_no_training", "as_strided", "convolution")
+    for name in ("relu", "_native_batch_norm_legit_no_training", "alias", "as_strided", "convolution")
 )
 _SIZES = "free sizes are fixed, or refused, where an operator gets them"
 FLOOR_DIVISION = _place("torch._meta_registrations.div_rtn", _SIZES)

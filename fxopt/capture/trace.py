@@ -127,8 +127,9 @@ def trace_method(
             ) from error
         except Exception as error:
             raise TraceError(
-                f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {error}. Please report it; until "
-                "then, make the module that does this a leaf (leaf_modules=...), or capture the parts around it."
+                f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {str(error).rstrip('.')}. Please "
+                "report it. Until then, capture the parts around it, or make the module that does this a leaf "
+                "(leaf_modules=...)."
             ) from error
 
 

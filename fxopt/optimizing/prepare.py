@@ -225,7 +225,7 @@ def _judge(exact: Any, own: Any, found: Any, precision: str, facts: dict[str, An
 
 def _without_options(text: str) -> str:
     """Leave out advice of `fxopt.trace` that names options which `optimize` does not have."""
-    leaf = r"(,? or|,) make the [^.;]* a leaf( \(leaf_modules=\.\.\.\))?"
+    leaf = r"(,? or|[,.:]) [mM]ake [^.;]* a leaf( \(leaf_modules=\.\.\.\))?"
     specialize = r"[Cc]apture with specialize=True[^.;]*(; or (\w))?"
     return re.sub(specialize, lambda match: (match[2] or "").upper(), re.sub(leaf, "", text))
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import fxopt
 from fxopt.objects import tensors_in
+from tests import modules
 from tests.capture.test_odd_models import Does
 from tests.capture.test_trace import assert_same
 
@@ -693,3 +694,18 @@ def test_an_operator_that_only_writes_is_a_node_that_stays(call):
     traced.graph.eliminate_dead_code()
     traced.recompile()
     assert torch.equal(traced(X), model(X))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_tensor_of_a_tensor_is_an_alias(training):
+    def forward(self, x):
+        y = torch.Tensor(x * 2)
+        y += torch.Tensor(torch.ones(3, 4))
+        return y, torch.Tensor(x)
+
+    model = modules.module(forward).train(training)
+    traced, x = fxopt.trace(model, (torch.ones(3, 4),)), torch.randn(3, 4, requires_grad=True)
+    for actual, expected in zip(traced(x), model(x), strict=True):
+        assert torch.equal(actual, expected)
+        assert torch.equal(*(torch.autograd.grad(each.sum(), x)[0] for each in (actual, expected)))
+    assert traced(x)[1].data_ptr() == x.data_ptr()

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fxopt
 from tests.capture.test_odd_models import Does
+from tests.modules import module
 
 
 class AttributeDict(dict):
@@ -169,3 +170,9 @@ def test_a_tensor_in_a_set_is_made_anew():
 def test_a_container_that_a_graph_would_make_otherwise_is_refused(make):
     with pytest.raises(fxopt.TraceError, match="is used where the graph can hold|carries"):
         fxopt.trace(Does(lambda self, x: make(x)), (torch.randn(2, 3),), verify=False)
+
+
+def test_a_tensor_that_the_model_keeps_in_a_list_is_an_output():
+    model = module(lambda self, x: (x * 2, self.kept[0], self.kept), kept=[torch.ones(2)])
+    traced = fxopt.trace(model, (torch.ones(3),))
+    torch.testing.assert_close(traced(torch.ones(3)), model(torch.ones(3)))

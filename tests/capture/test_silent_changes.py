@@ -438,6 +438,20 @@ def test_a_capture_under_inference_mode():
     assert torch.equal(gm(X), model(X))
 
 
+@pytest.mark.parametrize("kept", ["attribute", "list", "made under inference mode"])
+def test_a_tensor_that_is_no_buffer_under_inference_mode(kept):
+    def forward(self, x):
+        return x * (self.kept[0] if kept == "list" else self.kept)
+
+    model = module(forward, kept=[torch.ones(4)] if kept == "list" else torch.ones(4))
+    with torch.inference_mode():
+        if kept == "made under inference mode":
+            model.kept = torch.ones(4)
+        assert torch.equal(fxopt.trace(model, (X,))(X), X)
+    with torch.no_grad():
+        assert torch.equal(fxopt.trace(model, (X,))(X), X)
+
+
 def test_numbers_of_a_forward_under_inference_mode():
     @torch.inference_mode()
     def forward(self, x):

@@ -652,3 +652,39 @@ def test_a_size_that_the_forward_fixes_is_checked():
     assert traced(torch.tensor([1.0, 2, -3, 1])).tolist() == [6, 9, 6]
     with pytest.raises(GuardError, match=r"assumes Eq\(u0, 3\)"):
         traced(torch.tensor([1.0, -2, -3, -1]))  # which is broadcast
+
+
+def test_a_loop_over_as_many_rows_as_only_a_run_knows_is_refused_with_its_line():
+    def forward(self, x):
+        for step in torch.arange(0, x.sum().abs().ceil().item()):
+            x = x + step
+        return x
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value of a tensor.*`for step in torch.arange"):
+        fxopt.trace(module(forward), (X,))
+    assert_same(fxopt.trace(module(forward), (X,), specialize=True)(X), module(forward)(X))
+
+
+def test_a_loop_over_as_many_rows_as_a_constant_says_is_written_out():
+    def forward(self, x):
+        steps = torch.arange(0, torch.linspace(0.0, 5.0, 6)[-1].item())
+        for before, after in zip(steps[:-1], steps[1:]):  # noqa: B905, RUF007
+            x = x + (after - before) * x
+        return x
+
+    assert_same(fxopt.trace(module(forward), (X,))(X), module(forward)(X))
+
+
+def test_arithmetic_of_torch_on_sizes_that_fails_is_named():
+    def forward(self, x):
+        batch, n, _ = x.shape
+        between = x[:, :, None] - x[:, None]
+        others = (~torch.eye(n, dtype=torch.bool))[None].expand(batch, -1, -1)
+        return between.masked_select(others[..., None]).reshape(batch, n, n - 1, 3)
+
+    x = torch.randn(4, 6, 3)
+    assert_same(fxopt.trace(module(forward), (x,))(x), module(forward)(x))
+    with pytest.raises(
+        fxopt.TraceError, match=r"symbolic sizes failed.*`return between.masked_select.*Fix these sizes"
+    ):
+        fxopt.trace(module(forward), (x,), dynamic_shapes=({0: Dim.DYNAMIC},))

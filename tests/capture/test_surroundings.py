@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import secrets
+import types
 import uuid
 
 import numpy
@@ -346,3 +347,122 @@ def test_no_fake_tensor_is_left_in_a_cache_of_functools():
         gm = fxopt.trace(Tables(), (X,), dynamic_shapes=sizes)
         for x in (X, X[:1], X[:2]) if sizes else (X,):
             assert torch.equal(gm(x), Tables()(x))
+
+
+class Registered(torch.nn.Module):
+    """A layer that its class knows, as those of snntorch do."""
+
+    instances = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(4), persistent=False)
+        self.last = None
+        self.instances.append(self)
+
+    @classmethod
+    def reset(cls):
+        for each in cls.instances:
+            each.memory = torch.zeros_like(each.memory)
+
+    def forward(self, x):
+        self.memory = 0.9 * self.memory + x.sum(0)
+        return self.memory
+
+
+class Table(torch.nn.Module):
+    """A table that grows, in a module that is a global."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.zeros(0)
+
+    def forward(self, n):
+        if len(self.table) < n:
+            self.table = torch.arange(n).float()
+        return self.table[:n]
+
+
+REGISTRY, TABLE, imported = {}, None, None
+
+
+def resets_a_registry(self, x):
+    Registered.reset()
+    return self.memory(x)
+
+
+def writes_by_a_registry(self, x):
+    REGISTRY["layer"].last = x * 2
+    return x
+
+
+def fails_after_a_write(self, x):
+    REGISTRY["layer"].memory = x * 2
+    return x.undefined
+
+
+def branches_after_a_write(self, x):
+    REGISTRY["layer"].memory = x.sum(0)
+    return x + 1 if x.sum() > 0 else x - 1
+
+
+def asks_a_global(self, x):
+    return x + TABLE(len(x))[:, None]
+
+
+def state_of(layer):
+    return {**vars(layer), **layer._buffers}
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (resets_a_registry, "changes 'memory' of the Registered in 'instances' of .*Registered"),
+        (writes_by_a_registry, "changes 'last' of the Registered in '"),
+        (fails_after_a_write, "undefined"),
+        (branches_after_a_write, "decides on the value"),
+        (asks_a_global, "changes 'table' of the Table in 'TABLE' of .*test_surroundings"),
+    ],
+)
+def test_modules_of_the_user_that_a_forward_reaches_by_name_stay_as_they_are(forward, message, monkeypatch):
+    monkeypatch.setattr(Registered, "instances", [])
+    layer, table = Registered(), Table()
+    monkeypatch.setitem(REGISTRY, "layer", layer)
+    monkeypatch.setitem(globals(), "TABLE", table)
+    model = module(forward, memory=layer)
+    before = state_of(layer), state_of(table)
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(model, (X,))
+    assert (state_of(layer), state_of(table)) == before
+
+
+class Registry:
+    def keep(self, x):
+        BEHIND_METHODS.last = x
+
+
+REGISTRY_OBJECT, BEHIND_METHODS = Registry(), Registered()
+
+
+def test_a_module_behind_a_method_of_a_global_object_stays_as_it_is():
+    before = state_of(BEHIND_METHODS)
+    with pytest.raises(fxopt.TraceError, match="changes 'last' of the Registered in"):
+        fxopt.trace(module(lambda self, x: REGISTRY_OBJECT.keep(x * 2) or x), (X,))
+    assert state_of(BEHIND_METHODS) == before
+
+
+def test_a_module_behind_an_imported_one_stays_as_it_is(monkeypatch):
+    package = types.ModuleType("package_of_layers")
+    package.OF_PACKAGE = table = Table()
+    monkeypatch.setitem(globals(), "imported", package)
+    before = state_of(table)
+    with pytest.raises(fxopt.TraceError, match="'table' of the Table in 'OF_PACKAGE' of package_of_layers"):
+        fxopt.trace(module(lambda self, x: x + imported.OF_PACKAGE(len(x))[:, None]), (X,))
+    assert state_of(table) == before
+
+
+def test_a_global_module_that_a_forward_only_calls_is_captured(monkeypatch):
+    monkeypatch.setitem(globals(), "TABLE", table := Table())
+    table.table = torch.arange(9.0)
+    traced = fxopt.trace(module(asks_a_global), (X,))
+    assert torch.equal(traced(X), X + table.table[: len(X), None])

@@ -64,6 +64,111 @@ class Reader(nn.Module):
         return x * self.shared["mean"]
 
 
+def kept_in_an_attribute(self, x):
+    self.kept = self.layer(x)
+    return self.kept * 2
+
+
+@pytest.mark.filterwarnings("error:.*falls back to eager")
+def test_tensors_that_are_kept_under_inference_mode():
+    fast = fxopt.optimize(module(kept_in_an_attribute, layer=nn.Linear(8, 8)), tune=False)
+    for rows, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode), 2):
+        with mode():
+            y = fast(torch.randn(rows, 8))
+        assert torch.equal(fast.kept * 2, y)
+    assert graphs(fast)
+
+
+def a_text(self, x):
+    self.mode = "eval" if not self.training else "train"
+    return self.layer(x)
+
+
+def a_size(self, x):
+    self.width = x.shape[-1]
+    return self.layer(x)
+
+
+def a_size_that_it_asks(self, x):
+    if getattr(self, "length", None) != x.shape[0]:
+        self.length = x.shape[0]
+    return self.layer(x)
+
+
+def a_tensor_on_a_layer(self, x):
+    self.layer.last = self.layer(x)
+    return self.layer.last * 2
+
+
+def a_number_on_a_layer(self, x):
+    self.layer.calls = 1
+    return self.layer(x)
+
+
+@pytest.mark.filterwarnings("error:.*falls back to eager")
+@pytest.mark.parametrize(
+    "forward", [a_text, a_size, a_size_that_it_asks, a_tensor_on_a_layer, a_number_on_a_layer]
+)
+@torch.no_grad()
+def test_attributes_that_each_call_leaves_alike_for_these_inputs(forward):
+    model = module(forward, layer=nn.Linear(8, 8))
+    reference, fast = copy.deepcopy(model), fxopt.optimize(model, tune=False)
+    for rows in (2, 3, 2, 4, 4):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x), reference(x))
+        for name in ("mode", "width", "length"):
+            assert getattr(model, name, None) == getattr(reference, name, None)
+        for name in ("last", "calls"):
+            torch.testing.assert_close(getattr(model.layer, name, None), getattr(reference.layer, name, None))
+    assert 1 <= len(graphs(fast)) <= 3
+
+
+def a_counter_beside_a_tensor(self, x):
+    self.last = self.layer(x)
+    self.calls += 1
+    return self.last
+
+
+def a_history(self, x):
+    y = self.layer(x)
+    self.history = (y, *self.history[:1])
+    return y
+
+
+def a_buffer(self, x):
+    self.memory = self.layer(x)
+    return self.memory * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (a_counter_beside_a_tensor, "assigns to 'calls'"),
+        (
+            a_history,
+            "assigns to 'history'.*then holds the result .*test_one_state.py.*reads what an earlier call has left",
+        ),
+        (a_buffer, "replaces the buffer 'memory'"),
+    ],
+)
+@torch.no_grad()
+def test_what_calls_leave_that_no_graph_does_is_named(forward, reason):
+    model = module(forward, layer=nn.Linear(8, 8), calls=0, history=())
+    model.register_buffer("memory", torch.zeros(2, 8), persistent=False)
+    with pytest.warns(fxopt.FallbackWarning, match=reason):
+        fxopt.optimize(model, tune=False)(torch.randn(3, 8))
+
+
+@pytest.mark.filterwarnings("error:.*a tensor was made out of sight")
+@torch.no_grad()
+def test_a_history_of_earlier_calls_is_refused_with_its_reason():
+    model = module(a_history, layer=nn.Linear(8, 8), history=())
+    fast = fxopt.optimize(model, tune=False)
+    for rows in (2, 3, 4):
+        fast(torch.randn(rows, 8))
+    assert [each.shape[0] for each in model.history] == [4, 3]
+
+
 @torch.no_grad()
 def test_the_forward_runs_on_the_model_itself():
     model = module(registered, layer=nn.Linear(8, 8))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import threading
 import warnings
 
@@ -320,6 +321,20 @@ def test_a_fault_of_ours_is_reported(monkeypatch):
     ):
         fast = fxopt.optimize(model, (), text())
     assert torch.equal(fast(**text())[0], model(**text())[0])
+
+
+@pytest.mark.filterwarnings("default:.*falls back to eager")
+@torch.no_grad()
+def test_a_fault_of_the_capture_is_reported(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("of ours.")
+
+    monkeypatch.setattr(sys.modules["fxopt.capture.trace"], "capture_graph", fails)
+    with pytest.warns(
+        UserWarning,
+        match=r"RuntimeError: of ours. Please report it. Until then, capture the parts around it.$",
+    ):
+        fxopt.optimize(modules.module(lambda self, x: x), (torch.ones(2, 8),))
 
 
 @pytest.mark.filterwarnings("default:.*falls back to eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ class CaptureFakeMode(FakeTensorMode):
     _viewing = False
     # How many operators that draw random numbers have been run.
     drawn = 0
+    # Makes the alias of a tensor by a function: `torch.Tensor(tensor)` reports that to no other mode.
+    make_alias: Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor] | None = None
 
     def from_tensor(self, tensor: Any, **options: Any) -> Any:
         kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "mkldnn": tensor.is_mkldnn}
@@ -105,7 +108,8 @@ class CaptureFakeMode(FakeTensorMode):
             return loss, args[0].new_empty(args[0].shape[1], args[0].shape[0], 2 * args[1].shape[-1] + 1)
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0.0:
             self.drawn += 1
-        return super().dispatch(func, types, args, kwargs)
+        make = functools.partial(super().dispatch, func, types, args, kwargs)
+        return self.make_alias(args[0], make) if func is internals.alias and self.make_alias else make()
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:

@@ -16,7 +16,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
 from fxopt.errors import TraceError
-from fxopt.memory import storage_of
+from fxopt.memory import storage_of, version_of
 from fxopt.objects import attributes
 from fxopt.submodules import OWN_COMPILED
 from fxopt.torch_internals import (
@@ -24,13 +24,13 @@ from fxopt.torch_internals import (
     FORWARD_HOOKS,
     MODULES,
     REGISTRIES,
+    FakeTensor,
     FakeTensorMode,
     buffers_of,
     forward_hooks_of,
     forward_pre_hooks_of,
     modules_of,
     parameters_of,
-    version_of,
 )
 
 # Stands for a tensor that the forward has made.
@@ -94,6 +94,7 @@ class FakeModel:
         self._containers = recorded_modules(self.model, self._layers)
         self._modules = dict(self.model.named_modules())
         self._places = {id(module): name for name, module in self._modules.items()}
+        self._assigned: set[tuple[str, str]] = set()
         self._given = {name: set(vars(module)) for name, module in self._modules.items()}
         self._own = self.names | {
             id(t): f"{n}.{key}"
@@ -168,6 +169,10 @@ class FakeModel:
             self.outside[id(fake)] = fake
         return fake
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a real tensor is in a list, dict or object of the model."""
+        return id(tensor) in self._held and not isinstance(tensor, FakeTensor)
+
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
         """The tensor of the model, or from outside, for which a fake stands, and its name where it has one."""
         name = self.names.get(id(fake), "")
@@ -223,6 +228,25 @@ class FakeModel:
                 state |= {(name, key): contents(value) for key, value in held.items()}
         return state
 
+    def note_assigned(self, module: torch.nn.Module, key: str) -> None:
+        """Note that the forward assigns to an attribute, perhaps what it is already."""
+        if id(module) in self._places:
+            self._assigned.add((self._places[id(module)], key))
+
+    def assigned(
+        self, held: Mapping[tuple[str, str], Any], earlier: Collection[tuple[str, str]]
+    ) -> dict[tuple[str, str], Any]:
+        """The attributes to which this forward has assigned, or an `earlier` one, by name; `held` has their values before it."""
+        now = self.held_by_name()
+        found = {place for place, value in now.items() if held.get(place, self) is not value}
+        found |= self._assigned.union(earlier)
+        values = {(name, key): vars(self._modules[name]).get(key, _OF_TORCH) for name, key in sorted(found)}
+        return {
+            place: value
+            for place, value in values.items()
+            if place[1] not in _OF_TORCH and value is not _OF_TORCH
+        }
+
     def held_by_name(self) -> dict[tuple[str, str], Any]:
         """The attributes of the modules whose forward is recorded, by module and name."""
         return {
@@ -231,10 +255,6 @@ class FakeModel:
             for key, value in vars(module).items()
             if key not in _OF_TORCH
         }
-
-    def place_of(self, module: torch.nn.Module) -> str | None:
-        """The name of a module; None where it is none of the model's."""
-        return self._places.get(id(module))
 
     def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """Give the attributes that the forward has changed, with their values now."""
@@ -284,12 +304,12 @@ class FakeModel:
                 own.update(hooks_now)
 
     def written(self) -> Written:
-        """The parameters, and the tensors from outside of the model, into which the forward has written."""
+        """The parameters, and the tensors from outside of the model, into which the forward has written, as far as torch counts that."""
         return Written(
             {
                 name
                 for name, parameter in self.model.named_parameters(remove_duplicate=False)
-                if parameter.is_inference() or version_of(parameter)
+                if version_of(parameter)
             },
             [self.originals[id(fake)] for fake in self.outside.values() if version_of(fake)],
         )

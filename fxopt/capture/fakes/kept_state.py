@@ -32,8 +32,8 @@ class KeptState:
     """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
     the context variables that they set.
 
-    `known` are the values of tensors and sizes in it, by identity; those that are `computed` may be others at each call. Of a number that is `Counted` the next call may only
-    make others.
+    `known` are the values of tensors and sizes in it, by identity; those that are `computed` may be others at each call. Of a number
+    that is `Counted` the next call may only make others. `assigned` are the attributes to which they assigned.
     """
 
     changes: Changes = dataclasses.field(default_factory=dict)
@@ -41,6 +41,7 @@ class KeptState:
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     variables: Mapping[contextvars.ContextVar[Any], Any] = dataclasses.field(default_factory=dict)
     computed: Sequence[torch.Tensor] = ()
+    assigned: Sequence[tuple[str, str]] = ()
 
 
 def refused_change(change: tuple[str, str]) -> TraceError:

@@ -138,6 +138,7 @@ class GraphWriter:
         )
 
     def _node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
+        tensor = self.shell.fake(tensor) if self.shell.holds(tensor) else tensor
         value = self._values.get(id(tensor))
         if value is None:
             return self._attribute(tensor)
@@ -180,6 +181,8 @@ class GraphWriter:
         if name is None and id(tensor) in self.shell.originals:
             name = self.constant(self.shell.originals[id(tensor)])
             self.shell.names[id(tensor)] = name
+        if id(tensor) in self.shell.stale:
+            raise TraceError(f"the forward reads what an earlier call has left. {self.where()}")
         if name is None:
             raise OutOfSightError(
                 "a tensor was made out of sight of the capture (in a custom C++ function, in a hook of a layer, or by a "

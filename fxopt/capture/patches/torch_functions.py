@@ -22,6 +22,7 @@ from fxopt.capture.capture_internals import (
     push_saved_tensors_hooks,
 )
 from fxopt.capture.fakes.call_cache import CallCache
+from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.fakes.unusable_number import UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_code
 from fxopt.capture.patches.autograd_functions import patch_apply
@@ -52,22 +53,13 @@ def patch_torch(patch: Patches, recorder: Recorder) -> None:
     _transforms(patch, recorder.below_transforms)
     patch_checkpointing(patch, recorder.fail)
     _conversions(patch)
+    _assignments(patch, recorder.shell)
     _queries(patch, recorder.queries)
     _lists(patch)
     _attention(patch)
     _saved_tensors(patch, recorder)
     _generator_states(patch, recorder)
     _refusals(patch, recorder.fail)
-    _attributes(patch, recorder)
-
-
-def _attributes(patch: Patches, recorder: Recorder) -> None:
-    """An attribute that is set to what it is already is assigned, too."""
-
-    @patch(torch.nn.Module, "__setattr__")
-    def assigned(original: Callable[..., Any], module: torch.nn.Module, name: str, value: Any) -> None:
-        recorder.assigned.add((recorder.shell.place_of(module), name))
-        original(module, name, value)
 
 
 def _inference_mode(patch: Patches, switches: ModeSwitches) -> None:
@@ -138,6 +130,15 @@ def _conversions(patch: Patches) -> None:
         ):
             return self  # it would assign to each parameter what that is already
         return original(self, *args, **kwargs)
+
+
+def _assignments(patch: Patches, shell: FakeModel) -> None:
+    """Take note of the attributes to which the forward assigns."""
+
+    @patch(torch.nn.Module, "__setattr__")
+    def assign(original: Any, self: torch.nn.Module, name: str, value: Any) -> None:
+        shell.note_assigned(self, name)
+        original(self, name, value)
 
 
 def _queries(patch: Patches, queries: PropertyReads) -> None:

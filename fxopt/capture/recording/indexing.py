@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxopt.capture.fakes.dynamic_shapes import is_backed, is_unbacked
+from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.torch_internals import FakeTensor
 
 # Makes a call of the forward: a function with its arguments.
@@ -113,9 +113,13 @@ def squeeze_with_guard(
 
 
 def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
-    """Unbind along a dimension whose size is free; None along any other one."""
-    size = input.shape[dim]
-    return tuple(input.select(dim, index) for index in range(int(size))) if is_backed(size) else None
+    """Unbind along a dimension whose size is free, or unbacked, which has to be decided; None along any other one."""
+    size: Any = input.shape[dim]
+    return (
+        tuple(input.select(dim, index) for index in range(int(size)))
+        if isinstance(size, torch.SymInt)
+        else None
+    )
 
 
 def _is_unknown(part: Any) -> bool:

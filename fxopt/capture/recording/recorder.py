@@ -16,6 +16,7 @@ from fxopt.capture.capture_internals import (
     LIFT_FRESH,
     GuardOnDataDependentSymNode,
     PreDispatchTorchFunctionMode,
+    alias,
     call_impl_of,
     parametrizations_cached,
     pop_mode_temporarily,
@@ -86,9 +87,6 @@ class Recorder(PreDispatchTorchFunctionMode):
         # By identity: what `tensor.data` gave, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._opaque, self.records_layers_in_calls = 0, False
-        self.assigned: set[tuple[str | None, str]] = (
-            set()
-        )  # attributes that the forward sets, by module and name
         self.hooked: set[str] = set()  # layers whose hooks, or cached parametrizations, have run out of sight
 
     # --- calls
@@ -141,6 +139,19 @@ class Recorder(PreDispatchTorchFunctionMode):
         else:
             self.shape_env.guard(questions)
         return result
+
+    @makes_calls
+    def make_alias(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Make the alias of a tensor, and write its node where no recorded call makes it."""
+        if self._opaque:
+            return make()
+        self._opaque += 1
+        try:
+            made = make()
+            self.record(Call(alias, (tensor,), {}), made)
+        finally:
+            self._opaque -= 1
+        return made
 
     def item(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor, as a node."""

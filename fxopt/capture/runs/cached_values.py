@@ -231,4 +231,4 @@ def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None
         raise TraceError("it writes into a tensor that may share its memory with another one")
     shares = len(set(map(storage_of, tensors.values()))) < len(tensors)
     shares |= bool(earlier and earlier.shares_memory)
-    return _State(left, {**known, **own}, made.hooks, made.variables, computed, shares)
+    return _State(left, {**known, **own}, made.hooks, made.variables, computed, made.assigned, shares)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch.export import Dim
 
 from fxopt.capture.data_dependence.branches import (
@@ -19,7 +20,7 @@ from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
 from fxopt.capture.nodes.shared_memory import OutOfSightError
-from fxopt.capture.nodes.source_location import CAPTURE
+from fxopt.capture.nodes.source_location import CAPTURE, describe_origin
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
@@ -77,6 +78,11 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made = run.record()
+            # A layer with other attributes is another one, which no graph calls.
+            given = {id(request.model.get_submodule(name)) for name, _ in made.assigned} & request.layers
+            if given:
+                request = dataclasses.replace(request, layers=request.layers - given)
+                return record(answers)
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 replaced = replaced_buffers(made, persistent=True)
@@ -131,22 +137,23 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """
     if not (made.changes or made.changed_outside):
         return False
-    refused = (
-        refused_change(next(iter(made.changes)))
-        if made.changes
-        else refused_outside(next(iter(made.changed_outside)))
-    )
-    if any(made.changed_outside.values()):
-        raise refused
+    outside = refused_outside(next(iter(made.changed_outside))) if made.changed_outside else None
+    if outside and any(made.changed_outside.values()):
+        raise outside
     again = _second_call(made, made.changes)
+    others = [p for p in made.changes if again is not None and again.state.get(p) != made.state.get(p)]
+    refused = outside
+    if made.changes:
+        place = (others or [*made.changes])[0]
+        refused = TraceError(f"{refused_change(place)}{_origin(made, place)}")
     if (again is not None and is_steady_state(made, again)) or _only_counts(made):
         if made.request.method:
             _refuse_left_in_containers(made)
         return False
     if made.request.method:
         _refuse_left_in_containers(made, dict)  # which may be a table
-    if made.changed_outside:
-        raise refused
+    if outside:
+        raise outside
     if not tried:
         try:
             RepeatedCalls(made, lambda request: ForwardRun(request).record()).check()
@@ -160,10 +167,20 @@ def _refuse_left_in_containers(made: RunResult, but_for: tuple[type, ...] | type
     for place, value in made.changes.items():
         kept = isinstance(value, Snapshot) and not isinstance(value.kept, but_for)
         if kept and place not in made.assigned and (value.tensors or value.sizes):
+            name = ".".join(place).lstrip(".")
+            if isinstance(value.kept, torch.Tensor):
+                raise TraceError(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
             raise TraceError(
-                f"the forward writes into {'.'.join(place).lstrip('.')!r}, a {type(value.kept).__name__} that the model "
-                "keeps, which a graph cannot do. Assign a new one to the attribute."
+                f"the forward writes into {name!r}, a {type(value.kept).__name__} that the model keeps, which a graph "
+                f"cannot do. Assign a new one to the attribute.{_origin(made, place)}"
             )
+
+
+def _origin(made: RunResult, place: tuple[str, str]) -> str:
+    """Say which tensor the forward leaves in a place, with its line; nothing where it is no result of a call."""
+    tensors = getattr(made.changes[place], "tensors", ())
+    nodes = [node for tensor in tensors if (node := made.made_by(tensor)) is not None]
+    return f" The attribute then holds {describe_origin(nodes[0])}." if nodes else ""
 
 
 def _only_counts(made: RunResult) -> bool:
@@ -193,7 +210,8 @@ def _tables(made: RunResult) -> set[str]:
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
     """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
     request = dataclasses.replace(
-        made.request, earlier=KeptState(changes, made.own, made.hooks, made.variables)
+        made.request,
+        earlier=KeptState(changes, made.own, made.hooks, made.variables, assigned=made.assigned),
     )
     try:
         return ForwardRun(request).record()

@@ -48,6 +48,7 @@ from fxopt.errors import TraceError
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
+_SYMBOLIC_SIZES = ("torch.fx.experimental.", "torch.utils._sympy.")
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -84,8 +85,10 @@ class ForwardRun:
         try:
             shape_env.location = recorder.writer.location
             shape_env.decide = recorder.decisions.size
+            self.fake_mode.make_alias = recorder.make_alias
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
+            surroundings.restore()
             reason = _classified(error, recorder)
             if reason is error:
                 raise
@@ -98,11 +101,14 @@ class ForwardRun:
             fakes_left = remove_fakes(request.running, request.model, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
+            self.fake_mode.make_alias = None
             shape_env.location = str
             shape_env.decide = lambda expression: None
             recorder.decisions.constant.close()
             if self._example is not None:
                 self._example.close()
+        if any(changed_outside.values()):
+            surroundings.restore()
         _raise_caught(recorder)
         result = self._result(recorder, changed_outside | self._changed)
         if fakes_left and not changed_outside:
@@ -138,7 +144,7 @@ class ForwardRun:
         written = {id(tensor) for tensor in shell.written().outside}
         if any(id(writer.constants[name]) in written for name in decisions.constant.decided_by):
             raise TraceError(
-                "the forward decides on the value of a tensor that it writes. Hold it in a buffer."
+                "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
             )
         return RunResult(
             request=self.request,
@@ -233,17 +239,14 @@ class ForwardRun:
 
     def _with_assigned(self, result: Any, held: Mapping[tuple[str, str], Any]) -> Any:
         """The result of a method, with a tuple of what it has assigned to attributes of the modules."""
-        now = self.recorder.shell.held_by_name()
-        if self.request.method:
-            if gone := held.keys() - now.keys():
-                self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
-            self._assigned = sorted(
-                place
-                for place, value in now.items()
-                if held.get(place, self) is not value
-                or (place in self.recorder.assigned and isinstance(value, (int, float, str)))
-            )
-        return (result, tuple(now[place] for place in self._assigned)) if self._assigned else result
+        shell = self.recorder.shell
+        if not self.request.method:
+            return result
+        if gone := held.keys() - shell.held_by_name().keys():
+            self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
+        assigned = shell.assigned(held, self.request.earlier.assigned)
+        self._assigned = [*assigned]
+        return (result, tuple(assigned.values())) if assigned else result
 
     def _check_values(self) -> None:
         """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
@@ -318,5 +321,10 @@ def _with_line(error: Any) -> TraceError:
         return TraceError(
             f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
             "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
+        )
+    if frames[-1].f_globals.get("__name__", "").startswith(_SYMBOLIC_SIZES):
+        return TraceError(
+            f"torch's arithmetic on symbolic sizes failed. {where} {type(error).__name__}: {str(error).rstrip('.')}. Fix these "
+            "sizes: leave them out of dynamic_shapes."
         )
     return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")

@@ -136,10 +136,10 @@ def _is_fake(value: Any) -> bool:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Tell whether a value is no part of a model: a constant, a tensor, a module, or of a package such as torch."""
+    """Tell whether a value is no part of a model: a constant, a tensor, or of a package such as torch."""
     if isinstance(value, (dict, *_SEQUENCES, *_WRAPPERS)):
         return False
-    if isinstance(value, (types.ModuleType, torch.Tensor, torch.nn.Module, types.CodeType)):
+    if isinstance(value, (types.ModuleType, torch.Tensor, types.CodeType)):
         return True
     own = isinstance(value, (type, types.FunctionType, functools._lru_cache_wrapper))
     return not is_model_package((value if own else type(value)).__module__)

@@ -1,6 +1,7 @@
 """State that the code of a model reaches by name outside of its modules: globals, closures, defaults, attributes of classes.
 
-It is compared before and after a forward, which may count there; what stands behind functions in C is out of sight.
+It is compared before and after a forward, which may count there; what stands behind functions in C is out of sight. Modules that
+are reached so count as well: the forward runs on a copy of the model, and they are the user's own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker, value_of
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.errors import TraceError
 from fxopt.objects import is_open
+from fxopt.torch_internals import buffers_of, parameters_of
 
 _METHODS = (property, staticmethod, classmethod)
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module, *_METHODS)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, *_METHODS)
 _HOLDERS = (
     *(list, dict, set, collections.deque),
     *(collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -52,16 +54,22 @@ class ReachableState:
         self._scopes: list[_Scope] = []
         self._names: dict[int, set[str]] = {}
         self._seen: set[int] = set()
-        for cls in {type(module): None for module in modules}:
-            attributes = {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
-            for value in (*cls.__mro__, cls.forward):
-                self._follow(value, attributes)
+        self._follow_classes(modules)
         if uncached:
             for scope in self._scopes:
                 for name, value in scope.read().items():
                     if (plain := _uncached(value)) is not value:
                         scope.write(name, plain)
-        self._before = self._values()
+        self._before: dict[tuple[int, str], Snapshot] = {}
+        while found := self._modules(new := self._values(self._before)):
+            self._before |= new
+            for module, place in found.items():
+                self._add_module(module, place)
+            self._follow_classes(found)
+        self._before |= new
+        self._held = [(scope, dict(scope.read())) for scope in self._scopes]
+        held = _holders([values for _, values in self._held])
+        self._contents = [(holder, copy.copy(holder)) for holder in held]
 
     def changed(self) -> dict[str, bool]:
         """Describe what is not as it was when this was made, and tell whether there is a tensor in it now."""
@@ -75,32 +83,56 @@ class ReachableState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Give names back what they stood for, and all lists, dicts, sets and objects behind them what was in them."""
-        names = [(scope, dict(scope.read())) for scope in self._scopes]
-        holders = [(holder, copy.copy(holder)) for holder in _holders([values for _, values in names])]
+        """Restore the state in the end, also after an error."""
         try:
             yield
         finally:
-            for holder, before in holders:
-                if _identities(holder) != _identities(before):
-                    holder.clear()
-                    holder.update(before) if isinstance(holder, (dict, set)) else holder.extend(before)
-            for scope, values in names:
-                now = dict(scope.read())
-                for name in now.keys() - values.keys():
-                    scope.remove(name)
-                for name, value in values.items():
-                    if now.get(name, _ABSENT) is not value:
-                        scope.write(name, value)
+            self.restore()
 
-    def _values(self) -> dict[tuple[int, str], Snapshot]:
-        contents = SnapshotMaker(id)
+    def restore(self) -> None:
+        """Give names what they stood for when this was made, and all lists, dicts, sets and objects behind them what was in them."""
+        for holder, before in self._contents:
+            if _identities(holder) != _identities(before):
+                holder.clear()
+                holder.update(before) if isinstance(holder, (dict, set)) else holder.extend(before)
+        for scope, values in self._held:
+            now = dict(scope.read())
+            for name in now.keys() - values.keys():
+                scope.remove(name)
+            for name, value in values.items():
+                if now.get(name, _ABSENT) is not value:
+                    scope.write(name, value)
+
+    def _values(self, known: Container[tuple[int, str]] = ()) -> dict[tuple[int, str], Snapshot]:
+        contents = SnapshotMaker(id, placed=id)
         return {
             (number, name): contents(value)
             for number, scope in enumerate(self._scopes)
             for name, value in scope.read().items()
-            if not isinstance(value, _CODE)
+            if not isinstance(value, _CODE) and (number, name) not in known
         }
+
+    def _modules(self, values: Mapping[tuple[int, str], Snapshot]) -> dict[torch.nn.Module, str]:
+        """The modules in these values that have not been seen, with their places in words."""
+        return {
+            module: f"the {type(module).__qualname__} in {name!r} of {self._scopes[number].place}"
+            for (number, name), value in values.items()
+            for module in value.modules
+            if id(module) not in self._seen and not isinstance(module, torch.jit.ScriptModule)
+        }
+
+    def _add_module(self, module: torch.nn.Module, place: str) -> None:
+        self._seen.add(id(module))
+        for held in (parameters_of(module), buffers_of(module), vars(module)):
+            self._scopes.append(
+                _Scope(place, functools.partial(dict, held), held.__setitem__, held.__delitem__)
+            )
+
+    def _follow_classes(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Follow the classes of modules, and the forwards, once each."""
+        for cls in {type(module): None for module in modules}:
+            for value in (*cls.__mro__, cls.forward):
+                self._follow(value, _attributes(cls))
 
     def _follow(self, value: Any, methods: Mapping[str, Any]) -> None:
         """Add what a function or class holds, and what a function names in turn: globals, or one of its class's methods."""
@@ -125,12 +157,11 @@ class ReachableState:
                 )
             )
             return
-        names, known = set(_names(value.__code__)), value.__globals__
-        if id(known) not in self._names:
-            used = self._names[id(known)] = set()
-            named = lambda: {name: known[name] for name in used & known.keys()}  # noqa: E731
-            self._scopes.append(_Scope(value.__module__, named, known.__setitem__, known.__delitem__))
-        self._names[id(known)] |= names
+        names = set(_names(value.__code__))
+        modules = [m for m in map(value.__globals__.get, names) if isinstance(m, types.ModuleType)]
+        reached = [value.__globals__, *(vars(m) for m in modules if is_model_package(m.__name__))]
+        for known in reached:
+            self._add_names(known, names)
         cells, own = _cells(value), value.__dict__
         self._scopes += [
             _Scope(
@@ -142,10 +173,29 @@ class ReachableState:
             _Scope(place, lambda: dict(own), own.__setitem__, own.__delitem__),
         ]
         for name in names:
-            self._follow(known.get(name), methods)
-            self._follow(methods.get(name), methods)
+            for found in (methods, *reached):
+                self._follow(named := found.get(name), methods)
+                cls = named if isinstance(named, type) else type(named)
+                called = _attributes(cls) if is_model_package(cls.__module__) else {}
+                for method in names & called.keys():
+                    self._follow(called[method], called)
         for held in _held(value).values():
             self._follow(held, methods)
+
+    def _add_names(self, known: dict[str, Any], names: set[str]) -> None:
+        """Add these names of a module of Python."""
+        if id(known) not in self._names:
+            used = self._names[id(known)] = set()
+            named = lambda: {name: known[name] for name in used & known.keys()}  # noqa: E731
+            self._scopes.append(
+                _Scope(str(known.get("__name__")), named, known.__setitem__, known.__delitem__)
+            )
+        self._names[id(known)] |= names
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    """The attributes of a class, inherited ones among them."""
+    return {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
 
 
 def _uncached(value: Any) -> Any:
