@@ -164,12 +164,16 @@ class Graphs:
         """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
         mappings = inputs.mappings()
         given = inputs.replaced(mappings) if mappings else inputs
-        for graph in self._candidates(given):
-            with contextlib.suppress(GuardError):
-                value = graph.lowered(*given.args, **given.kwargs)
-                graph.used = next(self._uses)
-                return written_back(value, mappings)
-        return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+        try:
+            for graph in self._candidates(given):
+                with contextlib.suppress(GuardError):
+                    value = graph.lowered(*given.args, **given.kwargs)
+                    graph.used = next(self._uses)
+                    return written_back(value, mappings)
+            return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+        finally:
+            for book in self.books[:1]:
+                book.state.note_left()
 
     def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
         """Yield the graphs that may take these inputs, and then one that is made for them."""
@@ -267,6 +271,7 @@ class Graphs:
         if book.assigned is None:
             book.assigned = {*report.assigned}
             book.state.forgive(self._model, book.assigned)
+        book.state.note_left()
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"

@@ -51,13 +51,27 @@ class State:
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
-        """Count no other value of some attributes, and no write into some buffers, as a change: the forward makes it."""
+        """Count no tensor in some attributes, and no write into some buffers, as a change: the forward makes it.
+
+        Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
+        """
         self.places, left_out, modules = places, dict[int, Any](), dict(model.named_modules())
-        self._assigned = {(id(vars(modules[path])), name) for path, name in places if path in modules}
+        self._assigned = {
+            (id(vars(modules[path])), name): (vars(modules[path]), set[Any]())
+            for path, name in places
+            if path in modules
+        }
         for path, name in places:
             _collect(getattr(modules.get(path), name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._versions = sum(self._seen[id(tensor)] for tensor in self._tensors)
+
+    def note_left(self) -> None:
+        """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
+        for (_, name), (attributes, left) in self._assigned.items():
+            value = attributes.get(name)
+            if isinstance(value, _PLAIN):
+                left.add((type(value), value))
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -85,7 +99,9 @@ class State:
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             plain = type(new) is type(old) and isinstance(new, _PLAIN) and new == old
-            if not (old is new or plain or key == COMPILED or (id(now), key) in self._assigned):
+            place = self._assigned.get((id(now), key))
+            left = place and (not isinstance(new, _PLAIN) or (type(new), new) in place[1])
+            if not (old is new or plain or key == COMPILED or left):
                 return False
         return True
 

@@ -123,6 +123,25 @@ def test_attributes_that_each_call_leaves_alike_for_these_inputs(forward):
     assert 1 <= len(graphs(fast)) <= 3
 
 
+def a_text_that_it_asks_first(self, x):
+    y = self.layer(x)
+    if self.mode == "double":
+        y = y * 2
+    self.mode = "eval"
+    return y
+
+
+@torch.no_grad()
+def test_a_value_that_the_user_sets_is_seen_though_the_forward_assigns_to_it():
+    model = module(a_text_that_it_asks_first, layer=nn.Linear(8, 8), mode="eval")
+    fast = fxopt.optimize(model, tune=False)
+    torch.testing.assert_close(fast(X), model.layer(X))
+    model.mode = "double"
+    torch.testing.assert_close(fast(X), model.layer(X) * 2)
+    torch.testing.assert_close(fast(X), model.layer(X))
+    assert len(graphs(fast)) == 1
+
+
 def a_counter_beside_a_tensor(self, x):
     self.last = self.layer(x)
     self.calls += 1
