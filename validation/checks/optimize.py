@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 import fxopt
+from fxopt.errors import FallbackWarning
 from fxopt.testing import compare
 
 from ..judging.metrics import METRICS
@@ -21,7 +23,7 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
 """The limit of the relative error of each precision, by the norm of an output."""
 
 EAGER = "eager"
-"""The fact that says why there is no graph."""
+"""The fact that says why there is no graph, or why the graph does not compute in the precision."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -34,7 +36,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     before, others = torch.get_num_threads(), Others()
     torch.set_num_threads(timing_threads())
     try:
-        with subject.entering("optimize"), torch.no_grad():
+        with subject.entering("optimize"), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)  # a fact says the same
             fast: Any = fxopt.optimize(model, kwargs=inputs, precision=precision)
             report = fast.report[-1]
             measured = {"cosine": 1.0, "relative_error": 0.0, "tolerance": MOST_ERROR[precision]}
@@ -47,8 +50,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 measured["relative_error"] = max(measured["relative_error"], error)
     finally:
         torch.set_num_threads(before)
-    if report.reason:
-        subject.facts[EAGER] = report.reason
+    if said := report.reason or report.unused:
+        subject.facts[EAGER] = said
     # As of other pipelines; where the graph is not used, the model itself runs.
     measured["latency_ratio_eager"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
     measured |= {"latency_ready_s": report.seconds, BUSY.name: 100 * max(0.0, others.cores())}

@@ -66,7 +66,7 @@ def optimized(table: pd.DataFrame) -> pd.DataFrame:
             f"{1 / value:.2f}" if value == value else ABSENT for value in rows["latency_ratio_eager"]
         ]
         said["error (limit)"] = [with_limit(row, "relative_error") for _, row in rows.iterrows()]
-        said["no graph, because"] = rows[EAGER].fillna("") if EAGER in rows else ""
+        said["no graph, or another precision"] = rows[EAGER].fillna("") if EAGER in rows else ""
     return said.sort_values(["model", "precision"], ignore_index=True)
 
 
