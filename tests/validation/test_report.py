@@ -448,6 +448,15 @@ def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path
     assert "   fxopt validate --model bert-base -k bert-base-FuseBiasInLinear-cpu-equivalence" in text
 
 
+def test_the_terminal_tells_only_of_the_cases_that_ran(records, run, tmp_path):
+    whole = written(records, run, tmp_path)
+    passing = [record for record in records if record.outcome is Outcome.PASS][:1]
+    part = dataclasses.replace(run, plan=store.plan_of([r.case.id for r in records]))
+    text = report.terminal_summary(table_of(passing, part, tmp_path / "part"), [], whole.since)
+    assert "cause" not in text
+    assert "No case of 1 failed" in text
+
+
 def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
     cases = [dataclasses.replace(CASE, pipeline=(f"Pass{number}",)) for number in range(200)]
     records = [Record(case, Outcome.FAIL, "", "why") for case in cases]

@@ -104,7 +104,9 @@ def terminal_summary(
     table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None
 ) -> str:
     """The causes of regressions or failures, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
-    lines = worse_lines(since or headline.since(table, []))
+    # Those of a part are its own: the views also hold what was not run again.
+    whole = since if since and not store.missing(table) else headline.since(table, [])
+    lines = worse_lines(whole)
     swept = headline.is_sweep(table)
     counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
     listed = sorted(files, key=lambda file: file.name in PAGES)

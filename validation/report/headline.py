@@ -151,7 +151,7 @@ def got_worse(since: Since) -> str:
     """
     count = counted(len(since.causes), "cause") if since.causes else ""
     if not since.run:
-        return f"{count} of failures; there is no earlier run to compare with" if count else NO_RUN
+        return f"{count} of failures" if count else NO_RUN
     day = f"{since.run[:4]}-{since.run[4:6]}-{since.run[6:8]}"
     end = f"since the run of {day} (commit {since.commit})"
     return f"{count} of regressions {end}" if count else f"Nothing got worse {end}"
