@@ -177,9 +177,7 @@ class Memory:
         """For each set of values that may share memory, the nodes that may write into it."""
         found: dict[int, list[Node]] = {}
         for _, node, targets in self._effects:
-            if (
-                targets is None
-            ):  # a function with an effect of an unknown kind; those of the capture only check
+            if targets is None:  # an effect of an unknown kind; functions of the capture only check
                 unknown = node.op == "call_function" and not effects.only_checks(node)
                 targets = tuple(node.all_input_nodes) if unknown else ()
             for number in {self._alias_sets[target] for target in targets}:
@@ -289,9 +287,11 @@ def _viewed(node: Node) -> Collection[Node]:
         return node.all_input_nodes
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     values = (graph.value_of(each) for each in index if isinstance(each, Node))
-    if any(isinstance(value, Tensor) and (value.dim() or value.dtype is torch.bool) for value in values):
+    chosen = any(isinstance(value, Tensor) and (value.dim() or value.dtype is torch.bool) for value in values)
+    source = node.args[0]
+    if not isinstance(source, Node) or (chosen and isinstance(graph.value_of(source), Tensor)):
         return ()
-    return [node.args[0]] if isinstance(node.args[0], Node) else ()
+    return [source]  # also of a list, where a tensor of one element is a number
 
 
 def _is_number(node: Node) -> bool:

@@ -266,6 +266,18 @@ def test_an_index_is_not_viewed_and_what_tensors_choose_is_a_copy():
     assert index.memory.may_alias(row, x)
 
 
+def test_a_tensor_of_one_element_chooses_from_a_list_and_copies_nothing():
+    graph = torch.fx.Graph()
+    x, number = graph.placeholder("x"), graph.placeholder("number")
+    x.meta["val"], number.meta["val"] = torch.ones(4), torch.tensor([0])
+    parts = graph.call_method("chunk", (x, 2))
+    part = graph.call_function(operator.getitem, (parts, number))
+    graph.output(graph.call_method("add_", (part, 1)))
+    index = GraphIndex(torch.fx.GraphModule(nn.Module(), graph))
+    assert index.memory.may_alias(part, x)
+    assert index.memory.written(x)
+
+
 def test_a_check_writes_nothing():
     class Checks(nn.Module):
         def __init__(self):

@@ -167,9 +167,8 @@ def _timed(
 
 def pipeline(options: Options) -> list[Rewrite[Any]]:
     """The passes of `optimize`, in order."""
-    tune: Tune = (
-        options.tune or "known"
-    )  # without measuring, a kernel is still not taken that was found slower
+    # Without measuring, a kernel that was found slower is still not taken.
+    tune: Tune = options.tune or "known"
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
