@@ -130,18 +130,20 @@ class GraphIndex:
     def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
         """Return the reason against computing `first` and `last` as one node in the position of `last`.
 
-        `last` must be the only user of `first`, and no node between the two may have a side effect.
+        `last` must be the only user of `first`. No node between the two may have a side effect, or write into an input of
+        `first`.
 
         Args:
             first: the earlier node.
             last: the later node, which uses `first`.
-            value: input of `first`, if the new node reads this input; a write into the input between `first` and `last` is
-                then a reason, too.
+            value: the only input of `first` that the new node reads; by default, the new node reads all.
         """
         others = [user.name for user in first.users if user is not last]
         if others:
             return f"{first.name} is also used by {', '.join(others)}"
-        return self.memory.write_between(first, last, value)
+        values = [value] if value is not None else first.all_input_nodes or [first]
+        reasons = (self.memory.write_between(first, last, each) for each in values)
+        return next(filter(None, reasons), None)
 
     def keeping_obstacle(self, node: Node, value: Node) -> str | None:
         """Return the reason against a call at `node` that saves `value` for its gradients: a later write into `value`."""

@@ -1,4 +1,4 @@
-"""The value of each node of a graph that is run."""
+"""The values of nodes: those of a run, and those that follow from the descriptions of other values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxopt import submodules
+from fxopt.graph import value_of
+from fxopt.torch_internals import FakeTensor, pytree
 
 
 class NodeValues(torch.fx.Interpreter):
@@ -43,3 +48,32 @@ class NodeValues(torch.fx.Interpreter):
         value = super().run_node(n)
         self._seen(n, value)
         return value
+
+
+def described(graph_module: GraphModule, node: Node) -> Any:
+    """The value of a call as a tensor without data, computed from those of its arguments; `None` where one is unknown."""
+    sources = {each: value_of(each) for each in node.all_input_nodes}
+    fakes = [leaf for leaf in pytree.tree_leaves(list(sources.values())) if isinstance(leaf, FakeTensor)]
+    if None in sources.values() or not fakes:
+        return None
+    mode = fakes[0].fake_mode
+
+    def known(each: Node) -> Any:  # views, because some functions change the shape in place
+        return pytree.tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, FakeTensor) else leaf, sources[each]
+        )
+
+    try:
+        with mode, torch.no_grad():
+            args, kwargs = map_arg(node.args, known), map_arg(node.kwargs, known)
+            if node.op == "call_function":
+                target: Any = node.target
+                return target(*args, **kwargs)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            module = submodules.module_at(graph_module, str(node.target))
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            fake = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            return torch.func.functional_call(module, fake, args, kwargs)
+    except Exception:  # whatever a function raises on what has no data
+        return None

@@ -60,7 +60,7 @@ def test_why_two_calls_cannot_be_joined(use, reason):
     index = GraphIndex(torch.fx.symbolic_trace(Joined(use)))
     b = next(node for node in index.nodes if node.target == "b")
     (first,) = b.all_input_nodes
-    assert index.joining_obstacle(first, b, index.nodes[0]) == reason
+    assert index.joining_obstacle(first, b) == reason
 
 
 def test_calls_by_what_they_take():

@@ -45,6 +45,12 @@ def error_of(expected: Any, actual: Any, least: float, own: Any = None) -> float
     return max(errors)
 
 
+def distance(expected: Any, actual: Any) -> float:
+    """The largest distance of two tensors, relative to the norm of the expected one."""
+    pairs = zip(_tensors(expected), _tensors(actual), strict=True)
+    return max((float((a - b).norm() / a.norm()) for a, b in pairs if not torch.equal(a, b)), default=0.0)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     tensors = (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
     return [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double().cpu() for t in tensors]

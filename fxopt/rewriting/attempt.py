@@ -1,58 +1,43 @@
-"""Code of a pass being tried: what a hand-written `transform` or `reverse` changed, how that is taken back, and checks of results."""
+"""Code of a pass being tried: how all that it changed is taken back after an error, and checks of its results."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swap, Swapped, as_data
+from fxopt.rewriting.edits import Edit, Swapped, as_data
 from fxopt.rewriting.fingerprint import fingerprint
-from fxopt.rewriting.record import MARKS, PassRecord, Step, marked_nodes, orders_of, set_steps, steps_of
-from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of, version_of
+from fxopt.rewriting.record import MARKS, Step, marked_nodes, orders_of, set_steps, steps_of
+from fxopt.rewriting.snapshot import Snapshot, Writes
 
 Applied = tuple[GraphModule, Callable[[], None]]
 """The result of a transformation, and a function that takes it back as long as nothing else has happened."""
 
 
 class Attempt:
-    """Runs hand-written code; after an error in its `with` block the graph module is as it was before.
+    """Runs code of a pass; after an error in its `with` block the graph module is as it was before.
 
     Attributes:
-        steps: what had been applied to the graph module before.
-        orders: the orders of its record.
+        snapshot: the graph module as it was before.
         fingerprint: its fingerprint.
-        states: its nodes as data, by name.
     """
 
     def __init__(self, pass_: Any, graph_module: GraphModule, method: str = "transform") -> None:
-        self.steps, self.orders = steps_of(graph_module), orders_of(graph_module)
         self._pass, self._method, self._graph_module = pass_, method, graph_module
         self._signature, self._name = pass_.signature, repr(pass_)
-        try:
-            self._graph = copy.deepcopy(graph_module.graph)
-        except KeyError:  # a node before what it reads: the graph was invalid already, and linting says so
-            self._graph = graph_module.graph
-        self.states = {node.name: NodeState.of(node) for node in self._graph.nodes}
-        self.fingerprint, self._held = fingerprint(graph_module), dict(_held(graph_module))
-        modules = [module for module in graph_module.modules() if not isinstance(module, PassRecord)]
-        self._dicts = [
-            (cast(dict[str, Any], held), dict(held))
-            for module in modules
-            for name, held in vars(module).items()
-            if isinstance(held, dict) and (name in REGISTRIES or name.endswith("_hooks"))
-        ]
-        self._gradients = [(tensor, tensor.requires_grad) for tensor in graph_module.parameters()]
-        self._options = [(vars(module), _public(module)) for module in modules]
-        self._versions = [
-            (name, tensor, version_of(tensor))
-            for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers())
-            if not tensor.is_inference()  # such tensors count no writes
-        ]
+        self.fingerprint, self.snapshot = fingerprint(graph_module), Snapshot(graph_module)
+        self._written: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with the values of before
+        self.writes = Writes(self.snapshot, self._keep)
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if name not in self._written:
+            self._written[name] = tensor, tensor.detach().clone()
 
     def __enter__(self) -> Attempt:
         return self
@@ -60,34 +45,16 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            return
-        written = self.written()
-        self.take_back()
-        error.add_note(f"raised by {self._name} in {self._method}()")
-        if written:
-            error.add_note(
-                f"written into before, and not restored: {', '.join(written)}. A pass must put new tensors "
-                "in the place of the old ones"
-            )
+        if error is not None:
+            self.take_back()
+            error.add_note(f"raised by {self._name} in {self._method}()")
 
     def take_back(self) -> None:
-        """Bring the graph module back; its nodes are copies of those that it had."""
-        for held, before in self._dicts:
-            held.clear()
-            held.update(before)
-        for options, public in self._options:
-            for name in [name for name in options if name[0] != "_" and name not in public]:
-                del options[name]
-            options.update(public)
-        for tensor, requires_grad in self._gradients:
-            tensor.requires_grad_(requires_grad)
-        self._graph_module.graph = self._graph
-        set_steps(self._graph_module, list(self.steps), self.orders)
-
-    def written(self) -> list[str]:
-        """The parameters and buffers that were written into since, as far as torch counts (not `.data`)."""
-        return [name for name, tensor, version in self._versions if version_of(tensor) != version]
+        """Bring the graph module back; its nodes are copies of those that it had where they were erased."""
+        self.snapshot.put_back()
+        with torch.no_grad():
+            for tensor, values in self._written.values():
+                tensor.copy_(values)
 
     def check(self, result: object) -> None:
         """Raise a PassError if this is no graph module, or not what the pass promises."""
@@ -100,34 +67,18 @@ class Attempt:
                 "its attributes, or write a property `signature`"
             )
         if self._method == "transform":
-            check_promise(self._pass, result, self.steps)
-
-    def changes(self, result: GraphModule) -> list[Edit]:
-        """The changes of nodes, and of what modules hold, that made `result` of what there was."""
-        before, now = self.states, {node.name: NodeState.of(node) for node in result.graph.nodes}
-        nodes = {node.name: node for graph in (result.graph, self._graph) for node in graph.nodes}
-        new = [NodeEdit(n, None, now[n], nodes[n].prev.name) for n in now if n not in before]
-        changed = [
-            NodeEdit(n, before[n], now[n], meta=nodes[n].meta)
-            for n in now
-            if n in before and before[n].differs(now[n])
-        ]
-        erased = [
-            NodeEdit(n, before[n], None, nodes[n].prev.name, nodes[n].meta) for n in before if n not in now
-        ]
-        held = dict(_held(result)) if result is self._graph_module else self._held
-        places = [place for place in self._held | held if self._held.get(place) is not held.get(place)]
-        taken, put = ({place: side.get(place) for place in places} for side in (self._held, held))
-        swaps = [Swap(taken, put, None, result.training)] if places else []
-        return [*new, *changed, *reversed(erased), *swaps]
+            check_promise(self._pass, result, self.snapshot.steps)
 
     def note(self, result: GraphModule, edits: Sequence[Edit]) -> None:
         """Add the application to the history, if it changed something."""
         standing, inner = self.standing(result)
-        before = {node.name for node in self._graph.nodes if self._signature in node.meta.get(MARKS, ())}
-        marked = [node.name for node in marked_nodes(result, self._signature) if node.name not in before]
+        marked = [
+            node.name
+            for node in marked_nodes(result, self._signature)
+            if self._signature not in self.snapshot.meta(node.name).get(MARKS, ())
+        ]
         after, data = fingerprint(result), [as_data(edit, keep=False) for edit in edits]
-        if self.written() or (after != self.fingerprint and not edits):
+        if self._written or (after != self.fingerprint and not edits):
             data.append(Swapped({}, None, False))  # more than is known
         if data or marked or inner:
             step = Step.of(
@@ -140,12 +91,12 @@ class Attempt:
                 parts=tuple(inner),
             )
             standing.append(step)
-        set_steps(result, standing, orders_of(result) or self.orders)
+        set_steps(result, standing, orders_of(result) or self.snapshot.orders)
 
     def standing(self, result: GraphModule) -> tuple[list[Step], list[Step]]:
         """The steps in the record of the result: those of before, and those that were applied inside."""
         present = steps_of(result) or steps_of(self._graph_module)
-        earlier = {step.key for step in self.steps}
+        earlier = {step.key for step in self.snapshot.steps}
         return [s for s in present if s.key in earlier], [s for s in present if s.key not in earlier]
 
 
@@ -161,23 +112,18 @@ def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> Non
         raise PassError(f"{pass_!r} broke its promise: {reason}. Applied before it: {applied}")
 
 
-def check_apply(pass_: Any, graph_module: GraphModule, steps: Sequence[Step], signature: str) -> None:
-    """Raise a PassError if `apply` called another transformation, or changed the signature of its own."""
-    if [step.key for step in steps_of(graph_module)] != [step.key for step in steps]:
+def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
+    """Raise a PassError if `apply` changed something that is not in the log of its rewriter."""
+    if [step.key for step in steps_of(snapshot.graph_module)] != [step.key for step in snapshot.steps]:
         raise PassError(
             f"apply of {pass_!r} called another transformation: change the graph through the rewriter alone, or compose "
             "the two"
         )
-    if pass_.signature != signature:
-        raise PassError(f"apply of {pass_!r} changed its signature; keep results out of its attributes")
-
-
-def check_unchanged(pass_: Any, graph_module: GraphModule, before: str) -> None:
-    """Raise a PassError if `apply` changed the graph, and the rewriter logged nothing; `before` is its fingerprint."""
-    if fingerprint(graph_module) != before:
+    past = snapshot.past(log)
+    if past:
         raise PassError(
-            f"apply of {pass_!r} changed the graph by itself, and that stays changed: call the methods of the rewriter, "
-            "which can take back what they do"
+            f"apply of {pass_!r} changed {past} without its rewriter, so that undo could not take this back. Nothing of the "
+            "pass was kept. Use the methods of the rewriter, such as set, erase and replace_module"
         )
 
 
@@ -203,17 +149,3 @@ def nodes_of(pass_: Any, made: Any) -> list[Node]:
             f"apply of {pass_!r} returned a {wrong}: it has to return the nodes to mark as transformed, or None"
         )
     return found
-
-
-def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
-    """Yield the modules, parameters and buffers with their qualified names."""
-    for path, module in graph_module.named_modules():
-        for held in (modules_of(module), parameters_of(module), buffers_of(module)):
-            for name, value in held.items():
-                if value is not None and not isinstance(value, PassRecord):
-                    yield (f"{path}.{name}" if path else name), value
-
-
-def _public(module: Any) -> dict[str, Any]:
-    """The options of a module: what is in its `__dict__`, without torch's own registries."""
-    return {name: value for name, value in vars(module).items() if name[0] != "_"}

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fxopt.errors import PassError, UndoError
-from fxopt.rewriting.weights import Keep, Left, Restore
+from fxopt.rewriting.weights import Keep, Left, Restore, provenance
 from fxopt.submodules import prefixes
 from fxopt.torch_internals import OpOverload, is_erased
 
@@ -155,23 +155,28 @@ class Swapped:
         left: what was left at each qualified name; None for nothing.
         restore: makes what stood there before; None where undo is left to a hand-written `reverse`.
         training: the training flag of the graph module.
+        made_by: the provenance of the modules that stood there, where they have one.
+        ties: the tensors of what stood there that were also at another qualified name, with that name.
     """
 
     left: Mapping[str, Left | None]
     restore: Restore | None
     training: bool
+    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    made_by: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 Edit = NodeEdit | Redirect | Swap | Swapped
 
 
-def as_data(edit: Edit, keep: bool = True) -> Edit:
+def as_data(edit: Edit, keep: bool = True, ties: Mapping[str, str] | None = None) -> Edit:
     """A change without objects; where `keep` is off, also without what undo needs of them."""
     if not isinstance(edit, Swap):
         return edit
     restore = (edit.restore or Keep.of(edit.before, edit.after)) if keep else None
     left = {path: None if value is None else Left.of(value) for path, value in edit.after.items()}
-    return Swapped(left, restore, edit.training)
+    made_by = {path: found for path, value in edit.before.items() if (found := provenance(value))}
+    return Swapped(left, restore, edit.training, ties or {}, made_by)
 
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
@@ -218,6 +223,8 @@ class _Touched:
                 for path in edit.left if isinstance(edit, Swapped) else edit.after:
                     self.sets.add((path, "module"))
                     self.shifts.update((prefix, "part") for prefix in prefixes(path))
+                for other in edit.ties.values() if isinstance(edit, Swapped) else ():
+                    self.needs.update((prefix, "module") for prefix in prefixes(other))
         self.needs -= self.sets
 
     def _enter(self, edit: NodeEdit) -> None:

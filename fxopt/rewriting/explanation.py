@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from torch.fx import Node
 
 from fxopt import graph
+from fxopt.errors import PassError
 
 
 class Site(Protocol):
@@ -31,6 +32,12 @@ class Refusal:
 
     node: Node
     reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason:
+            raise PassError(
+                f"the refusal of {self.node} has the reason {self.reason!r}: give a text, or yield the site"
+            )
 
 
 class Row(NamedTuple):

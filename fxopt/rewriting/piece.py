@@ -87,6 +87,7 @@ class Piece:
         )
         core |= self.between
         self._redirected = {user for edit in redirects for user in edit.users} - core
+        self._stands_in = [nodes[edit.new] for edit in redirects]
         present = [nodes[name] for name in order_now if name in core]
         self.mixes = self.changes_mix or any(self._is_mixture(nodes[name]) for name in self.between)
         chosen = core | (self._around(present, order_now, order_then) if around else set())
@@ -113,6 +114,13 @@ class Piece:
     def outputs(self) -> list[tuple[str, str]]:
         """The nodes whose values are to be equal, before and now; inputs are among them, which may be written into."""
         return [*self._uses(), *((name, name) for name in (*self.around, *self.inputs))]
+
+    @property
+    def returned(self) -> list[tuple[str, str]]:
+        """The pairs of `outputs` that the graph returns."""
+        return [
+            (read.old, read.new) for read in sorted({*self._reads()}) if self._nodes[read.user].op == "output"
+        ]
 
     @property
     def rounds(self) -> bool:
@@ -216,7 +224,7 @@ class Piece:
             self._then[n] for n in self._core if n in self._then
         ]
         inputs = {name for state in states for name in state.references()} - self._core
-        pending = collections.deque((node, True) for node in core)
+        pending = collections.deque((node, True) for node in dict.fromkeys((*core, *self._stands_in)))
         pending += [(self._nodes[name], False) for name in sorted(inputs)]
         found = set[str]()
         while pending and len(found) < AROUND:

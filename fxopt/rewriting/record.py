@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import pickle
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -222,13 +222,6 @@ def mark(node: Node, signature: str) -> None:
     marks = node.meta.get(MARKS, ())
     if signature not in marks:
         node.meta[MARKS] = (*marks, signature)  # a new tuple: copies of a node share the old one
-
-
-def unmark_names(graph_module: GraphModule, signature: str, names: Collection[str]) -> None:
-    """Take the mark of a pass off the nodes of these names."""
-    for node in graph_module.graph.nodes:
-        if node.name in names:
-            unmark(node, signature)
 
 
 def unmark(node: Node, signature: str) -> None:

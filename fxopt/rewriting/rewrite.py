@@ -12,12 +12,20 @@ from torch.fx import GraphModule, Node
 from fxopt import submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
 from fxopt.rewriting import undoing
-from fxopt.rewriting.attempt import Applied, check_apply, check_promise, check_unchanged, found_by, nodes_of
+from fxopt.rewriting.attempt import (
+    Applied,
+    Attempt,
+    check_log,
+    check_promise,
+    found_by,
+    nodes_of,
+)
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.fingerprint import fingerprint
-from fxopt.rewriting.record import Step, mark, orders_of, set_steps, steps_of, unmark_names
+from fxopt.rewriting.record import Step, mark, set_steps
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.snapshot import Snapshot, refuse_writes
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
 from fxopt.rewriting.verification import Verifier, Verify
 from fxopt.torch_internals import is_erased
@@ -74,7 +82,8 @@ class Rewrite(Transformation, Generic[S]):
         last = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
         if verify is False and last:
             return Explanation(type(self).__name__, tuple(map(Row.of, found)))
-        return self._rewrite_sites(Rewriter(submodules.sharing_copy(graph_module)), verify)[0]
+        copied = submodules.sharing_copy(graph_module)
+        return self._rewrite_sites(Rewriter(copied), Snapshot(copied), verify)[0]
 
     def commit(self, graph_module: GraphModule) -> Explanation:
         """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.
@@ -92,7 +101,12 @@ class Rewrite(Transformation, Generic[S]):
             0 applied
         """
         check_graph_module(self, graph_module)
-        return self._rewrite_sites(Rewriter(graph_module), False)[0]
+        snapshot = Snapshot(graph_module)
+        try:
+            return self._rewrite_sites(Rewriter(graph_module), snapshot, False)[0]
+        except BaseException:
+            snapshot.put_back()
+            raise
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Rewrite all sites; where that opens new ones, these as well, until there is none.
@@ -108,46 +122,44 @@ class Rewrite(Transformation, Generic[S]):
         return super()._applied(graph_module, verify)
 
     def _rewrite(self, graph_module: GraphModule, verify: Verify) -> Applied:
-        steps, orders = steps_of(graph_module), orders_of(graph_module)
-        before, rewriter = fingerprint(graph_module), Rewriter(graph_module, self.signature)
-        marked = list[Node]()
-
-        def take_back() -> None:
-            rewriter.roll_back()
-            set_steps(graph_module, steps, orders)
-            unmark_names(graph_module, rewriter.signature, {node.name for node in marked})
-
-        try:
-            explanation, nodes = self._rewrite_sites(rewriter, verify)
-            check_apply(self, graph_module, steps, rewriter.signature)
-            check_promise(self, graph_module, steps)
-            marked += [node for node in dict.fromkeys(nodes) if not is_erased(node)]
+        with Attempt(self, graph_module) as attempt:
+            rewriter = Rewriter(graph_module, self.signature)
+            explanation, nodes = self._rewrite_sites(rewriter, attempt.snapshot, verify)
+            if self.signature != rewriter.signature:
+                raise PassError(
+                    f"apply of {self!r} changed its signature; keep results out of its attributes"
+                )
+            check_promise(self, graph_module, attempt.snapshot.steps)
+            marked = [node for node in dict.fromkeys(nodes) if not is_erased(node)]
             for node in marked:
                 mark(node, rewriter.signature)
-            if not rewriter.log:
-                check_unchanged(self, graph_module, before)
             if rewriter.log or marked:
                 step = Step.of(
                     self,
                     [node.name for node in marked],
                     sites=len(explanation.sites),
-                    edits=tuple(as_data(edit, keep=self.reversible) for edit in rewriter.log),
-                    before=before,
+                    edits=tuple(
+                        as_data(edit, self.reversible, ties)
+                        for edit, ties in zip(rewriter.log, attempt.snapshot.ties(rewriter.log), strict=True)
+                    ),
+                    before=attempt.fingerprint,
                     after=fingerprint(graph_module),
                     by_hand=False,
                 )
-                set_steps(graph_module, [*steps, step], rewriter.orders_before(orders))
-        except BaseException as error:
-            take_back()
-            error.add_note(f"raised by {self!r} in transform()")
-            raise
-        return graph_module, take_back
+                set_steps(
+                    graph_module,
+                    [*attempt.snapshot.steps, step],
+                    rewriter.orders_before(attempt.snapshot.orders),
+                )
+        return graph_module, attempt.take_back
 
-    def _rewrite_sites(self, rewriter: Rewriter, verify: Verify) -> tuple[Explanation, list[Node]]:
+    def _rewrite_sites(
+        self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
+    ) -> tuple[Explanation, list[Node]]:
         """Rewrite all sites; returns what became of each, and the nodes to mark."""
         graph_module, marked = rewriter.graph_module, list[Node]()
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
-        verifier = Verifier(graph_module, verify, self.preserves_computation)
+        verifier = Verifier(self, graph_module, verify)
         for _ in range(limit := 1 + len(graph_module.graph.nodes)):
             found = found_by(self, graph_module)
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
@@ -155,10 +167,15 @@ class Rewrite(Transformation, Generic[S]):
             for site in sites:
                 row, start = rows[node_of(site).name], len(rewriter.log)
                 settled.add(row.node)
-                nodes = self._rewrite_site(rewriter, site, row)
+                before = snapshot if verify is False else Snapshot(graph_module)
+                with refuse_writes(self, snapshot):
+                    nodes = self._rewrite_site(rewriter, site, row)
+                if verify is not False:
+                    check_log(self, before, rewriter.log[start:])
                 reason = verifier.difference(rewriter.log[start:], rewriter.made)
                 if reason:
-                    rewriter.roll_back(start)
+                    before.put_back()
+                    del rewriter.log[start:]
                     rows[row.node] = row._replace(reason=reason)
                     warnings.warn(f"{self!r} left {row.place} alone: {reason}", VerificationWarning, 2)
                     break  # what came back may be another node than the one in the sites: match again
@@ -171,8 +188,13 @@ class Rewrite(Transformation, Generic[S]):
                 f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
                 "what apply made"
             )
+        check_log(self, snapshot, rewriter.log)
         for where, why in verifier.unverified.items():
-            warnings.warn(f"{self!r} could not verify the site at {where}: {why}", UnverifiedWarning, 2)
+            warnings.warn(
+                f"{self!r} could not verify {f'the site at {where}' if where else 'its sites'}: {why}",
+                UnverifiedWarning,
+                2,
+            )
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
     def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import graph, submodules
 from fxopt.errors import UndoError
+from fxopt.node_values import described
 from fxopt.rewriting.edits import (
     Edit,
     NodeEdit,
@@ -43,9 +45,8 @@ class Rewriter:
         >>> (relu,) = traced.graph.find_nodes(op="call_module", target="0")
         >>> rewriter = Rewriter(traced)
         >>> rewriter.set(relu, op="call_function", target=torch.relu)
-        >>> rewriter.roll_back()
-        >>> relu.target
-        '0'
+        >>> [edit.name for edit in rewriter.log]
+        ['_0']
     """
 
     def __init__(self, graph_module: GraphModule, signature: str = "") -> None:
@@ -76,11 +77,14 @@ class Rewriter:
 
         Args:
             before: the node that it stands in front of, whose origin in the model it takes.
-            val: a tensor without data that describes its value, for `meta["val"]`.
+            val: a tensor without data that describes its value, for `meta["val"]`; by default, the one that the call gives
+                for the descriptions of its arguments.
         """
         check_nodes(self.graph, before, args, kwargs)
         with self.graph.inserting_before(before):
             node = self.graph.create_node(op, target, args, dict(kwargs or {}))
+        if val is None and op.startswith("call"):
+            val = described(self.graph_module, node)
         node.meta = graph.origin_of(before) | ({} if val is None else {"val": val})
         self.log.append(NodeEdit(node.name, None, NodeState.of(node), node.prev.name))
         self.made[node.name] = node
@@ -170,31 +174,21 @@ class Rewriter:
                 found[path] = submodules.merged_order(found.get(path, []), names)
         return found
 
-    def roll_back(self, start: int = 0) -> None:
-        """Take back all changes since the log had `start` entries."""
-        later, self.log = self.log[start:], self.log[:start]
-        self.play_back(later)
-        for path, names in self.orders.items():
-            submodules.order_children(self.graph_module, path, names)
-        del self.log[start:]
-
     def play_back(self, edits: Sequence[Edit]) -> None:
-        """Invert changes, the last one first; what that changes is logged, too.
+        """Invert changes, the last one first.
 
         Raises:
             UndoError: something is not as a change left it. What was inverted before that stays so.
         """
         nodes = NodesByName({node.name: node for node in self.graph.nodes})
         for edit in reversed(edits):
-            if isinstance(edit, Swap):
-                self._place(edit.after, edit.before)
-            elif isinstance(edit, Swapped):
+            if isinstance(edit, Swapped):
                 self._restore(edit)
             elif isinstance(edit, Redirect):
                 self._direct_back(edit, nodes[edit.old], nodes[edit.new], nodes)
-            elif edit.after is None:
+            elif isinstance(edit, NodeEdit) and edit.after is None:
                 nodes[edit.name] = self._recreate(edit, nodes)
-            else:
+            elif isinstance(edit, NodeEdit) and edit.after is not None:
                 self._change_back(edit, edit.after, nodes)
 
     def _direct_back(self, edit: Redirect, old: Node, new: Node, nodes: NodesByName) -> None:
@@ -244,15 +238,37 @@ class Rewriter:
                 raise changed(path)
         assert edit.restore is not None
         left_behind = {path: left for path, left in edit.left.items() if left is not None}
-        restored = edit.restore({path: now[path] for path in left_behind}, left_behind)
+        restored = dict(edit.restore({path: now[path] for path in left_behind}, left_behind))
+        self._tie(restored, edit.ties)
         for path, value in restored.items():
             if isinstance(value, nn.Module):
+                value.__dict__.pop(PROVENANCE, None)
+                if made_by := edit.made_by.get(path):
+                    value.__dict__[PROVENANCE] = made_by
                 twin = path if path in left_behind else next(iter(left_behind), "")
                 was = left_behind[twin].training if twin else edit.training
                 is_now = (now[twin] if twin else self.graph_module).training
                 if was != is_now:
                     value.train(is_now)
         self._place(now, {**dict.fromkeys(edit.left), **restored})
+
+    def _tie(self, restored: dict[str, Any], ties: Mapping[str, str]) -> None:
+        """Make tensors that are to be put back the ones that are at other names, which they were before."""
+        for name, other in ties.items():
+            path = next(prefix for prefix in submodules.prefixes(name) if prefix in restored)
+            mine, tensor = (
+                dict(submodules.tensors_of({path: restored[path]}))[name],
+                submodules.find(self.graph_module, other),
+            )
+            if not isinstance(tensor, Tensor) or tensor.shape != mine.shape or not torch.equal(tensor, mine):
+                raise UndoError(
+                    f"{name} was the same tensor as {other}, and the two have other values now. Make them equal again first"
+                )
+            if path == name:
+                restored[path] = tensor
+            else:
+                owner, _ = submodules.split_path(name[len(path) + 1 :])
+                submodules.place(submodules.module_at(restored[path], owner), name, tensor)
 
     def _place(
         self, before: Mapping[str, Any], after: Mapping[str, Any], restore: Restore | None = None

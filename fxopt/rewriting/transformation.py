@@ -64,7 +64,8 @@ class Transformation(abc.ABC):
             lint_and_recompile: check the graph and generate its code again; `False` when several
                 transformations follow each other and the last one does it.
             verify: run what each site was and what it is now on random inputs, and take a site back, with a
-                warning, where they differ. Shapes and dtypes come from the metadata of the nodes, or from
+                warning, where they differ by more than rounding, or than the `tolerance` of a pass that does not
+                preserve the computation. A pass that states neither is not verified, with a warning. Shapes and dtypes come from the metadata of the nodes, or from
                 example inputs of the graph module, given here as a tuple.
 
         Returns:
@@ -108,10 +109,11 @@ class Transformation(abc.ABC):
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
         """Apply a hand-written `transform`, and find out what it changed."""
         with Attempt(self, graph_module) as attempt:
-            verifier = Verifier(graph_module, verify, self.preserves_computation)
-            result = self.transform(graph_module)
+            verifier = Verifier(self, graph_module, verify)
+            with attempt.writes:
+                result = self.transform(graph_module)
             attempt.check(result)
-            edits, reason = attempt.changes(result), None
+            edits, reason = attempt.snapshot.edits(result), None
             if result is not graph_module:
                 verifier.unverified[repr(self)] = "it gives another graph module"
             elif edits:
@@ -122,7 +124,9 @@ class Transformation(abc.ABC):
                 warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)
                 return graph_module, lambda: None
             for where, why in verifier.unverified.items() if verify is not False else ():
-                warnings.warn(f"{self!r} could not be verified at {where}: {why}", UnverifiedWarning, 3)
+                warnings.warn(
+                    f"{self!r} could not be verified{where and f' at {where}'}: {why}", UnverifiedWarning, 3
+                )
             attempt.note(result, edits)
         return result, attempt.take_back
 

@@ -16,14 +16,13 @@ from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, conflicts
 from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.record import (
     Step,
-    mark,
     marked_nodes,
-    orders_of,
     set_steps,
     steps_of,
     unmark,
 )
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.snapshot import Snapshot
 from fxopt.rewriting.weights import provenance
 
 
@@ -91,36 +90,28 @@ def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> A
 
 def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     """Undo one application by inverting what it logged."""
-    steps, rewriter = steps_of(graph_module), Rewriter(graph_module)
-    _check_order([step], steps)
-    orders, standing = orders_of(graph_module), [other for other in steps if other.key != step.key]
-    unmarked: list[str] = []
-
-    def take_back() -> None:
-        rewriter.roll_back()
-        set_steps(graph_module, steps, orders)
-        for node in graph_module.graph.nodes:
-            if node.name in unmarked:
-                mark(node, step.signature)
+    rewriter, snapshot = Rewriter(graph_module), Snapshot(graph_module)
+    _check_order([step], snapshot.steps)
+    orders, standing = snapshot.orders, [other for other in snapshot.steps if other.key != step.key]
 
     try:
         if step.edits is None:
             raise UndoError("what it did could not be pickled, or saved, together with the graph module")
         _play_back(rewriter, step.edits, orders)
         if fingerprint(graph_module) != step.before:
-            rewriter.roll_back()
+            snapshot.put_back()
             if fingerprint(graph_module) == step.after:
                 raise UndoError(_INEXACT)
             _play_back(rewriter, step.edits, orders)  # the difference was made by others, and stays
-        unmarked += _unmark(graph_module, [step], standing)
+        _unmark(graph_module, [step], standing)
         set_steps(graph_module, standing, orders)
     except BaseException as error:
-        take_back()
+        snapshot.put_back()
         if not isinstance(error, Exception):
             raise
         why = str(error) if isinstance(error, UndoError) else f"{type(error).__name__}: {error}"
         raise UndoError(f"{step.name} cannot be undone: {why}") from error
-    return graph_module, take_back
+    return graph_module, snapshot.put_back
 
 
 def _play_back(rewriter: Rewriter, edits: Sequence[Edit], orders: Mapping[str, list[str]]) -> None:
@@ -140,18 +131,19 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
     with Attempt(pass_, graph_module, "reverse") as attempt:
         if any(step.parts for step in undone):  # what it applied inside, its reverse may undo
             parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
-            set_steps(graph_module, parts, attempt.orders)
-        result = pass_.reverse(graph_module)
+            set_steps(graph_module, parts, attempt.snapshot.orders)
+        with attempt.writes:
+            result = pass_.reverse(graph_module)
         attempt.check(result)
         if undone:
             _check_exact(pass_, attempt, result, undone, steps)
             standing = [step for step in attempt.standing(result)[0] if step.key not in keys]
             _unmark(result, undone, standing)
-            set_steps(result, standing, attempt.orders)
-        elif attempt.changes(result):
+            set_steps(result, standing, attempt.snapshot.orders)
+        elif attempt.snapshot.edits(result):
             standing, _ = attempt.standing(result)
             standing.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
-            set_steps(result, standing, attempt.orders)
+            set_steps(result, standing, attempt.snapshot.orders)
     return result, attempt.take_back
 
 
@@ -177,7 +169,7 @@ def _check_exact(
     pass_: Any, attempt: Attempt, result: GraphModule, undone: Sequence[Step], steps: Sequence[Step]
 ) -> None:
     """Raise an UndoError if a hand-written `reverse` gives back another graph than there was."""
-    nodes = dict(attempt.states)
+    nodes = attempt.snapshot.states
     for step in reversed(undone):
         if step.edits is None:
             return
@@ -207,11 +199,10 @@ _INEXACT = (
 )
 
 
-def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequence[Step]) -> list[str]:
-    """Take the marks of what was undone off the nodes that no other application has marked; returns their names."""
+def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequence[Step]) -> None:
+    """Take the marks of what was undone off the nodes that no other application has marked."""
     signature = undone[0].signature
     held = {name for step in standing if step.signature == signature for name in step.marked}
-    nodes = [node for node in marked_nodes(graph_module, signature) if node.name not in held]
-    for node in nodes:
-        unmark(node, signature)
-    return [node.name for node in nodes]
+    for node in marked_nodes(graph_module, signature):
+        if node.name not in held:
+            unmark(node, signature)

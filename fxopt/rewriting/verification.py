@@ -25,7 +25,8 @@ from fxopt.constants import computed_constant, constants_of, is_changing
 from fxopt.errors import PassError
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
-from fxopt.rewriting.agreement import epsilon, error_of, unlike
+from fxopt.memory import storage_of
+from fxopt.rewriting.agreement import distance, epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
@@ -49,14 +50,15 @@ class Verifier:
         unverified: why sites could not be run, by the name of one of their nodes.
     """
 
-    def __init__(self, graph_module: GraphModule, verify: Verify, preserves_computation: bool) -> None:
+    def __init__(self, pass_: Any, graph_module: GraphModule, verify: Verify) -> None:
         if not isinstance(verify, bool | tuple):
             raise TypeError(f"verify is a {type(verify).__name__}; give True, or a tuple of example inputs")
         self.unverified: dict[str, str] = {}
         self._verify = verify
+        self._preserves, self._tolerance = pass_.preserves_computation, pass_.tolerance
         if verify is False:
             return
-        self._graph_module, self._preserves = graph_module, preserves_computation
+        self._graph_module = graph_module
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
         self._nodes: dict[str, Node] = {}
         self._readers: dict[str, list[Node]] = {}
@@ -75,9 +77,13 @@ class Verifier:
         """
         if self._verify is False:
             return None
+        if not self._preserves and self._tolerance is None:
+            self.unverified[""] = "it states neither `preserves_computation = True` nor a `tolerance`"
         self.enter(made[e.name] for e in edits if isinstance(e, NodeEdit) and e.before is None)
         try:
-            reason = self._compared(self._piece(edits))
+            piece = self._piece(edits)
+            reason = _thawed(piece) if self._preserves else None
+            reason = reason or self._compared(piece)
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
@@ -154,7 +160,7 @@ class Verifier:
                 # Perhaps a node names the dtype that the model has.
                 return self._differs_on(piece, own_numbers) if numbers.dtype else f"{label} is {reason}"
         if not self._preserves:
-            return None
+            return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
         limits = [RTOL if numbers.dtype else 64 * epsilon(truth)] * len(labels)
         errors = [*map(error_of, truth, result, least)]
@@ -165,6 +171,26 @@ class Verifier:
         for label, error, limit in zip(labels, errors, limits, strict=True):
             if error > limit:
                 return f"{label} differs by {error:.2g} of the largest value in its row; the limit is {limit:.2g}"
+        for label, other in self._shared(piece, result) - self._shared(piece, truth):
+            return f"the graph returns {label}, which shares memory with {other} now"
+        return None
+
+    def _shared(self, piece: Piece, values: Sequence[Any]) -> set[tuple[str, str]]:
+        """What the graph returns of a piece that was run, with the inputs of the graph in whose memory it is."""
+        found = dict(zip(piece.outputs, map(_storages, values), strict=False))
+        inputs = [name for name in piece.inputs if self._nodes[name].op in ("placeholder", "get_attr")]
+        return {
+            (pair[0], name) for pair in piece.returned for name in inputs if found[pair] & found[name, name]
+        }
+
+    def _beyond_tolerance(
+        self, labels: Sequence[str], truth: Sequence[Any], result: Sequence[Any]
+    ) -> str | None:
+        if self._tolerance is not None:
+            for label, expected, actual in zip(labels, truth, result, strict=True):
+                error = distance(expected, actual)
+                if not error <= self._tolerance:
+                    return f"{label} moves by {error:.2g} of its norm; the tolerance is {self._tolerance:.2g}"
         return None
 
     def _value(self, node: Node) -> Any:
@@ -226,6 +252,24 @@ class Verifier:
                 value, rest = swapped[prefix], state.target[len(prefix) + 1 :]
                 return functools.reduce(getattr, rest.split(".") if rest else (), value)
         return attribute(self._graph_module, state.target)
+
+
+def _thawed(piece: Piece) -> str | None:
+    """Name a place whose weights follow gradients, where none of those before did."""
+    taken, put = (
+        [w for value in values.values() for w in weights_of(value)] for values in (piece.taken, piece.put)
+    )
+    if not taken or any(weight.requires_grad for weight in taken):
+        return None
+    return (
+        f"the weights of {', '.join(piece.put)} require gradients now"
+        if any(w.requires_grad for w in put)
+        else None
+    )
+
+
+def _storages(value: Any) -> set[int]:
+    return {storage_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
 class _CannotRun(Exception):

@@ -134,8 +134,8 @@ class Names:
         return str(name)
 
     def restoring(self, name: str) -> Any:
-        """A function by which one of fxopt's passes is undone; NameRefused for any other name."""
-        found = _own_function(name)
+        """A function by which a pass is undone: one of fxopt, or one that is trusted; NameRefused for any other name."""
+        found = self.trusted.get(name) or _own_function(name)
         if found is None:
             raise NameRefused(name)
         return found

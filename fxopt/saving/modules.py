@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,13 @@ class ModuleWriter:
         modules, tensors = len(self.written), len(self._tensors.tensors)
         try:
             return self.values.write(step)
-        except (NameRefused, NotData, SaveError):
+        except (NameRefused, NotData, SaveError) as error:
+            if step.reversible and step.edits is not None:
+                warnings.warn(
+                    f"{step.name} cannot be undone after loading, because it holds {error}. Give classes and functions of "
+                    "yours in `trusted`, for save and for load",
+                    stacklevel=2,
+                )
             del self.written[modules:]
             self._tensors.forget(tensors)
             self._numbers = {key: number for key, number in self._numbers.items() if number < modules}

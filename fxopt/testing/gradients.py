@@ -72,6 +72,21 @@ def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
         return None
 
 
+def trained_place(module: nn.Module, call: Call) -> str:
+    """An output through which training would change the weights of a module; empty where there is none."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return ""
+    given = call.fresh()
+    with restored(module, dict(module.named_buffers())), torch.enable_grad(), torch.random.fork_rng():
+        try:
+            found = leaves(module(*given.args, **given.kwargs))
+        except Exception:  # as above
+            return ""
+        return next(
+            (place for place, value in found if isinstance(value, Tensor) and value.requires_grad), ""
+        )
+
+
 def _gradients(module: nn.Module, call: Call) -> Gradients:
     inputs: list[Tensor] = []
 

@@ -16,7 +16,7 @@ from fxopt.testing.broken_values import SPARED, one_by_one
 from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.entrance import entrance_fault
-from fxopt.testing.gradients import gradients_of
+from fxopt.testing.gradients import gradients_of, trained_place
 from fxopt.testing.node_by_node import parting, parting_place_of
 from fxopt.testing.observations import BROKEN, GIVEN, Call, Observation, differences, not_repeated, observe
 from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
@@ -102,6 +102,7 @@ class Oracle:
         self._differences = functools.partial(differences, buffers=buffers, strides=strides)
         self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
         self._unstable = self._unstable or not_repeated(again[1] or again[0], self._truth, rtol)
+        self._frozen = not any(parameter.requires_grad for parameter in reference.parameters())
         wanted = reference.training if gradients is None else gradients
         self._gradients = gradients_of(exact, self._wide_calls[0]) if wanted else None
 
@@ -125,6 +126,8 @@ class Oracle:
             return failed(Grade.WRONG, reason=fault)
         exact = in_float64(candidate) if float64 is None else float64
         seen, wide = self._observed(candidate, exact)
+        if self._frozen and (place := trained_place(candidate, self._calls[0])):
+            return failed(Grade.WRONG, reason=f"{place} requires gradients, unlike that of the original")
         computed = float64 is None and has_new_weights(self._tensors, candidate)
         try:
             verdict = self._verdict(*self._compared(exact, wide), seen, computed, tolerance)

@@ -1,0 +1,312 @@
+"""A graph module at one time: what changed since, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxopt.errors import PassError
+from fxopt.graph import free_name
+from fxopt.memory import storage_of
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap, renamed
+from fxopt.rewriting.record import PassRecord, orders_of, set_steps, steps_of
+from fxopt.submodules import find, is_inside, tensors_of
+from fxopt.torch_internals import (
+    REGISTRIES,
+    buffers_of,
+    is_erased,
+    modules_of,
+    parameters_of,
+    root_of,
+    schema_of,
+    used_names,
+)
+
+
+class _Row(NamedTuple):
+    """A node, and what it was."""
+
+    node: Node
+    name: str
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    type: Any
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: Node) -> _Row:
+        return cls(node, node.name, node.op, node.target, node.args, node.kwargs, node.type, dict(node.meta))
+
+    def is_unchanged(self) -> bool:
+        """Tell whether the node certainly is as it was: torch.fx makes new arguments where it changes some."""
+        node = self.node
+        return node.args is self.args and node.kwargs is self.kwargs and node.target is self.target
+
+
+class Snapshot:
+    """The nodes of a graph module, what its modules hold, and their options, at the time when this was made.
+
+    A node is known by its fields, a module and a tensor by identity, and the values of a tensor by torch's count of writes.
+
+    Attributes:
+        graph_module: the graph module.
+        held: the modules, parameters and buffers by qualified name.
+        steps: the passes that had been applied.
+        orders: the orders of the record.
+
+    Example:
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> snapshot = Snapshot(traced)
+        >>> traced.graph.erase_node(list(traced.graph.nodes)[-1])
+        >>> snapshot.put_back()
+        >>> [node.name for node in traced.graph.nodes]
+        ['input_1', '_0', 'output']
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module, self._graph = graph_module, graph_module.graph
+        self._rows = {node.name: _Row.of(node) for node in self._graph.nodes}
+        self._names = {row.node: name for name, row in self._rows.items()}
+        self._used_names = set(used_names(self._graph))
+        self.steps, self.orders = steps_of(graph_module), orders_of(graph_module)
+        self.held = dict(_held(graph_module))
+        modules = [module for module in graph_module.modules() if not isinstance(module, PassRecord)]
+        self._registries = [
+            (name, cast(dict[str, Any], held), held.copy())
+            for module in modules
+            for name, held in vars(module).items()
+            if name in REGISTRIES or (name.endswith("_hooks") and isinstance(held, dict))
+        ]
+        self._options = [(module, _options(module)) for module in modules]
+        tensors = (value for value in self.held.values() if isinstance(value, Tensor))
+        self._requires_grad = [(tensor, tensor.requires_grad) for tensor in tensors]
+
+    @property
+    def states(self) -> dict[str, NodeState]:
+        """The nodes as data, by name."""
+        return {name: self._state(name) for name in self._rows}
+
+    def meta(self, name: str) -> Mapping[str, Any]:
+        """The metadata that the node of this name had; empty if there was none."""
+        return self._rows[name].meta if name in self._rows else {}
+
+    def edits(self, result: GraphModule) -> list[Edit]:
+        """The changes since that made `result`: those of nodes, and of modules, parameters and buffers.
+
+        Args:
+            result: the graph module, or another that was made of it; the modules of another are not compared.
+        """
+        held = dict(_held(result)) if result is self.graph_module else self.held
+        places = [place for place in self.held | held if self.held.get(place) is not held.get(place)]
+        taken, put = ({place: side.get(place) for place in places} for side in (self.held, held))
+        swaps = [Swap(taken, put, None, result.training)] if places else []
+        return [*self._node_edits(result), *swaps]
+
+    def _node_edits(self, result: GraphModule) -> list[NodeEdit]:
+        now = {node.name: node for node in result.graph.nodes}
+        new = [NodeEdit(n, None, NodeState.of(now[n]), now[n].prev.name) for n in now if n not in self._rows]
+        changed = [
+            NodeEdit(name, before, after, meta=row.meta)
+            for name, row in self._rows.items()
+            if name in now and not (row.node is now[name] and row.is_unchanged())
+            if (before := self._state(name)).differs(after := NodeState.of(now[name]))
+        ]
+        erased = [
+            NodeEdit(name, self._state(name), None, previous, self._rows[name].meta)
+            for previous, name in itertools.pairwise(["root", *self._rows])
+            if name not in now
+        ]
+        return [*new, *changed, *reversed(erased)]
+
+    def ties(self, log: Sequence[Edit]) -> list[dict[str, str]]:
+        """For each change, the tensors that it took away which were at another name, too, with the first name that stays.
+
+        Undo takes later changes back before, so that the name may be among what these took away.
+        """
+        names = dict[int, list[str]]()
+        for path, value in self.held.items():
+            if isinstance(value, Tensor):
+                names.setdefault(id(value), []).append(path)
+        found, taken = list[dict[str, str]](), set[str]()
+        for edit in log:
+            swapped = edit.before if isinstance(edit, Swap) else {}
+            taken |= {*swapped}
+            before = {path: value for path, value in swapped.items() if value is not None}
+            found.append({})
+            for name, tensor in tensors_of(before):
+                other = next((n for n in names.get(id(tensor), ()) if not is_inside(n, taken)), None)
+                found[-1] |= {name: other} if other else {}
+        return found
+
+    def past(self, log: Sequence[Edit]) -> str | None:
+        """Name a change since that is not in the log of a rewriter; None if all changes are."""
+        logged, put = dict[str, NodeState | None](), dict[str, Any]()
+        for edit in log:
+            if isinstance(edit, NodeEdit):
+                known = logged.get(edit.name) or (self._state(edit.name) if edit.name in self._rows else None)
+                if edit.before and known and (fields := known.differs(edit.before)):
+                    return f"{' and '.join(fields)} of the node {edit.name}"
+                logged[edit.name] = edit.after
+            elif isinstance(edit, Redirect):
+                for user in edit.users:
+                    state = logged[user] if user in logged else self._state(user)
+                    logged[user] = state and renamed(state, edit.old, edit.new)
+            elif isinstance(edit, Swap):
+                put = {path: value for path, value in put.items() if not is_inside(path, edit.after)}
+                put |= edit.after
+        found = {edit.name: edit.after for edit in self._node_edits(self.graph_module)}
+        for name in found | logged:
+            before = self._state(name) if name in self._rows else None
+            node, told = found.get(name, before), logged.get(name, before)
+            if node is None or told is None:
+                if node is not told:
+                    return f"the node {name}, which it {'erased' if node is None else 'made'}"
+            elif fields := told.differs(node):
+                return f"{' and '.join(fields)} of the node {name}"
+        return self._past_modules(put)
+
+    def _past_modules(self, put: Mapping[str, Any]) -> str | None:
+        held = dict(_held(self.graph_module))
+        for path in self.held | held:
+            if self.held.get(path) is not held.get(path) and not is_inside(path, put):
+                return path
+        for path, value in put.items():
+            if find(self.graph_module, path) is not value:
+                return path
+        names = {id(value): path for path, value in reversed(self.held.items())}
+        for tensor, requires_grad in self._requires_grad:
+            if tensor.requires_grad != requires_grad:
+                return f"requires_grad of {names[id(tensor)]}"
+        for name, now, before in self._registries:
+            if name not in REGISTRIES and now != before:
+                return f"the hooks of a module ({name.strip('_')})"
+        for module, before in self._options:
+            now, where = _options(module), names.get(id(module), "the graph module")
+            for name in before | now:
+                if name not in now or name not in before or now[name] is not before[name]:
+                    return f"the attribute {name} of {where}"
+        return None
+
+    def put_back(self) -> None:
+        """Bring the graph module back; nodes that were erased come back as copies."""
+        for _, current, before in self._registries:
+            current.clear()
+            current.update(before)
+        for module, options in self._options:
+            kept = vars(module)
+            for name in [name for name in _options(module) if name not in options]:
+                del kept[name]
+            kept.update(options)
+        for tensor, requires_grad in self._requires_grad:
+            tensor.requires_grad_(requires_grad)
+        if self.graph_module.graph is not self._graph:
+            self.graph_module.graph = self._graph
+        self._put_nodes()
+        set_steps(self.graph_module, list(self.steps), self.orders)
+
+    def _put_nodes(self) -> None:
+        graph, rows = self._graph, self._rows.values()
+        new = [node for node in graph.nodes if node not in self._names]
+        for node in new:
+            node.args, node.kwargs = (), {}
+        copies = {row.node: self._again(row) for row in rows if is_erased(row.node)}
+        given: Any = lambda node: copies.get(node, node)  # noqa: E731
+        previous = root_of(graph)
+        for row in rows:
+            node = given(row.node)
+            if copies or not row.is_unchanged():
+                node.op, node.target, node.type = row.op, row.target, row.type
+                node.args, node.kwargs = map_arg(row.args, given), map_arg(row.kwargs, given)
+            node.meta.clear()
+            node.meta.update(row.meta)
+            if previous.next is not node:
+                previous.append(node)
+            previous = node
+        for node in new:
+            graph.erase_node(node)
+            free_name(graph, node.name)
+        for row in rows:
+            if given(row.node).name != row.name:
+                given(row.node).name = row.name
+        used_names(graph).clear()
+        used_names(graph).update(self._used_names)
+
+    def _again(self, row: _Row) -> Node:
+        used_names(self._graph).discard(row.name)
+        with self._graph.inserting_before(root_of(self._graph)):
+            return self._graph.create_node(row.op, row.target, (), {}, row.name)
+
+    def _state(self, name: str) -> NodeState:
+        row = self._rows[name]
+        named: Any = lambda node: Reference(self._names.get(node, node.name))  # noqa: E731
+        return NodeState(row.op, row.target, map_arg(row.args, named), map_arg(row.kwargs, named))
+
+
+class Writes(TorchDispatchMode):
+    """While this mode is active, a write into a tensor of a graph module is told before it happens.
+
+    Args:
+        snapshot: of the graph module.
+        tell: gets the qualified name and the tensor.
+    """
+
+    def __init__(self, snapshot: Snapshot, tell: Callable[[str, Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._snapshot, self._tell = snapshot, tell
+
+    @functools.cached_property
+    def _names(self) -> dict[int, list[tuple[str, Tensor]]]:
+        found: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, value in self._snapshot.held.items():
+            if isinstance(value, Tensor):
+                found.setdefault(storage_of(value), []).append((name, value))
+        return found
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema, kwargs = schema_of(operator), kwargs or {}
+        if schema.is_mutable:
+            for place, argument in enumerate(schema.arguments):
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._tell_of(value)
+        return operator(*args, **kwargs)
+
+    def _tell_of(self, value: Any) -> None:
+        for each in value if isinstance(value, Sequence) else [value]:
+            for name, tensor in self._names.get(storage_of(each), ()) if isinstance(each, Tensor) else ():
+                self._tell(name, tensor)
+
+
+def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:
+    """A mode under which `apply` of a pass writes into no tensor of the graph module."""
+
+    def refuse(name: str, tensor: Tensor) -> None:
+        raise PassError(
+            f"apply of {pass_!r} writes into {name}, which undo could not take back, and which the model may share. Change a "
+            "copy of the module, and give the copy to rewriter.replace_module"
+        )
+
+    return Writes(snapshot, refuse)
+
+
+def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
+    """Yield the modules, parameters and buffers with their qualified names."""
+    for path, module in graph_module.named_modules():
+        for held in (modules_of(module), parameters_of(module), buffers_of(module)):
+            for name, value in held.items():
+                if value is not None and not isinstance(value, PassRecord):
+                    yield (f"{path}.{name}" if path else name), value
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """What is in the `__dict__` of a module, without torch's own registries."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_"}
