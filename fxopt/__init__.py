@@ -42,6 +42,7 @@ from fxopt.passes.replace_activation import ReplaceActivation
 from fxopt.rewriting.composition import DeepCopy, LintAndRecompile, compose
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.history import applied, history, undo
+from fxopt.rewriting.pattern import Pattern
 from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
@@ -75,6 +76,7 @@ __all__ = [
     "PackConvs",
     "PackLinears",
     "PassError",
+    "Pattern",
     "QuantizeLinears",
     "Refusal",
     "RemoveCopies",

@@ -211,6 +211,14 @@ def place(owner: nn.Module, path: str, value: Any) -> None:
         wanted[name] = value
 
 
+def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> set[str]:
+    """Put modules, parameters or buffers at qualified names, as `place` does; returns the paths of the modules that hold them."""
+    parents = {path: split_path(path)[0] for path in values}
+    for path, value in values.items():
+        place(module_at(graph_module, parents[path]), path, value)
+    return {*parents.values()}
+
+
 def sharing_copy(graph_module: GraphModule) -> GraphModule:
     """A deep copy that shares the parameters and buffers, in which the names of erased nodes stay reserved, too."""
     tensors = (*graph_module.parameters(), *graph_module.buffers())

@@ -1,4 +1,4 @@
-"""What a pass changes without its rewriter is an error at the call, which names it; all is as it was then."""
+"""A change without the rewriter is an error at the call, which names the change, and everything is put back."""
 
 import copy
 import operator

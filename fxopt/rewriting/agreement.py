@@ -19,10 +19,14 @@ def unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
     for a, b in zip(left, right, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is not type(b) or (isinstance(a, _PLAIN) and a != b and not (a != a and b != b)):
-                return f"{b!r}, it was {a!r}"
+                return f"{_text(b)}, it was {_text(a)}"
         elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
-            return f"{b.dtype} {[*b.shape]}, it was {a.dtype} {[*a.shape]}"
+            return f"{_text(b)}, it was {_text(a)}"
     return None
+
+
+def _text(value: Any) -> str:
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)

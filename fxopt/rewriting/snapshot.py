@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.errors import PassError
 from fxopt.graph import free_name
@@ -20,6 +19,7 @@ from fxopt.rewriting.record import PassRecord, orders_of, set_steps, steps_of
 from fxopt.submodules import find, is_inside, tensors_of
 from fxopt.torch_internals import (
     REGISTRIES,
+    TorchDispatchMode,
     buffers_of,
     is_erased,
     modules_of,
@@ -31,7 +31,7 @@ from fxopt.torch_internals import (
 
 
 class _Row(NamedTuple):
-    """A node, and what it was."""
+    """A node, and its fields at that time."""
 
     node: Node
     name: str
@@ -251,7 +251,7 @@ class Snapshot:
         return NodeState(row.op, row.target, map_arg(row.args, named), map_arg(row.kwargs, named))
 
 
-class Writes(TorchDispatchMode):
+class Writes(TorchDispatchMode):  # type: ignore[misc]
     """While this mode is active, a write into a tensor of a graph module is told before it happens.
 
     Args:
@@ -260,7 +260,7 @@ class Writes(TorchDispatchMode):
     """
 
     def __init__(self, snapshot: Snapshot, tell: Callable[[str, Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._snapshot, self._tell = snapshot, tell
 
     @functools.cached_property
@@ -308,5 +308,5 @@ def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """What is in the `__dict__` of a module, without torch's own registries."""
+    """The `__dict__` of a module without torch's own registries."""
     return {name: value for name, value in vars(module).items() if name[0] != "_"}

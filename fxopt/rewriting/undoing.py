@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
-from fxopt import submodules
 from fxopt.errors import UndoError
 from fxopt.rewriting.attempt import Applied, Attempt
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, conflicts
+from fxopt.rewriting.edits import NodeEdit, NodeState, conflicts
 from fxopt.rewriting.fingerprint import fingerprint
+from fxopt.rewriting.playback import play_back
 from fxopt.rewriting.record import (
     Step,
     marked_nodes,
@@ -21,7 +21,6 @@ from fxopt.rewriting.record import (
     steps_of,
     unmark,
 )
-from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.rewriting.weights import provenance
 
@@ -90,19 +89,18 @@ def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> A
 
 def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     """Undo one application by inverting what it logged."""
-    rewriter, snapshot = Rewriter(graph_module), Snapshot(graph_module)
+    snapshot = Snapshot(graph_module)
     _check_order([step], snapshot.steps)
     orders, standing = snapshot.orders, [other for other in snapshot.steps if other.key != step.key]
-
     try:
         if step.edits is None:
             raise UndoError("what it did could not be pickled, or saved, together with the graph module")
-        _play_back(rewriter, step.edits, orders)
+        play_back(graph_module, step.edits, orders)
         if fingerprint(graph_module) != step.before:
             snapshot.put_back()
             if fingerprint(graph_module) == step.after:
                 raise UndoError(_INEXACT)
-            _play_back(rewriter, step.edits, orders)  # the difference was made by others, and stays
+            play_back(graph_module, step.edits, orders)  # the difference was made by others, and stays
         _unmark(graph_module, [step], standing)
         set_steps(graph_module, standing, orders)
     except BaseException as error:
@@ -112,12 +110,6 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
         why = str(error) if isinstance(error, UndoError) else f"{type(error).__name__}: {error}"
         raise UndoError(f"{step.name} cannot be undone: {why}") from error
     return graph_module, snapshot.put_back
-
-
-def _play_back(rewriter: Rewriter, edits: Sequence[Edit], orders: Mapping[str, list[str]]) -> None:
-    rewriter.play_back(edits)
-    for path in rewriter.orders.keys() & orders.keys():
-        submodules.order_children(rewriter.graph_module, path, orders[path])
 
 
 def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:

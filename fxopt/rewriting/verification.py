@@ -176,7 +176,7 @@ class Verifier:
         return None
 
     def _shared(self, piece: Piece, values: Sequence[Any]) -> set[tuple[str, str]]:
-        """What the graph returns of a piece that was run, with the inputs of the graph in whose memory it is."""
+        """Pairs of a value that the graph returns and an input of the graph that shares its memory, in a piece that was run."""
         found = dict(zip(piece.outputs, map(_storages, values), strict=False))
         inputs = [name for name in piece.inputs if self._nodes[name].op in ("placeholder", "get_attr")]
         return {

@@ -1,0 +1,145 @@
+"""Inverting what a rewriter logged: nodes are as they were, and modules are made of those that stand there now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from fxopt import graph, submodules
+from fxopt.errors import UndoError
+from fxopt.rewriting.edits import Edit, NodeEdit, NodesByName, Redirect, Swapped
+from fxopt.rewriting.weights import PROVENANCE
+from fxopt.torch_internals import root_of, used_names
+
+
+def play_back(graph_module: GraphModule, edits: Sequence[Edit], orders: Mapping[str, list[str]]) -> None:
+    """Invert changes, the last one first.
+
+    Args:
+        graph_module: the graph module that was changed.
+        edits: the changes.
+        orders: the names of the children that modules had before, by path.
+
+    Raises:
+        UndoError: something is not as a change left it. What was inverted before that stays so.
+    """
+    nodes = NodesByName({node.name: node for node in graph_module.graph.nodes})
+    for edit in reversed(edits):
+        if isinstance(edit, Swapped):
+            for parent in _restore(graph_module, edit) & orders.keys():
+                submodules.order_children(graph_module, parent, orders[parent])
+        elif isinstance(edit, Redirect):
+            _direct_back(edit, nodes[edit.old], nodes[edit.new], nodes)
+        elif isinstance(edit, NodeEdit) and edit.before is None:
+            _erase_again(edit, nodes)
+        elif isinstance(edit, NodeEdit) and edit.after is None:
+            _create_again(edit, graph_module.graph, nodes)
+        elif isinstance(edit, NodeEdit):
+            _change_back(edit, nodes[edit.name], nodes)
+
+
+def _direct_back(edit: Redirect, old: Node, new: Node, nodes: NodesByName) -> None:
+    for name in edit.users:
+        if new not in nodes[name].all_input_nodes:
+            raise _changed(name, nodes[name])
+    for user in [user for user in new.users if user is not old]:
+        if user.name in edit.users or (edit.stands_in and user.name not in edit.kept):
+            user.replace_input_with(new, old)
+
+
+def _erase_again(edit: NodeEdit, nodes: NodesByName) -> None:
+    node = nodes.pop(edit.name) if edit.name in nodes else nodes[edit.name]
+    _check(edit, node)
+    if node.users:
+        raise _changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)
+    node.graph.erase_node(node)
+    graph.free_name(node.graph, edit.name)
+
+
+def _change_back(edit: NodeEdit, node: Node, nodes: NodesByName) -> None:
+    _check(edit, node)
+    assert edit.before is not None
+    state = edit.before.resolved(nodes)
+    for field in edit.fields:
+        setattr(node, field, state[field])
+    for key, value in edit.meta.items():
+        if value is None:
+            node.meta.pop(key, None)  # it was not there
+        else:
+            node.meta[key] = value
+
+
+def _create_again(edit: NodeEdit, where: Graph, nodes: NodesByName) -> None:
+    assert edit.before is not None
+    state = edit.before.resolved(nodes)
+    # Where the node in front of it is gone, it stands behind what it takes.
+    behind = [nodes[name] for name in edit.before.references()]
+    behind += [nodes[edit.previous]] if edit.previous in nodes else []
+    if edit.name not in nodes:
+        used_names(where).discard(edit.name)
+    with where.inserting_after(max(behind, default=root_of(where))):
+        node = nodes[edit.name] = where.create_node(name=edit.name, **state)
+    node.meta = dict(edit.meta)
+
+
+def _check(edit: NodeEdit, node: Node) -> None:
+    """Raise an UndoError where a field that a pass set is not as the pass left it."""
+    assert edit.after is not None
+    if not {*edit.fields}.isdisjoint(edit.after.differs(node)):
+        raise _changed(node.name, node)
+
+
+def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
+    """Put back what stood at each path, made of what stands there now; returns the paths of the modules that hold it."""
+    now = {path: submodules.find(graph_module, path) for path in edit.left}
+    for path, left in edit.left.items():
+        if left is None and now[path] is not None:
+            raise UndoError(
+                f"other modules stand at {path} now, a name that the pass had freed. Give them other names first"
+            )
+        if left is not None and not left.fits(now[path]):
+            raise _changed(path)
+    assert edit.restore is not None
+    left_behind = {path: left for path, left in edit.left.items() if left is not None}
+    restored = dict(edit.restore({path: now[path] for path in left_behind}, left_behind))
+    _tie(graph_module, restored, edit.ties)
+    for path, value in restored.items():
+        if isinstance(value, nn.Module):
+            value.__dict__.pop(PROVENANCE, None)
+            if made_by := edit.made_by.get(path):
+                value.__dict__[PROVENANCE] = made_by
+            twin = path if path in left_behind else next(iter(left_behind), "")
+            was = left_behind[twin].training if twin else edit.training
+            is_now = (now[twin] if twin else graph_module).training
+            if was != is_now:
+                value.train(is_now)
+    return submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
+
+
+def _tie(graph_module: GraphModule, restored: dict[str, Any], ties: Mapping[str, str]) -> None:
+    """Make tensors that are to be put back the ones that are at other names, which they were before."""
+    for name, other in ties.items():
+        path = next(prefix for prefix in submodules.prefixes(name) if prefix in restored)
+        mine = dict(submodules.tensors_of({path: restored[path]}))[name]
+        tensor = submodules.find(graph_module, other)
+        if not isinstance(tensor, Tensor) or tensor.shape != mine.shape or not torch.equal(tensor, mine):
+            raise UndoError(
+                f"{name} was the same tensor as {other}, and the two have other values now. Make them equal again first"
+            )
+        if path == name:
+            restored[path] = tensor
+        else:
+            owner, _ = submodules.split_path(name[len(path) + 1 :])
+            submodules.place(submodules.module_at(restored[path], owner), name, tensor)
+
+
+def _changed(what: str, node: Node | None = None) -> UndoError:
+    """The error to raise where something is not as a pass left it."""
+    where = f", at {graph.place(node)}" if node is not None else ""
+    return UndoError(
+        f"{what} was changed since{where}. Undo that change first, or take a copy from before it"
+    )

@@ -1,0 +1,108 @@
+"""One form for the spellings of a call: as a function, a method, an operator of Python, or a layer without weights."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from fxopt import graph
+from fxopt.operators import is_torch_module, name_of
+from fxopt.torch_internals import schema_of
+
+COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
+"""Operators that give the same for their two arguments the other way round."""
+
+_IDLE = {"inplace": False, "_stacklevel": 3}
+
+
+class Call(NamedTuple):
+    """An operator, and its arguments by name, without those that have their default value."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
+    """The operator that a node calls, and its arguments; `None` if it calls something else.
+
+    Args:
+        node: the node.
+        module: the module that it calls.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> x = torch.fx.Graph().placeholder("x")
+        >>> calls = x.graph.call_method("softmax", (x, -1)), x.graph.call_function(F.softmax, (x,), {"dim": -1})
+        >>> call_of(calls[0]), call_of(calls[0]) == call_of(calls[1])
+        (Call(name='softmax', arguments={'self': x, 'dim': -1}), True)
+    """
+    if module is not None:
+        value = graph.input_of(node, module)
+        inner = _inside(module) if value is not None else None
+        if inner is None:
+            return None
+        return Call(
+            inner.name, {name: value if isinstance(a, Node) else a for name, a in inner.arguments.items()}
+        )
+    name = name_of(node)
+    arguments = _bound(node, name) if name else None
+    return None if arguments is None else Call(name, arguments)
+
+
+def _inside(module: nn.Module) -> Call | None:
+    """The operator that a layer of torch without weights calls, if that is one operator of its input."""
+    if not is_torch_module(module) or any(
+        True for _ in (*module.parameters(), *module.buffers(), *module.children())
+    ):
+        return None
+    inside = Graph()
+    given = Proxy(inside.placeholder("input"), GraphAppendingTracer(inside))
+    try:
+        made = module.forward(given)
+    except Exception:  # it asks for the value
+        return None
+    if len(inside.nodes) != 2 or not isinstance(made, Proxy):
+        return None
+    return call_of(made.node)
+
+
+def _bound(node: Node, name: str) -> dict[str, Any] | None:
+    """The arguments of a call by name, without defaults; by position where the names are unknown."""
+    if node.op == "call_function" and isinstance(node.target, types.FunctionType):
+        try:
+            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except TypeError:
+            return None
+        defaults = {p.name: p.default for p in inspect.signature(node.target).parameters.values()}
+        return _named(bound.arguments, defaults)
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = schema_of(getattr(packet, overload)).arguments
+        names = [each.name for each in arguments if not each.kwarg_only]
+        given = {("self" if key == "input" else key): value for key, value in node.kwargs.items()}
+        if len(node.args) <= len(names) and given.keys() <= {each.name for each in arguments}:
+            defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+            return _named(dict(zip(names, node.args, strict=False)) | given, defaults)
+    return None if node.kwargs else {str(place): value for place, value in enumerate(node.args)}
+
+
+def _named(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in arguments.items():
+        default = _IDLE.get(name, defaults.get(name, inspect.Parameter.empty))
+        if (
+            isinstance(value, Node)
+            or name == "_stacklevel"
+            or value != default
+            or type(value) is not type(default)
+        ):
+            found["self" if name == "input" else name] = value
+    found.pop("_stacklevel", None)
+    return found

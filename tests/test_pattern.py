@@ -1,0 +1,326 @@
+"""Passes in two functions: what they find, what they refuse, the proof of a rule, and undo."""
+
+import copy
+import dataclasses
+import operator
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxopt
+from fxopt import PassError, Pattern, UndoError
+from fxopt.testing import assert_equivalent, assert_round_trip, randomise
+from tests.modules import module
+
+
+class RemoveRepeatedReLU(Pattern):
+    def pattern(self, x):
+        return torch.relu(torch.relu(x))
+
+    def replacement(self, x):
+        return torch.relu(x)
+
+
+class FoldNumber(Pattern):
+    def pattern(self, x, c: float, linear: nn.Linear):
+        return linear(x * c)
+
+    def refuses(self, x, c, linear):
+        return "it is zero" if c == 0 else None
+
+    def replacement(self, x, c, linear):
+        folded = copy.deepcopy(linear)
+        folded.weight.mul_(c)
+        return folded(x)
+
+    def inverse(self, new, c):
+        old = copy.deepcopy(new)
+        old.weight.div_(c)
+        return old
+
+
+class FuseConsecutive(Pattern):
+    def pattern(self, x, first: nn.Linear, second: nn.Linear):
+        return second(first(x))
+
+    def replacement(self, x, first, second):
+        fused = copy.deepcopy(second)
+        bias = torch.zeros_like(first.weight[:, 0]) if first.bias is None else first.bias
+        fused.in_features, fused.weight = first.in_features, nn.Parameter(second.weight @ first.weight)
+        fused.bias = nn.Parameter(F.linear(bias, second.weight, second.bias))
+        return fused(x)
+
+
+class SplitNorm(Pattern):
+    """One layer becomes two, of which one is new."""
+
+    def pattern(self, x, norm: nn.LayerNorm):
+        return norm(x)
+
+    def replacement(self, x, norm):
+        plain = copy.deepcopy(norm)
+        plain.weight.fill_(1)
+        plain.bias.fill_(0)
+        scale = nn.Linear(norm.weight.numel(), norm.weight.numel()).to(norm.weight)
+        scale.weight.copy_(norm.weight.diag())
+        scale.bias.copy_(norm.bias)
+        return scale.train(norm.training)(plain(x))
+
+    def opens_sites(self, graph_module, sites):
+        return False
+
+
+X = torch.randn(3, 4)
+
+
+def traced(forward, **layers):
+    layers = layers or {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    return fxopt.trace(randomise(module(forward, **layers)).eval(), (X,))
+
+
+def check(pass_, graph_module, sites=1):
+    """Rewritten at so many places, equivalent, and undone exactly."""
+    before = copy.deepcopy(graph_module)
+    assert len(pass_.explain(graph_module).sites) == sites, pass_.explain(graph_module)
+    after = pass_(graph_module, verify=True)
+    wide = fxopt.trace(copy.deepcopy(before).double(), (X.double(),))
+    assert_equivalent(before, after, (X,), float64=(wide, pass_(copy.deepcopy(wide))))
+    for carried in (pickle.loads(pickle.dumps(after)), after):
+        assert_round_trip(before, fxopt.undo(carried))
+
+
+SPELLINGS = [
+    lambda m, x: m.r(m.r2(x)),
+    lambda m, x: F.relu(m.r(x)),
+    lambda m, x: torch.relu(x).relu(),
+    lambda m, x: F.relu(F.relu(x, inplace=False)),
+    lambda m, x: m.r(torch.relu(x)) + x,
+]
+
+
+@pytest.mark.parametrize("forward", SPELLINGS)
+def test_spellings_of_a_function_are_one(forward):
+    check(RemoveRepeatedReLU(), traced(forward, r=nn.ReLU(), r2=nn.ReLU()))
+
+
+def test_places_that_overlap_are_rewritten_one_after_the_other():
+    check(RemoveRepeatedReLU(), traced(lambda m, x: torch.relu(torch.relu(torch.relu(x)))), 2)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.a(x * 0.5),
+        lambda m, x: m.a(0.5 * x),
+        lambda m, x: m.a(torch.mul(x, 0.5)),
+        lambda m, x: m.a(x.mul(0.5)) + 1,
+        lambda m, x: m.a(torch.mul(input=x, other=0.5)),
+        lambda m, x: m.b(m.a(x * 0.5)),
+        lambda m, x: m.a(x * 2),
+    ],
+)
+def test_numbers_and_layers_are_found(forward):
+    check(FoldNumber(), traced(forward))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_two_layers_become_one(bias):
+    first, second = nn.Linear(4, 7, bias=bias), nn.Linear(7, 4)
+    check(FuseConsecutive(), traced(lambda m, x: m.second(m.first(x)).tanh(), first=first, second=second))
+
+
+def test_one_layer_becomes_two():
+    check(SplitNorm(), traced(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)))
+
+
+class Softmax(Pattern):
+    def pattern(self, x, scale: float):
+        return (x * scale).softmax(-1)
+
+    def replacement(self, x, scale):
+        return F.softmax(x.mul(scale), dim=-1)
+
+    def opens_sites(self, graph_module, sites):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("forward", "sites"),
+    [
+        (lambda m, x: torch.softmax(x * 2, dim=-1), 1),
+        (lambda m, x: m.s(2 * x), 1),
+        (lambda m, x: F.softmax(x * 2, 1), 0),
+        (lambda m, x: F.softmax(x * 2, -1, dtype=torch.float64), 0),
+        (lambda m, x: (x * x).softmax(-1), 0),
+    ],
+)
+def test_options_have_to_be_equal_and_defaults_are_left_out(forward, sites):
+    graph_module = traced(forward, s=nn.Softmax(-1))
+    check(Softmax(), graph_module, sites) if sites else None
+    assert len(Softmax().explain(graph_module).sites) == sites
+
+
+def hooked(forward):
+    graph_module = traced(forward)
+    graph_module.a.register_forward_hook(lambda *args: None)
+    return graph_module
+
+
+def tied(forward):
+    graph_module = traced(forward)
+    graph_module.b.weight = graph_module.a.weight
+    return graph_module
+
+
+@pytest.mark.parametrize(
+    ("graph_module", "pass_", "reason"),
+    [
+        (hooked(lambda m, x: m.a(x * 2)), FoldNumber(), "hooks"),
+        (tied(lambda m, x: m.a(x * 2) + m.b(x)), FoldNumber(), "shares memory with b.weight"),
+        (traced(lambda m, x: m.a(m.a(x * 2))), FoldNumber(), "also called by"),
+        (traced(lambda m, x: (lambda y: m.a(y) + y)(x * 2)), FoldNumber(), "also used by add"),
+        (
+            traced(lambda m, x: (lambda z: (lambda y: (z.add_(1), m.a(y))[1] + z)(z * 2))(x + 1)),
+            FoldNumber(),
+            "may write",
+        ),
+        (traced(lambda m, x: m.a(x * 0.0)), FoldNumber(), "it is zero"),
+        (traced(lambda m, x: F.relu_(torch.relu(x))), RemoveRepeatedReLU(), "writes"),
+        (
+            torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.ReLU())),
+            RemoveRepeatedReLU(),
+            "capture the model with fxopt.trace",
+        ),
+    ],
+)
+def test_places_that_are_not_safe_are_refused(graph_module, pass_, reason):
+    explanation = pass_.explain(graph_module)
+    assert not explanation.sites
+    assert any(reason in said for *_, said in explanation.refusals), explanation
+    code = graph_module.code
+    assert pass_(graph_module).code == code
+
+
+class SubLinear(nn.Linear):
+    pass
+
+
+def test_a_subclass_of_a_layer_is_another_layer():
+    assert not FoldNumber().explain(traced(lambda m, x: m.a(x * 2), a=SubLinear(4, 4))).rows
+
+
+class Odd(FoldNumber):
+    def __init__(self, change):
+        self.change = change
+
+    def replacement(self, x, c, linear):
+        return self.change(copy.deepcopy(linear), x, c)
+
+
+def scaled(linear, x, c):
+    linear.weight.mul_(c)
+    return linear(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda linear, x, c: linear(x), "is wrong: for .*off by"),
+        (lambda linear, x, c: linear(x) * c, "is wrong"),  # but for a bias of zero
+        (lambda linear, x, c: scaled(linear, x, 2.0), "is wrong"),  # right for the number of the graph
+        (lambda linear, x, c: scaled(linear, x, c).float(), "is wrong.*float32"),
+        (lambda linear, x, c: scaled(linear, x, c)[:1], "is wrong"),
+        (lambda linear, x, c: 3, "is wrong.* is 3, it was torch.float64"),
+        (
+            lambda linear, x, c: scaled(linear.train(), x, c),
+            "training=True, and the old layers have training=False",
+        ),
+        (lambda linear, x, c: scaled(linear.requires_grad_(False), x, c), "requires_grad=False"),
+    ],
+)
+def test_a_wrong_rule_is_an_error_before_anything_is_changed(change, message):
+    graph_module = traced(lambda m, x: m.a(x * 2.0))
+    nn.init.zeros_(graph_module.a.bias)
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(PassError, match=message):
+        Odd(change)(graph_module)
+    assert_round_trip(before, graph_module)
+
+
+def test_a_replacement_that_writes_into_the_layer_is_an_error():
+    graph_module = traced(lambda m, x: m.a(x * 2.0))
+    before = copy.deepcopy(graph_module)
+
+    class Writes(FoldNumber):
+        def replacement(self, x, c, linear):
+            linear.weight.mul_(c)
+            return linear(x)
+
+    with pytest.raises(PassError, match="writes into a.weight"):
+        Writes()(graph_module)
+    assert_round_trip(before, graph_module)
+
+
+def test_an_annotation_that_is_no_layer_is_an_error():
+    class Texts(RemoveRepeatedReLU):
+        def pattern(self, x: str):
+            return torch.relu(x)
+
+    with pytest.raises(PassError, match="the parameter x of Texts.pattern is annotated"):
+        Texts().explain(traced(lambda m, x: torch.relu(x)))
+
+
+def test_inverse_keeps_training():
+    graph_module = traced(lambda m, x: m.a(x * 2.0))
+    after = FoldNumber()(copy.deepcopy(graph_module))
+    with torch.no_grad():
+        after.a.weight.add_(1)
+    restored = fxopt.undo(pickle.loads(pickle.dumps(after)))
+    torch.testing.assert_close(restored.a.weight, graph_module.a.weight + 0.5)
+    torch.testing.assert_close(restored(X), after(X))
+
+
+def test_without_inverse_new_weights_are_not_lost():
+    after = FuseConsecutive()(traced(lambda m, x: m.b(m.a(x))))
+    with torch.no_grad():
+        after.b.weight.add_(1)
+    with pytest.raises(UndoError, match="have changed since"):
+        fxopt.undo(after)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToQuickGelu(Pattern):
+    preserves_computation = False
+    tolerance = 0.05
+
+    def pattern(self, x):
+        return F.gelu(x)
+
+    def replacement(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+def test_an_approximation_is_held_to_its_tolerance():
+    graph_module = traced(lambda m, x: m.g(m.a(x)), a=nn.Linear(4, 4), g=nn.GELU())
+    assert len(fxopt.history(ToQuickGelu()(graph_module, verify=True))) == 1
+
+
+def test_layers_of_other_threads_compute_as_ever():
+    layer, stop, seen = nn.Linear(4, 4), threading.Event(), []
+
+    def run():
+        while not stop.is_set():
+            seen.append(layer(X))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(20):
+        FoldNumber()(traced(lambda m, x: m.a(x * 2.0)))
+    stop.set()
+    thread.join()
+    assert all(torch.equal(each, seen[0]) for each in seen)
+    assert operator.eq(nn.Module.__call__.__name__, "_wrapped_call_impl")
