@@ -128,14 +128,17 @@ def _called(branch: Any, node: Node) -> nn.Module | None:
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:
+    packet: Any = getattr(torch.ops.aten, graph.function_name(node), None)
     names = graph.positional(node.target)
-    if not names:  # `torch.batch_norm` and operators of aten have no signature
-        return tuple(node.all_input_nodes)
+    if not names and hasattr(packet, "default"):
+        names = [argument.name for argument in schema_of(packet.default).arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
     flag, default = ("training", False) if "training" in names else ("use_input_stats", True)
-    trains = graph.argument(node, flag)
-    if not (default if trains is None else trains):
-        return ()
-    statistics = (graph.argument(node, name) for name in ("running_mean", "running_var"))
+    if not names or node.op != "call_function":
+        return tuple(node.all_input_nodes)
+    statistics = (
+        (given.get(name) for name in ("running_mean", "running_var")) if given.get(flag, default) else ()
+    )
     return tuple(value for value in statistics if isinstance(value, Node))
 
 

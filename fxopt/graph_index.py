@@ -198,6 +198,27 @@ class GraphIndex:
             return f"{writer.name} may write into the statistics or weights of {node.target}"
         return reason
 
+    def moving_obstacle(self, read: Node) -> str | None:
+        """Return the reason against moving the tensor that a `get_attr` node reads into a layer for the user of the node.
+
+        Nothing else may read, write or share the tensor.
+        """
+        path = str(read.target)
+        tensor = attribute(self.graph_module, path)
+        if len(read.users) > 1 or any(
+            n is not read and n.target == path for n in self.nodes if n.op == "get_attr"
+        ):
+            return f"{path} is also read elsewhere"
+        others = [other for _, other in self.sharing(read) if other != path]
+        if others:
+            return f"{path} shares memory with {others[0]}"
+        if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+            return f"{path} is a {type(tensor).__name__}, not a plain parameter"
+        if backward_hooks_of(tensor) or accumulation_hooks_of(tensor):
+            return f"{path} has hooks"
+        writer = self.memory.writer_of(tensor)
+        return self._foreign_parent(path) or (f"{writer.name} may write into {path}" if writer else None)
+
     def removable(self, node: Node) -> bool:
         """Return True if the module that `node` calls can be deleted once no node calls it."""
         module, path = self.module(node), str(node.target)

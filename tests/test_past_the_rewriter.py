@@ -116,7 +116,7 @@ def adds_a_buffer(gm, mul):
         (sets_the_weight, r"changed layer\.weight without"),
         (freezes, "requires_grad of layer.weight"),
         (sets_an_option, "the attribute p of drop"),
-        (hooks_a_module, "the hooks of a module"),
+        (hooks_a_module, "the hooks of drop"),
         (makes_a_node, "the node relu, which it made"),
         (changes_a_node, "args of the node mul"),
         (adds_a_buffer, "changed number without"),

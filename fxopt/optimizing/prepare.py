@@ -34,6 +34,7 @@ from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
+from fxopt.passes.make_layers import MakeLayers
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
 from fxopt.passes.quantize_linears import QuantizeLinears
@@ -173,6 +174,7 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
+        MakeLayers(),
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),

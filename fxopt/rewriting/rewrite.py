@@ -159,7 +159,7 @@ class Rewrite(Transformation, Generic[S]):
         """Rewrite all sites; returns what became of each, and the nodes to mark."""
         graph_module, marked = rewriter.graph_module, list[Node]()
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
-        verifier = Verifier(self, graph_module, verify)
+        verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
         for _ in range(limit := 1 + len(graph_module.graph.nodes)):
             found = found_by(self, graph_module)
             rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
@@ -168,7 +168,7 @@ class Rewrite(Transformation, Generic[S]):
                 row, start = rows[node_of(site).name], len(rewriter.log)
                 settled.add(row.node)
                 before = snapshot if verify is False else Snapshot(graph_module)
-                with refuse_writes(self, snapshot):
+                with writes:
                     nodes = self._rewrite_site(rewriter, site, row)
                 if verify is not False:
                     check_log(self, before, rewriter.log[start:])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -15,15 +16,15 @@ from fxopt.errors import PassError
 from fxopt.graph import free_name
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap, renamed
-from fxopt.rewriting.record import PassRecord, orders_of, set_steps, steps_of
+from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
 from fxopt.submodules import find, is_inside, tensors_of
 from fxopt.torch_internals import (
-    REGISTRIES,
+    BUFFERS,
+    MODULES,
+    NON_PERSISTENT,
+    PARAMETERS,
     TorchDispatchMode,
-    buffers_of,
     is_erased,
-    modules_of,
-    parameters_of,
     root_of,
     schema_of,
     used_names,
@@ -52,6 +53,72 @@ class _Row(NamedTuple):
         return node.args is self.args and node.kwargs is self.kwargs and node.target is self.target
 
 
+_TABLES = (MODULES, PARAMETERS, BUFFERS)
+_KEPT = (*_TABLES, NON_PERSISTENT, *(name for name in vars(nn.Module()) if name.endswith("_hooks")))
+"""The attributes of each module in which torch keeps what a module holds, and hooks."""
+
+
+class _Module(NamedTuple):
+    """A module, its attributes, and the contents of those that hold something, at that time."""
+
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module) -> _Module:
+        attributes = dict(vars(module))
+        # Those of scripted modules are no dicts, but views of C++ objects.
+        kept = ((name, attributes.get(name)) for name in _KEPT)
+        contents = {name: each.copy() for name, each in kept if isinstance(each, dict | set)}
+        return cls(path, module, attributes, contents)
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """The modules, parameters and buffers that it held, by qualified name."""
+        for table in _TABLES:
+            for name, value in self.contents.get(table, {}).items():
+                if value is not None and not isinstance(value, PassRecord):
+                    yield self.place(name), value
+
+    def place(self, name: str) -> str:
+        """The qualified name of an attribute."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def changed(self) -> Iterator[str]:
+        """The qualified names of the modules, parameters and buffers that are not what they were."""
+        for table in self.contents.keys() & _TABLES:
+            now, before = vars(self.module)[table], self.contents[table]
+            if not _same(now, before):
+                names = (name for name in before | now if now.get(name) is not before.get(name))
+                yield from (self.place(name) for name in names if name != RECORD)
+
+    def other_change(self) -> str | None:
+        """A change of hooks or options, in words."""
+        now = vars(self.module)
+        for name in self.contents:
+            if name.endswith("_hooks") and now[name] != self.contents[name]:
+                return f"the hooks of {self.path or 'the graph module'} ({name.strip('_')})"
+        before = self.attributes
+        for name in [] if _same(now, before) else now | before:
+            if name[0] != "_" and not (name in now and name in before and now[name] is before[name]):
+                return f"the attribute {name} of {self.path or 'the graph module'}"
+        return None
+
+    def put_back(self) -> None:
+        now = vars(self.module)
+        for name in [name for name in now if name[0] != "_" and name not in self.attributes]:
+            del now[name]
+        now.update({name: value for name, value in self.attributes.items() if name[0] != "_"})
+        for name, each in self.contents.items():
+            now[name].clear()
+            now[name].update(each)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(map(operator.is_, map(one.get, other), other.values()))
+
+
 class Snapshot:
     """The nodes of a graph module, what its modules hold, and their options, at the time when this was made.
 
@@ -59,7 +126,6 @@ class Snapshot:
 
     Attributes:
         graph_module: the graph module.
-        held: the modules, parameters and buffers by qualified name.
         steps: the passes that had been applied.
         orders: the orders of the record.
 
@@ -78,17 +144,22 @@ class Snapshot:
         self._names = {row.node: name for name, row in self._rows.items()}
         self._used_names = set(used_names(self._graph))
         self.steps, self.orders = steps_of(graph_module), orders_of(graph_module)
-        self.held = dict(_held(graph_module))
-        modules = [module for module in graph_module.modules() if not isinstance(module, PassRecord)]
-        self._registries = [
-            (name, cast(dict[str, Any], held), held.copy())
-            for module in modules
-            for name, held in vars(module).items()
-            if name in REGISTRIES or (name.endswith("_hooks") and isinstance(held, dict))
+        self._modules = [
+            _Module.of(path, module)
+            for path, module in graph_module.named_modules()
+            if not isinstance(module, PassRecord)
         ]
-        self._options = [(module, _options(module)) for module in modules]
-        tensors = (value for value in self.held.values() if isinstance(value, Tensor))
-        self._requires_grad = [(tensor, tensor.requires_grad) for tensor in tensors]
+        self._requires_grad = [
+            (tensor, tensor.requires_grad)
+            for each in self._modules
+            for tensor in each.contents.get(PARAMETERS, {}).values()
+            if tensor is not None
+        ]
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The modules, parameters and buffers by qualified name."""
+        return {name: value for each in self._modules for name, value in each.held()}
 
     @property
     def states(self) -> dict[str, NodeState]:
@@ -105,7 +176,7 @@ class Snapshot:
         Args:
             result: the graph module, or another that was made of it; the modules of another are not compared.
         """
-        held = dict(_held(result)) if result is self.graph_module else self.held
+        held = Snapshot(result).held if result is self.graph_module else self.held
         places = [place for place in self.held | held if self.held.get(place) is not held.get(place)]
         taken, put = ({place: side.get(place) for place in places} for side in (self.held, held))
         swaps = [Swap(taken, put, None, result.training)] if places else []
@@ -136,8 +207,9 @@ class Snapshot:
         for path, value in self.held.items():
             if isinstance(value, Tensor):
                 names.setdefault(id(value), []).append(path)
+        names = {identity: places for identity, places in names.items() if len(places) > 1}
         found, taken = list[dict[str, str]](), set[str]()
-        for edit in log:
+        for edit in log if names else ():
             swapped = edit.before if isinstance(edit, Swap) else {}
             taken |= {*swapped}
             before = {path: value for path, value in swapped.items() if value is not None}
@@ -145,11 +217,11 @@ class Snapshot:
             for name, tensor in tensors_of(before):
                 other = next((n for n in names.get(id(tensor), ()) if not is_inside(n, taken)), None)
                 found[-1] |= {name: other} if other else {}
-        return found
+        return found or [{} for _ in log]
 
     def past(self, log: Sequence[Edit]) -> str | None:
         """Name a change since that is not in the log of a rewriter; None if all changes are."""
-        logged, put = dict[str, NodeState | None](), dict[str, Any]()
+        logged = dict[str, NodeState | None]()
         for edit in log:
             if isinstance(edit, NodeEdit):
                 known = logged.get(edit.name) or (self._state(edit.name) if edit.name in self._rows else None)
@@ -160,9 +232,6 @@ class Snapshot:
                 for user in edit.users:
                     state = logged[user] if user in logged else self._state(user)
                     logged[user] = state and renamed(state, edit.old, edit.new)
-            elif isinstance(edit, Swap):
-                put = {path: value for path, value in put.items() if not is_inside(path, edit.after)}
-                put |= edit.after
         found = {edit.name: edit.after for edit in self._node_edits(self.graph_module)}
         for name in found | logged:
             before = self._state(name) if name in self._rows else None
@@ -172,40 +241,30 @@ class Snapshot:
                     return f"the node {name}, which it {'erased' if node is None else 'made'}"
             elif fields := told.differs(node):
                 return f"{' and '.join(fields)} of the node {name}"
+        put = dict[str, Any]()
+        for edit in reversed(log):
+            after = edit.after if isinstance(edit, Swap) else {}
+            put |= {path: value for path, value in after.items() if not is_inside(path, put)}
         return self._past_modules(put)
 
     def _past_modules(self, put: Mapping[str, Any]) -> str | None:
-        held = dict(_held(self.graph_module))
-        for path in self.held | held:
-            if self.held.get(path) is not held.get(path) and not is_inside(path, put):
-                return path
+        for each in self._modules:
+            for path in each.changed():
+                if not is_inside(path, put):
+                    return path
         for path, value in put.items():
             if find(self.graph_module, path) is not value:
                 return path
-        names = {id(value): path for path, value in reversed(self.held.items())}
         for tensor, requires_grad in self._requires_grad:
             if tensor.requires_grad != requires_grad:
-                return f"requires_grad of {names[id(tensor)]}"
-        for name, now, before in self._registries:
-            if name not in REGISTRIES and now != before:
-                return f"the hooks of a module ({name.strip('_')})"
-        for module, before in self._options:
-            now, where = _options(module), names.get(id(module), "the graph module")
-            for name in before | now:
-                if name not in now or name not in before or now[name] is not before[name]:
-                    return f"the attribute {name} of {where}"
-        return None
+                name = next(name for name, value in self.held.items() if value is tensor)
+                return f"requires_grad of {name}"
+        return next(filter(None, (each.other_change() for each in self._modules)), None)
 
     def put_back(self) -> None:
         """Bring the graph module back; nodes that were erased come back as copies."""
-        for _, current, before in self._registries:
-            current.clear()
-            current.update(before)
-        for module, options in self._options:
-            kept = vars(module)
-            for name in [name for name in _options(module) if name not in options]:
-                del kept[name]
-            kept.update(options)
+        for each in self._modules:
+            each.put_back()
         for tensor, requires_grad in self._requires_grad:
             tensor.requires_grad_(requires_grad)
         if self.graph_module.graph is not self._graph:
@@ -296,17 +355,3 @@ def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:
         )
 
     return Writes(snapshot, refuse)
-
-
-def _held(graph_module: GraphModule) -> Iterator[tuple[str, Any]]:
-    """Yield the modules, parameters and buffers with their qualified names."""
-    for path, module in graph_module.named_modules():
-        for held in (modules_of(module), parameters_of(module), buffers_of(module)):
-            for name, value in held.items():
-                if value is not None and not isinstance(value, PassRecord):
-                    yield (f"{path}.{name}" if path else name), value
-
-
-def _options(module: nn.Module) -> dict[str, Any]:
-    """The `__dict__` of a module without torch's own registries."""
-    return {name: value for name, value in vars(module).items() if name[0] != "_"}

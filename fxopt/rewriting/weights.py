@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,10 +27,22 @@ _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 def options_of(module: nn.Module) -> str:
     """The options of a module as a text, but for its training flag."""
-    held = vars(module).items()
-    return " ".join(
-        [f"{k}={v!r}" for k, v in held if k[0] != "_" and k not in _NO_OPTIONS and isinstance(v, _PLAIN)]
-    )
+    options: list[Any] = [
+        each
+        for k, v in vars(module).items()
+        if k[0] != "_" and isinstance(v, _PLAIN)
+        for each in (k, type(v), v)
+    ]
+    try:
+        return _text_of(*options)
+    except TypeError:  # a tuple of something that has no hash
+        return _text_of.__wrapped__(*options)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _text_of(*options: Any) -> str:
+    pairs = zip(options[::3], options[2::3], strict=True)
+    return " ".join(f"{name}={value!r}" for name, value in pairs if name not in _NO_OPTIONS)
 
 
 _NO_OPTIONS = ("training", PROVENANCE)

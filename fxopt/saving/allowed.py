@@ -99,7 +99,7 @@ class Names:
             return f"apply:{self.of(value.function)}"
         if isinstance(value, Conditional):
             raise NameRefused("a branch on a value, whose sides are graphs of their own")
-        name = _names().get(value) or qualified_name(value)
+        name = _names().get((value, getattr(value, "__name__", ""))) or qualified_name(value)
         if self.find(name) != value:
             raise NameRefused(f"{name}, which is no longer found by that name")
         return name
@@ -207,10 +207,10 @@ def _hashable(value: Any) -> Any:
 
 @functools.cache
 def _names() -> dict[Any, str]:
-    """The first name of each function."""
+    """The first name of each function; `torch.mm` and `torch.dsmm` are equal, and differ in their own names."""
     names: dict[Any, str] = {}
     for name, function in _functions().items():
-        names.setdefault(function, name)
+        names.setdefault((function, getattr(function, "__name__", "")), name)
     return names
 
 

@@ -1,0 +1,293 @@
+"""Functions of torch on parameters become layers, which other passes find."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fxopt import graph, submodules
+from fxopt.graph_index import GraphIndex
+from fxopt.rewriting.explanation import Refusal
+from fxopt.rewriting.rewrite import ReversibleRewrite
+from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.spelling import call_of
+from fxopt.torch_internals import buffers_of, parameters_of, pytree
+
+
+class Function(NamedTuple):
+    """A function with weights.
+
+    Attributes:
+        value: the argument that is no weight.
+        tensors: the attributes of the layer, by argument.
+        make: makes the layer, on the meta device, of the shapes of its tensors, the rank of its input, and the other
+            arguments. It raises a TypeError for those that the layer does not have, and a ValueError with a reason.
+        turned: whether the layer has the transposed weight.
+    """
+
+    value: str
+    tensors: Mapping[str, str]
+    make: Callable[..., nn.Module]
+    turned: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function on parameters or buffers.
+
+    Attributes:
+        node: the call.
+        value: the input of the layer.
+        reads: the nodes that read the tensors, by attribute of the layer.
+        layer: the layer, on the meta device.
+        turned: whether it has the transposed weight.
+    """
+
+    node: Node
+    value: Node
+    reads: Mapping[str, Node]
+    layer: nn.Module
+    turned: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeLayers(ReversibleRewrite[FunctionCall]):
+    """Makes layers of torch.nn of functions that a model calls on its own parameters and buffers.
+
+    `linear`, `addmm` and `matmul` become `Linear`; convolutions, `batch_norm` with running statistics, `layer_norm`,
+    `group_norm`, `rms_norm` and `embedding` become the layer of that name. Passes that look for layers find them: those of
+    GPT-2, whose `Conv1D` calls `addmm`, and of normalization with a built-in activation.
+
+    A layer takes the parameters themselves over, or a transposed view of them; undo gives the current ones back. A
+    `BatchNorm` layer follows the training flag of the graph module, which the function did not.
+
+    Example:
+        >>> import torch
+        >>> class Scores(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(2, 3))
+        ...     def forward(self, x):
+        ...         return x @ self.weight
+        >>> layers = MakeLayers()(torch.fx.symbolic_trace(Scores()))
+        >>> layers.linear
+        Linear(in_features=2, out_features=3, bias=False)
+        >>> [name for name, _ in MakeLayers()(layers, reverse=True).named_parameters()]
+        ['weight']
+    """
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[FunctionCall | Refusal]:
+        """Yield the calls of functions whose weights nothing else reads."""
+        index = GraphIndex(graph_module)
+        for node in index.nodes:
+            call = call_of(node) if node.op in ("call_function", "call_method") else None
+            function = FUNCTIONS.get(call.name) if call else None
+            if call is None or function is None:
+                continue
+            given = {name: value for name, value in call.arguments.items() if value is not None}
+            value, reads = given.pop(function.value, None), dict[str, Node]()
+            for argument, attribute in function.tensors.items():
+                if isinstance(read := given.get(argument), Node) and read.op == "get_attr":
+                    reads[attribute] = given.pop(argument)
+            if "weight" not in reads or not isinstance(value, Node):
+                continue
+            found = _layer(index, function, value, reads, given)
+            reason = found if isinstance(found, str) else None
+            for read in reads.values():
+                reason = reason or index.moving_obstacle(read)
+            if reason or isinstance(found, str):
+                yield Refusal(node, reason or "")
+            else:
+                yield FunctionCall(node, value, reads, found, function.turned)
+
+    def apply(self, rewriter: Rewriter, site: FunctionCall) -> Node:
+        """Put a layer beside the tensors, which it takes over, and call it."""
+        graph_module, layer = rewriter.graph_module, site.layer
+        names = {attribute: str(read.target) for attribute, read in site.reads.items()}
+        for attribute, name in names.items():
+            tensor = submodules.attribute(graph_module, name)
+            turned = tensor.detach().t() if site.turned and attribute == "weight" else tensor
+            if attribute in buffers_of(layer):
+                buffers_of(layer)[attribute] = tensor
+            elif type(turned) is nn.Parameter:
+                parameters_of(layer)[attribute] = turned
+            else:
+                parameters_of(layer)[attribute] = nn.Parameter(turned, tensor.requires_grad)
+        for name, buffer in buffers_of(layer).items():
+            if buffer is not None and buffer.is_meta:  # the number of batches, which no function counts
+                buffers_of(layer)[name] = torch.zeros_like(buffer, device=tensor.device)
+        parent, _ = submodules.split_path(names["weight"])
+        path = submodules.free_path(graph_module, parent, type(layer).__name__.lower())
+        kept = {
+            attribute: (name, isinstance(submodules.attribute(graph_module, name), nn.Parameter))
+            for attribute, name in names.items()
+        }
+        restore = functools.partial(_tensors, path, kept, site.turned)
+        rewriter.swap({path: layer}, names.values(), restore)
+        rewriter.set(site.node, op="call_module", target=path, args=(site.value,), kwargs={})
+        for read in site.reads.values():
+            rewriter.erase(read)
+        return site.node
+
+
+def _layer(
+    index: GraphIndex, function: Function, value: Node, reads: Mapping[str, Node], given: Mapping[str, Any]
+) -> nn.Module | str:
+    """The layer that computes what a call does, on the meta device, or why there is none."""
+    shapes = dict[str, tuple[int, ...]]()
+    for attribute, read in reads.items():
+        tensor = submodules.find(index.graph_module, str(read.target))
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return f"{read.target} is no floating tensor of a module"
+        shapes[attribute] = tuple(tensor.shape)
+    if function.turned:
+        shapes["weight"] = shapes["weight"][::-1]
+    options = {name: tuple(option) if isinstance(option, list) else option for name, option in given.items()}
+    if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(list(options.values()))):
+        return "an option of the call is computed"
+    try:
+        with torch.device("meta"):
+            layer = function.make(shapes, graph.rank_of(value), **options)
+    except TypeError:
+        return f"the layer has no such options: {', '.join(options)}"
+    except ValueError as error:
+        return str(error)
+    held = {**parameters_of(layer), **buffers_of(layer)}
+    if any(
+        tensor is not None and tuple(held[name].shape) != shapes.get(name)
+        for name, tensor in held.items()
+        if name != COUNT
+    ):
+        return "the shapes of its weights are not those of the layer"
+    return layer.train(index.graph_module.training and not isinstance(layer, nn.modules.batchnorm._BatchNorm))
+
+
+def _tensors(
+    path: str, kept: Mapping[str, tuple[str, bool]], turned: bool, now: Mapping[str, Any], left: object
+) -> dict[str, Tensor]:
+    """The current tensors of the layer, under the names that they had."""
+    found = dict[str, Tensor]()
+    for attribute, (name, is_parameter) in kept.items():
+        tensor = getattr(now[path], attribute)
+        turns = turned and attribute == "weight"
+        if is_parameter and turns:
+            found[name] = nn.Parameter(tensor.detach().t(), tensor.requires_grad)
+        else:
+            found[name] = tensor if is_parameter or attribute in buffers_of(now[path]) else tensor.detach()
+            found[name] = found[name].t() if turns else found[name]
+    return found
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+COUNT = "num_batches_tracked"
+
+
+def _linear(shapes: Shapes, rank: int | None) -> nn.Module:
+    if len(shapes["weight"]) != 2:
+        raise ValueError("its weight is no matrix")
+    outputs, inputs = shapes["weight"]
+    return nn.Linear(inputs, outputs, "bias" in shapes)
+
+
+def _conv(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
+    def make(
+        shapes: Shapes, _: int | None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> nn.Module:
+        given, taken, *size = shapes["weight"]
+        if len(size) != rank:
+            raise ValueError("its weight has other dimensions")
+        return kind(taken * groups, given, tuple(size), stride, padding, dilation, groups, "bias" in shapes)
+
+    return make
+
+
+def _transposed(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
+    def make(
+        shapes: Shapes,
+        _: int | None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> nn.Module:
+        taken, given, *size = shapes["weight"]
+        if len(size) != rank:
+            raise ValueError("its weight has other dimensions")
+        options = stride, padding, output_padding, groups, "bias" in shapes, dilation
+        return kind(taken, given * groups, tuple(size), *options)
+
+    return make
+
+
+def _batch_norm(
+    shapes: Shapes,
+    rank: int | None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> nn.Module:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(rank or 0)
+    if training:
+        raise ValueError("it normalises by the statistics of the batch")
+    if kind is None or len(shapes) != 4:
+        raise ValueError("the rank of its input is unknown, or it lacks weights or statistics")
+    return kind(shapes["weight"][0], eps, momentum)
+
+
+def _layer_norm(
+    shapes: Shapes, rank: int | None, normalized_shape: Any, eps: float = 1e-5, cudnn_enable: bool = True
+) -> nn.Module:
+    return nn.LayerNorm(normalized_shape, eps, bias="bias" in shapes)
+
+
+def _group_norm(
+    shapes: Shapes, rank: int | None, num_groups: int, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> nn.Module:
+    return nn.GroupNorm(num_groups, shapes["weight"][0], eps)
+
+
+def _rms_norm(shapes: Shapes, rank: int | None, normalized_shape: Any, eps: float | None = None) -> nn.Module:
+    return nn.RMSNorm(normalized_shape, eps)
+
+
+def _embedding(
+    shapes: Shapes,
+    rank: int | None,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> nn.Module:
+    rows, columns = shapes["weight"]
+    padding = None if padding_idx == -1 else padding_idx
+    return nn.Embedding(rows, columns, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+_BOTH = {"weight": "weight", "bias": "bias"}
+_STATISTICS = {"running_mean": "running_mean", "running_var": "running_var"}
+FUNCTIONS: Mapping[str, Function] = {
+    "linear": Function("self", _BOTH, _linear),
+    "addmm": Function("mat1", {"mat2": "weight", "self": "bias"}, _linear, turned=True),
+    "matmul": Function("self", {"other": "weight"}, _linear, turned=True),
+    "mm": Function("self", {"mat2": "weight"}, _linear, turned=True),
+    **{f"conv{n}d": Function("self", _BOTH, _conv(getattr(nn, f"Conv{n}d"), n)) for n in (1, 2, 3)},
+    **{
+        f"conv_transpose{n}d": Function("self", _BOTH, _transposed(getattr(nn, f"ConvTranspose{n}d"), n))
+        for n in (1, 2, 3)
+    },
+    "batch_norm": Function("self", {**_BOTH, **_STATISTICS}, _batch_norm),
+    "layer_norm": Function("self", _BOTH, _layer_norm),
+    "group_norm": Function("self", _BOTH, _group_norm),
+    "rms_norm": Function("self", {"weight": "weight"}, _rms_norm),
+    "embedding": Function("self", {"weight": "weight"}, _embedding),
+}
+"""The functions by the name of their operator."""
