@@ -73,7 +73,7 @@ def described(graph_module: GraphModule, node: Node) -> Any:
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             module = submodules.module_at(graph_module, str(node.target))
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            fake = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            fake = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in tensors.items()}
             return torch.func.functional_call(module, fake, args, kwargs)
     except Exception:  # whatever a function raises on what has no data
         return None

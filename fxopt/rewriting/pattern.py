@@ -10,30 +10,24 @@ import inspect
 import threading
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate, map_arg
-from torch.fx.proxy import GraphAppendingTracer
+from torch.fx.proxy import GraphAppendingTracer, TraceError
 
-from fxopt import graph, submodules
-from fxopt.errors import PassError
+from fxopt import effects, graph, submodules
+from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
-from fxopt.rewriting.agreement import error_of, unlike
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.random_inputs import Numbers
+from fxopt.rewriting.proof import prove
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.spelling import COMMUTATIVE, Call, call_of
-from fxopt.rewriting.weights import Left, Restore, options_of
-
-RTOL = 1e-9
-"""Limit of the error in float64, relative to the largest value of a row."""
-
-NUMBERS = (0.3, -1.7)
-"""Numbers that take the place of the number of a site in further proofs."""
+from fxopt.rewriting.spelling import Call, call_of, ways
+from fxopt.rewriting.weights import Keep, Left, Restore
+from fxopt.torch_internals import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +46,6 @@ class Found:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     calls: dict[str, Node] = dataclasses.field(default_factory=dict)
 
-    def copy(self) -> Found:
-        """A copy, to try another way."""
-        return Found(self.node, dict(self.inside), dict(self.values), dict(self.calls))
-
 
 class Pattern(ReversibleRewrite[Found]):
     """A pass in two functions: `replacement` takes the place of `pattern`, wherever a graph computes this.
@@ -64,12 +54,12 @@ class Pattern(ReversibleRewrite[Found]):
     layer of exactly this class. Both functions compute one value. Functions, methods, operators of Python and layers without
     weights are one spelling, and so are both orders of `+` and `*`.
 
-    `replacement` gets the numbers and layers of a place. It may call these layers, and new ones that it makes, and changes
-    none that it was given: a copy first. New layers have the dtype, device, `requires_grad` and training flag of the old ones.
+    `replacement` gets the numbers and layers of a place. It calls these layers, or new ones; it changes no layer that it was
+    given, but a copy. A new layer must have the dtype, device, `requires_grad` and training flag of the old layers.
 
     A place is left alone, with the reason, where layers have hooks, shared weights or other calls, where other nodes use a
     value inside, or where one writes into what is computed. Before the first place of a kind is rewritten, both functions run
-    on random values, weights and numbers in float64; a rule that is wrong is a `PassError`, and nothing is changed.
+    on random values, weights and numbers; a rule that is wrong is a `PassError`, and nothing is changed.
 
     Example:
         >>> import copy, torch
@@ -94,7 +84,6 @@ class Pattern(ReversibleRewrite[Found]):
     """
 
     preserves_computation = True
-    _proved: ClassVar[set[tuple[Any, ...]]] = set()
 
     @abc.abstractmethod
     def pattern(self, *values: Any, **named: Any) -> Any:
@@ -105,22 +94,22 @@ class Pattern(ReversibleRewrite[Found]):
         """Compute what takes its place."""
 
     def refuses(self, *values: Any, **named: Any) -> str | None:
-        """Say why a place is to be left alone: gets what `replacement` gets, with nodes for values."""
+        """Return a reason to leave a place alone; gets the parameters by name, with nodes for values."""
         return None
 
     inverse: Callable[..., Any] | None = None
-    """Makes the old layer, or a tuple of the old ones in the order of the parameters, of the new layer and the numbers of a
-    place, which it gets by name. Without it, undo puts copies of the old layers back, unless the new weights have changed."""
+    """Returns the old layer, or a tuple of the old layers in the order of the parameters; gets the new layer, and the numbers by
+    name. Undo calls it where the new weights have changed, and raises `UndoError` there if a pass has none."""
 
     def match(self, graph_module: GraphModule) -> Iterator[Found | Refusal]:
-        """Yield the places that compute the pattern and do not overlap."""
+        """Yield the places that compute the pattern and do not overlap; others are found when these are rewritten."""
         wanted, index, taken = _Wanted(self), GraphIndex(graph_module), set[Node]()
         for node in index.nodes:
             found = wanted.found_at(node, index)
-            if found is None or not taken.isdisjoint(found.inside.values()):
+            if found is None or not taken.isdisjoint((*found.inside.values(), *_nodes(found.values))):
                 continue
-            taken.update(found.inside.values())
-            reason = self._obstacle(index, found, wanted) or self._unproved(found, wanted)
+            reason = self._obstacle(index, found, wanted)
+            taken.update(() if reason else found.inside.values())
             yield Refusal(node, reason) if reason else found
 
     def opens_sites(self, graph_module: GraphModule, sites: Iterable[Found]) -> bool:
@@ -129,7 +118,7 @@ class Pattern(ReversibleRewrite[Found]):
 
     def apply(self, rewriter: Rewriter, site: Found) -> Node:
         """Write the replacement in front of the result of the pattern, and erase the pattern."""
-        made = _traced(self.replacement, site.values)
+        made = _traced(self, "replacement", site.values)
         paths, gone = self._place(rewriter, site, made)
         nodes: dict[Node, Node] = {}
         for node in made.graph.nodes:
@@ -161,7 +150,7 @@ class Pattern(ReversibleRewrite[Found]):
             place = str(
                 max(site.calls[name] for name in site.calls if str(site.calls[name].target) in gone).target
             )
-            restore = self._restore(site, place, gone) if len(new) == 1 else None
+            restore = self._restore(site, place, new[0], gone) if len(new) == 1 else None
             rewriter.swap({place: new[0]}, [path for path in gone if path != place], restore)
             paths[id(new[0])], new, gone = place, new[1:], []
         parent = submodules.split_path(next(iter(paths.values()), ""))[0]
@@ -169,13 +158,19 @@ class Pattern(ReversibleRewrite[Found]):
             paths[id(module)] = rewriter.add_module(parent, type(module).__name__.lower(), module)
         return paths, gone
 
-    def _restore(self, site: Found, place: str, gone: list[str]) -> Restore | None:
+    def _restore(self, site: Found, place: str, new: nn.Module, gone: list[str]) -> Restore | None:
         if self.inverse is None:
             return None
         numbers = {
             name: value for name, value in site.values.items() if not isinstance(value, Node | nn.Module)
         }
-        return functools.partial(_inverted, self, place, tuple(gone), numbers)
+        old = {
+            str(call.target): site.values[name]
+            for name, call in site.calls.items()
+            if str(call.target) in gone
+        }
+        _check_inverse(self, new, old, numbers)
+        return functools.partial(_inverted, self, place, Keep.of(old, {place: new}), numbers)
 
     def _obstacle(self, index: GraphIndex, found: Found, wanted: _Wanted) -> str | None:
         inside = {*found.inside.values()}
@@ -183,50 +178,32 @@ class Pattern(ReversibleRewrite[Found]):
             if reason := index.replacing_obstacle(call, wanted.kinds[name]):
                 return reason
         for node in inside:
-            if index.memory.writes(node) or not index.memory.is_pure(node):
-                return f"{node.name} writes, or has another effect"
-            if node.op == "call_module" and (reason := index.removing_obstacle(node)):
+            module = index.module(node) if node.op == "call_module" else None
+            if module is not None and (reason := index.removing_obstacle(node)):
                 return reason
+            if index.memory.writes(node):
+                return f"{node.name} writes, or has another effect"
+            if effects.draws(node, module):
+                return f"{node.name} draws random numbers"
         for node in inside - {found.node}:
             if others := [user.name for user in node.users if user not in inside]:
                 return f"{node.name} is also used by {', '.join(others)}"
             for value in node.all_input_nodes:
                 if reason := index.memory.write_between(node, found.node, value):
                     return reason
-        return self.refuses(**found.values)
-
-    def _unproved(self, found: Found, wanted: _Wanted) -> str | None:
-        """Run both functions on random values, weights and numbers; PassError where they differ."""
-        if not self.preserves_computation:
-            return None
-        described = {
-            name: graph.value_of(value) for name, value in found.values.items() if isinstance(value, Node)
-        }
-        if not all(isinstance(value, Tensor) for value in described.values()):
-            return "the shape of an input is unknown: capture the model with fxopt.trace"
-        key = self.signature, *(_kind(described.get(name, value)) for name, value in found.values.items())
-        if key in self._proved:
-            return None
-        floats = [name for name, kind in wanted.kinds.items() if kind is float]
-        for number in (None, *NUMBERS) if floats else (None,):
-            values = {**found.values, **({} if number is None else dict.fromkeys(floats, number))}
-            if number is None or not self.refuses(**values):
-                self._prove({**values, **described})
-        self._proved.add(key)
+        reason = self.refuses(**found.values)
+        if reason or not self.preserves_computation:
+            return reason
+        proof = prove(
+            self, found.values, [name for name, kind in wanted.kinds.items() if kind is float], index
+        )
+        if proof.reason or not proof.moves:
+            return proof.reason
+        # The result is in other memory than before, which shows where something is written.
+        for value in (found.node, *(found.values[name] for name in proof.moves)):
+            if index.memory.is_returned(value) or index.memory.writers(value):
+                return f"{value.name} is returned or written, and the replacement is in other memory"
         return None
-
-    def _prove(self, values: Mapping[str, Any]) -> None:
-        drawn = {name: _random(value, seed) for seed, (name, value) in enumerate(values.items())}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            sides = [function(**copy.deepcopy(drawn)) for function in (self.pattern, self.replacement)]
-        reason = unlike(sides[0], sides[1], True)
-        if reason is None and (error := error_of(sides[0], sides[1], 1e-30)) > RTOL:
-            reason = f"off by {error:.2g} of the largest value in its row"
-        if reason:
-            given = ", ".join(f"{name}={_text(value)}" for name, value in values.items())
-            raise PassError(
-                f"{self!r} is wrong: for {given}, the value of replacement is {reason}, in float64"
-            )
 
 
 class _Wanted:
@@ -237,29 +214,26 @@ class _Wanted:
     """
 
     def __init__(self, pass_: Pattern) -> None:
-        parameters = inspect.signature(pass_.pattern, eval_str=True).parameters.values()
-        self.kinds = {each.name: each.annotation for each in parameters}
-        for name, kind in self.kinds.items():
-            if not (kind in (inspect.Parameter.empty, int, float) or _is_layer(kind)):
-                raise PassError(
-                    f"the parameter {name} of {type(pass_).__name__}.pattern is annotated with {kind!r}: give float, int, a "
-                    "class of layers, or nothing"
-                )
-        self._traced = _traced(
-            pass_.pattern, {n: _Layer() if _is_layer(k) else None for n, k in self.kinds.items()}
-        )
+        self._pass, self.kinds = pass_, _kinds_of(pass_)
+        layers = {name: _Layer() if _is_layer(kind) else None for name, kind in self.kinds.items()}
+        self._traced = _traced(pass_, "pattern", layers)
         self._names = {
             node: str(node.target) for node in self._traced.graph.nodes if node.op == "placeholder"
         }
-        self._calls = {node: self._call(node) for node in self._traced.graph.nodes}
+        self._calls = {
+            node: self._call(node) for node in self._traced.graph.nodes if node.op.startswith("call")
+        }
+        used = {name for node, name in self._names.items() if node.users} | {
+            call for call in self._calls.values() if isinstance(call, str)
+        }
+        if unused := [name for name in self.kinds if name not in used]:
+            raise self._error(f"does not use {', '.join(unused)}: leave the parameter out")
         if self._traced.result in self._names:
-            raise PassError(
-                f"{type(pass_).__name__}.pattern returns {self._traced.result}, which each graph computes"
-            )
+            raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
     def found_at(self, node: Node, index: GraphIndex) -> Found | None:
         """The place at which `node` gives the result of the pattern; `None` if it does not."""
-        found = self._match(self._traced.result, node, Found(node), index)
+        found = next(self._match(self._traced.result, node, Found(node), index), None)
         if found is None:
             return None
         values, calls = (
@@ -267,67 +241,113 @@ class _Wanted:
         )
         return Found(node, found.inside, values, calls)
 
-    def _call(self, node: Node) -> Call | str | None:
-        """The operator that a node of the pattern calls, or the parameter that is the layer."""
-        if node.op != "call_module":
-            return call_of(node)
-        module = self._traced.modules[str(node.target)]
-        return str(node.target) if isinstance(module, _Layer) else call_of(node, module)
+    def _error(self, what: str) -> PassError:
+        return PassError(f"pattern of {type(self._pass).__name__} {what}")
 
-    def _match(self, wanted: Any, value: Any, found: Found, index: GraphIndex) -> Found | None:
-        """`found` with all that makes `value` what the pattern computes at its node `wanted`."""
-        if not isinstance(wanted, Node):
-            same = type(wanted) is type(value) and not isinstance(value, Node) and wanted == value
-            return found if same or (_is_number(wanted) and _is_number(value) and wanted == value) else None
-        if wanted in self._names:
-            return self._bound(self._names[wanted], value, found)
-        if not isinstance(value, Node) or found.inside.get(wanted, value) is not value:
-            return None
-        found = found.copy()
-        found.inside[wanted] = value
+    def _call(self, node: Node) -> Call | str:
+        """The operator that a node of the pattern calls, or the parameter that is the layer."""
+        module = self._traced.modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, _Layer):
+            return str(node.target)
+        call = call_of(node, module)
+        if call is None and module is not None:
+            raise self._error(
+                f"makes a {type(module).__name__}: a layer with weights is a parameter with its class"
+            )
+        if call is None:
+            raise self._error(f"calls {node.target}, which is no function of torch")
+        return call
+
+    def _match(self, wanted: Any, value: Any, found: Found, index: GraphIndex) -> Iterator[Found]:
+        """Each way in which `value` is computed as the node `wanted` of the pattern, or is the same literal."""
+        if isinstance(wanted, Node) and wanted in self._names:
+            yield from self._bound(self._names[wanted], value, found)
+        elif isinstance(wanted, Node):
+            if isinstance(value, Node) and found.inside.get(wanted, value) is value:
+                yield from self._called(wanted, value, found, index)
+        elif isinstance(wanted, list | tuple):
+            if isinstance(value, list | tuple) and len(value) == len(wanted):
+                yield from self._all(dict(enumerate(wanted)), dict(enumerate(value)), found, index)
+        elif not isinstance(value, Node) and wanted == value:
+            # 1 and 1.0 are one number beside floating tensors.
+            sources = (source for call in found.inside.values() for source in call.all_input_nodes)
+            numbers = {type(wanted), type(value)} == {int, float} and all(map(_is_floating, sources))
+            if type(wanted) is type(value) or numbers:
+                yield found
+
+    def _called(self, wanted: Node, value: Node, found: Found, index: GraphIndex) -> Iterator[Found]:
         call, module = self._calls[wanted], index.module(value) if value.op == "call_module" else None
+        inside = {**found.inside, wanted: value}
         if isinstance(call, str):
             if (
-                type(module) is not self.kinds[call]
-                or value.kwargs
-                or found.calls.get(call, value) is not value
+                type(module) is self.kinds[call]
+                and not value.kwargs
+                and found.calls.get(call, value) is value
             ):
-                return None
-            found.values[call], found.calls[call] = module, value
-            return self._all(dict(enumerate(wanted.args)), dict(enumerate(value.args)), found, index)
+                values, calls = {**found.values, call: module}, {**found.calls, call: value}
+                found = Found(found.node, inside, values, calls)
+                yield from self._all(dict(enumerate(wanted.args)), dict(enumerate(value.args)), found, index)
+            return
         own = call_of(value, module)
-        if call is None or own is None or call.name != own.name:
-            return None
-        given = self._all(call.arguments, own.arguments, found, index)
-        if given is None and call.name in COMMUTATIVE and own.arguments.keys() == {"self", "other"}:
-            turned = {"self": own.arguments["other"], "other": own.arguments["self"]}
-            given = self._all(call.arguments, turned, found, index)
-        return given
+        if own is None or call.name != own.name:
+            return
+        found = dataclasses.replace(found, inside=inside)
+        for one, other in ways(call, own):
+            yield from self._all(one, other, found, index)
 
     def _all(
-        self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found | None, index: GraphIndex
-    ) -> Found | None:
+        self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found, index: GraphIndex
+    ) -> Iterator[Found]:
         if wanted.keys() != values.keys():
-            return None
-        for name, each in wanted.items():
-            found = found and self._match(each, values[name], found, index)
-        return found
+            return
+        if not wanted:
+            yield found
+            return
+        (name, first), *rest = wanted.items()
+        for each in self._match(first, values[name], found, index):
+            others = {key: value for key, value in values.items() if key != name}
+            yield from self._all(dict(rest), others, each, index)
 
-    def _bound(self, name: str, value: Any, found: Found) -> Found | None:
-        kind = self.kinds[name]
-        fits = isinstance(value, Node) if kind is inspect.Parameter.empty else _is_number(value)
-        if not fits or (kind is int and type(value) is not int):
-            return None
-        known = found.values.get(name, value)
-        if known is not value and not (_is_number(known) and known == value):
-            return None
-        found = found.copy()
-        found.values[name] = value
-        return found
+    def _bound(self, name: str, value: Any, found: Found) -> Iterator[Found]:
+        kind, known = self.kinds[name], found.values.get(name, value)
+        fits = isinstance(value, Node) if kind is inspect.Parameter.empty else type(value) in (int, kind)
+        if fits and (
+            known is value or (not isinstance(value, Node) and known == value and type(known) is type(value))
+        ):
+            yield dataclasses.replace(found, values={**found.values, name: value})
+
+
+def _kinds_of(pass_: Pattern) -> dict[str, Any]:
+    """The annotations of the parameters of `pattern`, by name."""
+    name = type(pass_).__name__
+    try:
+        parameters = inspect.signature(pass_.pattern, eval_str=True).parameters.values()
+    except NameError as error:
+        raise PassError(f"an annotation of {name}.pattern is unknown: {error}") from error
+    for each in parameters:
+        kind = each.annotation
+        if each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not each.empty:
+            raise PassError(
+                f"the parameter {each.name} of {name}.pattern is variadic, positional, keyword-only or has a default"
+            )
+        if not (kind in (each.empty, int, float) or (_is_layer(kind) and kind is not nn.Module)):
+            raise PassError(
+                f"the parameter {each.name} of {name}.pattern is annotated with {kind!r}: give float, int, a class of layers, "
+                "or nothing"
+            )
+    names = [each.name for each in parameters]
+    if [*inspect.signature(pass_.replacement).parameters] != names:
+        raise PassError(f"replacement of {name} has other parameters than its pattern: {', '.join(names)}")
+    return {each.name: each.annotation for each in parameters}
 
 
 class _Layer(nn.Module):
     """Stands for a layer in a pattern."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a pattern only calls its layers; it cannot read {name}: use refuses() for conditions"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,15 +368,16 @@ class _Traced:
 _LOCK = threading.RLock()
 
 
-def _traced(function: Callable[..., Any], values: Mapping[str, Any]) -> _Traced:
-    """Run a function on proxies of nodes, where layers become nodes that call them.
+def _traced(pass_: Pattern, method: str, values: Mapping[str, Any]) -> _Traced:
+    """Run a function of a pattern on proxies of nodes, where layers become nodes that call them.
 
     Args:
-        function: the function, a method of a pattern.
+        pass_: the pattern.
+        method: the name of the function.
         values: numbers and layers by name, and nodes, or `None`, for what becomes a proxy.
     """
     made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
-    tracer = GraphAppendingTracer(made)
+    tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
 
     def node_of(value: Any) -> Any:
         return value.node if isinstance(value, Proxy) else value
@@ -376,26 +397,70 @@ def _traced(function: Callable[..., Any], values: Mapping[str, Any]) -> _Traced:
     }
     # Layers of other threads, which get no proxies, compute as ever.
     with _LOCK, torch.no_grad(), unittest.mock.patch.object(nn.Module, "__call__", called):
-        result = function(**given)
+        try:
+            result = getattr(pass_, method)(**given)
+        except TraceError as error:
+            raise PassError(
+                f"{where} asks for a value or a shape, which only a run knows: {error}"
+            ) from error
     if not isinstance(result, Proxy):
         raise PassError(
-            f"{function.__qualname__} returned a {type(result).__name__}: it has to return one value"
+            f"{where} returned a {type(result).__name__}: it has to return one value that it computes"
         )
+    for node in made.nodes:
+        for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))):
+            if isinstance(leaf, Tensor):
+                raise PassError(
+                    f"{where} gives a tensor to {node.target}: keep tensors in layers, such as nn.Linear, and call these"
+                )
     return _Traced(made, result.node, modules)
 
 
 def _inverted(
     pass_: Pattern,
     place: str,
-    paths: tuple[str, ...],
+    kept: Keep,
     numbers: Mapping[str, Any],
     now: Mapping[str, Any],
     left: Mapping[str, Left],
 ) -> Mapping[str, Any]:
+    """The old layers: the copies, or those that `inverse` makes of a new layer whose weights have changed."""
+    try:
+        return kept(now, left)
+    except UndoError:
+        return _inverse_of(pass_, now[place], list(kept.copies), numbers)
+
+
+def _inverse_of(
+    pass_: Pattern, new: nn.Module, paths: list[str], numbers: Mapping[str, Any]
+) -> dict[str, nn.Module]:
     assert pass_.inverse is not None
     with torch.no_grad():
-        old = pass_.inverse(now[place], **numbers)
-    return dict(zip(paths, old if isinstance(old, tuple) else (old,), strict=True))
+        old = pass_.inverse(new, **numbers)
+    layers = old if isinstance(old, tuple) else (old,)
+    if len(layers) != len(paths) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise PassError(
+            f"inverse of {type(pass_).__name__} returned {type(old).__name__}: it has to return "
+            + ("the old layer" if len(paths) == 1 else f"a tuple of the {len(paths)} old layers")
+        )
+    return dict(zip(paths, layers, strict=True))
+
+
+def _check_inverse(
+    pass_: Pattern, new: nn.Module, old: Mapping[str, nn.Module], numbers: Mapping[str, Any]
+) -> None:
+    """Raise a PassError if `inverse` of a new layer does not give the old layers, but for rounding."""
+    found = _inverse_of(pass_, copy.deepcopy(new), list(old), numbers)
+    for path, layer in old.items():
+        mine, theirs = (dict(submodules.tensors_of({path: each})) for each in (layer, found[path]))
+        alike = type(layer) is type(found[path]) and mine.keys() == theirs.keys()
+        for name in mine if alike else ():
+            one, other = mine[name], theirs[name]
+            size = one.abs().max() if one.numel() else 0
+            limit = 1e3 * torch.finfo(one.dtype).eps * size if one.is_floating_point() else 0
+            alike = alike and one.shape == other.shape and bool(((one - other).abs() <= limit).all())
+        if not alike:
+            raise PassError(f"inverse of {pass_!r} does not give {path} back as it was: {layer}")
 
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
@@ -409,6 +474,16 @@ def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
                 f"have {', '.join(sorted(known))}: start from a copy of an old layer, or convert the new one"
             )
 
+    finite = all(_is_finite(layer) for layer in old)
+    if finite and not _is_finite(new):
+        raise PassError(
+            f"replacement of {pass_!r} made a {type(new).__name__} with weights that are not finite"
+        )
+
+
+def _is_finite(layer: nn.Module) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in layer.parameters())
+
 
 def _flags(layer: nn.Module) -> list[str]:
     return [f"training={layer.training}"]
@@ -418,37 +493,14 @@ def _kinds(layer: nn.Module) -> list[str]:
     return [f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in layer.parameters()]
 
 
-def _kind(value: Any) -> Any:
-    """The property of a value for which a proof holds."""
-    if isinstance(value, nn.Module):
-        tensors = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
-        return type(value), value.training, options_of(value), tuple(tensors)
-    if isinstance(value, Tensor):
-        return value.dtype, value.ndim
-    return type(value) if isinstance(value, float) else value
+def _nodes(values: Mapping[str, Any]) -> list[Node]:
+    return [value for value in values.values() if isinstance(value, Node)]
 
 
-def _random(value: Any, seed: int) -> Any:
-    """Random values in float64 for a description, a copy of a layer with other weights, or the number itself."""
-    if isinstance(value, Tensor):
-        drawn = Numbers(torch.float64, integers=2).like(value, seed)
-        return drawn.double() if drawn.is_floating_point() else drawn
-    if not isinstance(value, nn.Module):
-        return value
-    layer, generator = copy.deepcopy(value).cpu().double(), torch.Generator().manual_seed(seed)
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        if tensor.is_floating_point():
-            tensor.data += torch.rand(tensor.shape, dtype=torch.float64, generator=generator)
-    return layer
-
-
-def _text(value: Any) -> str:
-    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
+def _is_floating(node: Node) -> bool:
+    dtype = graph.dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
 
 
 def _is_layer(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, nn.Module)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)

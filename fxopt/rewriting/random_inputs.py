@@ -20,12 +20,14 @@ class Numbers:
         sizes: what to take in the place of sizes.
         integers: integers are less.
         unit: what numbers are multiples of; None for any.
+        even: whether numbers are of one scale; else some are large, small or zero.
     """
 
     dtype: torch.dtype | None
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     integers: int = 128
     unit: float | None = None
+    even: bool = False
 
     def like(self, value: Any, seed: int) -> Any:
         """Random values of the shape, dtype and order in memory of a tensor, large, small and zero among them."""
@@ -55,7 +57,7 @@ class Numbers:
             return few[places % len(few)].reshape(shape) * self.unit
         numbers = torch.randn(shape, generator=generator)
         scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])
-        if numbers.numel() > 1:  # or else nothing might flow
+        if numbers.numel() > 1 and not self.even:  # or else nothing might flow
             numbers = numbers * scales[torch.randint(0, len(scales), shape, generator=generator)]
             numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
         return numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -241,16 +241,18 @@ class Snapshot:
                     return f"the node {name}, which it {'erased' if node is None else 'made'}"
             elif fields := told.differs(node):
                 return f"{' and '.join(fields)} of the node {name}"
-        put = dict[str, Any]()
+        put, set_ = dict[str, Any](), set[str]()
         for edit in reversed(log):
             after = edit.after if isinstance(edit, Swap) else {}
             put |= {path: value for path, value in after.items() if not is_inside(path, put)}
-        return self._past_modules(put)
+            set_.update(after)
+        return self._past_modules(put, set_)
 
-    def _past_modules(self, put: Mapping[str, Any]) -> str | None:
+    def _past_modules(self, put: Mapping[str, Any], paths: Collection[str]) -> str | None:
+        """Name a change of modules beside the values that a rewriter put in the end, and all paths where it put some."""
         for each in self._modules:
             for path in each.changed():
-                if not is_inside(path, put):
+                if path not in paths:
                     return path
         for path, value in put.items():
             if find(self.graph_module, path) is not value:

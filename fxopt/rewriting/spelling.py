@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ from fxopt.torch_internals import schema_of
 
 COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
 """Operators that give the same for their two arguments the other way round."""
+
+_DIMENSIONS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")
+_NEW_DIMENSION = ("unsqueeze", "stack", "unflatten")
+_MANY = ("permute", "view", "reshape", "expand", "repeat", "tile", "flip")
+"""Methods that take several numbers, or a list of these."""
 
 _IDLE = {"inplace": False, "_stacklevel": 3}
 
@@ -56,6 +61,32 @@ def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
     return None if arguments is None else Call(name, arguments)
 
 
+def ways(wanted: Call, call: Call) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The arguments of two calls of one operator, in each order that computes the same, with dimensions from the first.
+
+    Args:
+        wanted: a call in a pattern, where ranks are unknown.
+        call: a call in a graph.
+    """
+    value = call.arguments.get("self")
+    rank = graph.rank_of(value) if isinstance(value, Node) and call.name not in _NEW_DIMENSION else None
+    one, other = (
+        {n: _counted(v, rank) if n in _DIMENSIONS else v for n, v in each.arguments.items()}
+        for each in (wanted, call)
+    )
+    yield one, other
+    turns = [("self", "other")] if call.name in COMMUTATIVE and other.keys() == {"self", "other"} else []
+    for first, second in (*turns, ("dim0", "dim1")):
+        if first in other and second in other:
+            yield one, {**other, first: other[second], second: other[first]}
+
+
+def _counted(value: Any, rank: int | None) -> Any:
+    if isinstance(value, list | tuple):
+        return [_counted(each, rank) for each in value]
+    return value + rank if type(value) is int and value < 0 and rank is not None else value
+
+
 def _inside(module: nn.Module) -> Call | None:
     """The operator that a layer of torch without weights calls, if that is one operator of its input."""
     if not is_torch_module(module) or any(
@@ -75,22 +106,26 @@ def _inside(module: nn.Module) -> Call | None:
 
 def _bound(node: Node, name: str) -> dict[str, Any] | None:
     """The arguments of a call by name, without defaults; by position where the names are unknown."""
-    if node.op == "call_function" and isinstance(node.target, types.FunctionType):
+    args = node.args
+    if name in _MANY and len(args) > 1 and not isinstance(args[1], list | tuple):
+        args = (args[0], list(args[1:]))
+    function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if isinstance(function, types.FunctionType):
         try:
-            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+            bound = inspect.signature(function).bind(*args, **node.kwargs)
         except TypeError:
             return None
-        defaults = {p.name: p.default for p in inspect.signature(node.target).parameters.values()}
+        defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
         return _named(bound.arguments, defaults)
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         arguments = schema_of(getattr(packet, overload)).arguments
         names = [each.name for each in arguments if not each.kwarg_only]
         given = {("self" if key == "input" else key): value for key, value in node.kwargs.items()}
-        if len(node.args) <= len(names) and given.keys() <= {each.name for each in arguments}:
+        if len(args) <= len(names) and given.keys() <= {each.name for each in arguments}:
             defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-            return _named(dict(zip(names, node.args, strict=False)) | given, defaults)
-    return None if node.kwargs else {str(place): value for place, value in enumerate(node.args)}
+            return _named(dict(zip(names, args, strict=False)) | given, defaults)
+    return None if node.kwargs else {str(place): value for place, value in enumerate(args)}
 
 
 def _named(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

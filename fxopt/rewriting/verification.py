@@ -110,11 +110,16 @@ class Verifier:
         dtype = torch.float64 if self._preserves else None
         try:
             smaller = self._smaller_sizes(piece)
-            if smaller and self._differs(piece, Numbers(dtype, smaller)) is None:
+            if smaller and self._differs(piece, Numbers(dtype, smaller, even=not self._preserves)) is None:
                 return None
         except (_Stopped, _CannotRun):
             pass  # its own sizes are in the graph
-        ways = [Numbers(None, integers=2), Numbers(dtype, integers=2), Numbers(dtype)]
+        even = not self._preserves
+        ways = [
+            Numbers(None, integers=2, even=even),
+            Numbers(dtype, integers=2, even=even),
+            Numbers(dtype, even=even),
+        ]
         while True:
             try:
                 return self._differs(piece, ways[-1])

@@ -228,7 +228,9 @@ def _methods() -> frozenset[str]:
 def _own_function(name: str) -> Any:
     """A function that a pass or kernel of fxopt defines; None for any other name."""
     module, _, own = name.rpartition(".")
-    if not module.startswith((_PASSES, "fxopt.packing")) or not all(map(is_identifier, name.split("."))):
+    if not module.startswith((_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")) or not all(
+        map(is_identifier, name.split("."))
+    ):
         return None
     found = getattr(sys.modules.get(module), own, None)
     return found if isinstance(found, types.FunctionType) and qualified_name(found) == name else None

@@ -1,0 +1,226 @@
+"""The proof of a rule: both functions of a pattern run on random values, weights and numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fxopt import graph
+from fxopt.errors import PassError
+from fxopt.float64 import Float64
+from fxopt.graph_index import GraphIndex
+from fxopt.memory import storage_of
+from fxopt.rewriting.agreement import error_of, unlike
+from fxopt.rewriting.random_inputs import Numbers, number_of
+from fxopt.rewriting.weights import options_of
+
+RTOL = 1e-9
+"""Limit of the error in float64, relative to the largest value of a row."""
+
+NUMBERS = (0.3, -1.7)
+"""Numbers that take the place of the number of a site in further proofs."""
+
+
+class Rule(Protocol):
+    """Two functions, of which one takes the place of the other."""
+
+    @property
+    def signature(self) -> str: ...
+    def pattern(self, *values: Any, **named: Any) -> Any: ...
+    def replacement(self, *values: Any, **named: Any) -> Any: ...
+    def refuses(self, *values: Any, **named: Any) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The result of a proof.
+
+    Attributes:
+        reason: why a rule cannot be applied to such values; `None` where it is right.
+        moves: the parameters that the result of one function is, or shares memory with, and that of the other is not.
+    """
+
+    reason: str | None = None
+    moves: frozenset[str] = frozenset()
+
+
+_PROOFS: dict[type, dict[tuple[Any, ...], Proof]] = {}
+
+
+def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: GraphIndex) -> Proof:
+    """Run both functions of a rule on values like those of a place; what was proved is not proved again.
+
+    Args:
+        rule: the rule.
+        values: the nodes, numbers and layers of the place, by parameter.
+        floats: the parameters that are floating numbers.
+        index: of the graph.
+
+    Raises:
+        PassError: the functions differ.
+    """
+    described = {name: graph.value_of(value) for name, value in values.items() if isinstance(value, Node)}
+    if not all(isinstance(value, Tensor) for value in described.values()):
+        return Proof("the shape of an input is unknown: capture the model with fxopt.trace")
+    values, trains = {**values, **described}, index.graph_module.training
+    key = rule.signature, trains, *map(_kind, values.values())
+    proofs = _PROOFS.setdefault(type(rule), {})
+    if key not in proofs:
+        found = _proved(rule, values, trains)
+        for number in NUMBERS if floats and not found.reason else ():
+            others = {**values, **dict.fromkeys(floats, number)}
+            if not rule.refuses(**others):
+                _proved(rule, others, trains)
+        proofs[key] = found
+    return proofs[key]
+
+
+def _proved(rule: Rule, values: Mapping[str, Any], trains: bool) -> Proof:
+    found: Proof | None = None
+    for sizes in _ways_of_sizes(values):
+        for integers in ((-9, 10), (0, 2)):
+            drawn = {
+                name: _drawn(value, seed, integers, sizes)
+                for seed, (name, value) in enumerate(values.items())
+            }
+            given = ", ".join(f"{name}={_text(value)}" for name, value in drawn.items())
+            try:
+                truth = _run(rule.pattern, drawn, trains)
+            except Exception as error:  # an index is too large, or a size is no multiple of another
+                failed = Proof(
+                    f"pattern does not run on random values ({type(error).__name__}: {error}); for {given}"
+                )
+                continue
+            try:
+                made = _run(rule.replacement, drawn, trains)
+            except Exception as error:  # what the author calls may raise anything
+                return Proof(f"replacement raises {type(error).__name__}: {error}; for {given}")
+            reason = _difference(truth, made)
+            if reason:
+                raise PassError(f"{rule!r} is wrong: for {given}, {reason}")
+            if truth.strides != made.strides:
+                return Proof("replacement gives another layout in memory")
+            found = found or Proof(None, frozenset(name for name, _ in truth.shares ^ made.shares))
+            break
+    return found or failed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The result of a function in its own dtype and in float64, its gradients, and what it did to memory."""
+
+    own: Any
+    wide: Any
+    gradients: Any
+    inputs: Any
+    strides: Any
+    shares: set[tuple[str, str]]
+
+
+def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -> _Run:
+    given = copy.deepcopy(dict(drawn))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            own = function(**given)
+            wide_values = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
+            with Float64():
+                wide = function(**wide_values)
+        gradients = _gradients(function, drawn) if trains else None
+    inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    one = own if isinstance(own, Tensor) else torch.empty(0)
+    shares = {(name, "memory") for name, value in inputs.items() if storage_of(value) == storage_of(one)}
+    shares |= {(name, "identity") for name, value in inputs.items() if value is own}
+    strides = [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1]
+    return _Run(own, wide, gradients, inputs, strides, shares)
+
+
+def _gradients(function: Callable[..., Any], drawn: Mapping[str, Any]) -> list[Tensor]:
+    given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
+    inputs = [v.requires_grad_() for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    with torch.enable_grad(), Float64():
+        out = function(
+            **{n: v * 1 if isinstance(v, Tensor) and v.requires_grad else v for n, v in given.items()}
+        )
+        if not (isinstance(out, Tensor) and out.requires_grad and inputs):
+            return [torch.zeros_like(each) for each in inputs]
+        found = torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def _difference(truth: _Run, made: _Run) -> str | None:
+    pairs = [("the value", truth.wide, made.wide), ("the gradient", truth.gradients, made.gradients)]
+    reason = unlike(truth.own, made.own, True)
+    if reason:
+        return f"the value of replacement is {reason}"
+    for what, expected, actual in pairs:
+        if reason := unlike(expected, actual, False):
+            return f"{what} of replacement is {reason}"
+        if (error := error_of(expected, actual, 1e-30)) > RTOL:
+            return f"{what} of replacement is off by {error:.2g} of the largest value in its row, in float64"
+    if error_of(truth.inputs, made.inputs, 1e-30) > 0:
+        return "replacement writes into its inputs"
+    return None
+
+
+def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
+    """The sizes of the example, and where some are free, others."""
+    yield number_of
+    sizes: list[Any] = [
+        size for value in values.values() if isinstance(value, Tensor) for size in value.shape
+    ]
+    symbols = {
+        symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
+    }
+    if symbols:
+        others = {symbol: 5 + place for place, symbol in enumerate(sorted(symbols, key=str))}
+        yield lambda size: int(size if isinstance(size, int) else size.node.expr.subs(others))
+
+
+def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[Any], int]) -> Any:
+    """Random values for a description, a copy of a layer with other weights, or the number itself."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(value, nn.Module):
+        layer = copy.deepcopy(value).cpu()
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if tensor.is_floating_point():
+                tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
+        return layer
+    if not isinstance(value, Tensor):
+        return value
+    order = sorted(range(value.ndim), key=lambda dim: -number_of(value.stride(dim)))
+    shape = [size_of(value.shape[dim]) for dim in order]
+    if value.is_floating_point() or value.is_complex():
+        drawn = Numbers(None).like(torch.empty(shape, dtype=value.dtype), seed)
+    else:
+        low, high = (0, 2) if value.dtype == torch.bool else integers
+        low = 0 if value.dtype == torch.uint8 else low
+        drawn = torch.randint(low, high, shape, generator=generator).to(value.dtype)
+    return drawn.permute([order.index(dim) for dim in range(value.ndim)])
+
+
+def _wide(value: Any) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if floating or isinstance(value, nn.Module) else value
+
+
+def _kind(value: Any) -> Any:
+    """The property of a value for which a proof holds."""
+    if isinstance(value, nn.Module):
+        tensors = [
+            (name, str(t.dtype), tuple(t.shape)) for name, t in value.state_dict(keep_vars=True).items()
+        ]
+        return type(value), value.training, options_of(value), tuple(tensors)
+    if isinstance(value, Tensor):
+        return value.dtype, str(tuple(value.shape)), str(value.stride())
+    return type(value), repr(value)
+
+
+def _text(value: Any) -> str:
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
