@@ -1,42 +1,53 @@
-"""The arguments of one call of a model."""
+"""The arguments of one call: their structure, their sizes, and which of these differ from call to call."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import GraphModule
 
+from fxopt.objects import entries, is_open, tensors_in
 from fxopt.outputs import mapped
 
-Kind = tuple[int, tuple[str, ...]]
-"""How many arguments a call gives by position, and the names of the others, in their order."""
+Kind = tuple[str, int, tuple[str, ...]]
+"""The method, how many arguments a call gives by position, and the names of the others, in their order."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of the tensors among the inputs, in order."""
+
+Sizes = set[tuple[int, int]]
+"""Dimensions of inputs, each as the number of the tensor and of the dimension."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call."""
+    """The arguments of one call of a method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    method: str = "forward"
 
     @property
     def kind(self) -> Kind:
         """The kind of the call."""
-        return len(self.args), tuple(self.kwargs)
+        return self.method, len(self.args), tuple(self.kwargs)
 
-    def mappings(self) -> list[tuple[Any, dict[Any, Any]]]:
-        """The inputs that are mappings but not dicts, such as `BatchEncoding`, each with a dict of its items."""
+    def with_dicts(self) -> tuple[Inputs, list[tuple[Any, dict[Any, Any]]]]:
+        """The inputs with dicts for other mappings, such as `BatchEncoding`, and each of these with its dict."""
         values = (*self.args, *self.kwargs.values())
-        return [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
-
-    def replaced(self, pairs: list[tuple[Any, Any]]) -> Inputs:
-        """The inputs with the second of each pair in the place of the first."""
-        found = {id(old): new for old, new in pairs}
-        args = tuple(found.get(id(each), each) for each in self.args)
-        return Inputs(args, {name: found.get(id(each), each) for name, each in self.kwargs.items()})
+        pairs = [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
+        if not pairs:
+            return self, pairs
+        found = {id(mapping): items for mapping, items in pairs}
+        args, kwargs = [found.get(id(v), v) for v in self.args], self.kwargs.items()
+        return Inputs(tuple(args), {name: found.get(id(v), v) for name, v in kwargs}, self.method), pairs
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
@@ -62,6 +73,18 @@ class Inputs:
         nodes = traced.graph.find_nodes(op="placeholder")
         return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
 
+    def plain_signature(self) -> tuple[Any, ...] | None:
+        """Describe the call by what decides on a graph for it, fast; None where there is more than tensors and constants."""
+        found: list[Any] = [self.method]
+        for name, value in (*enumerate(self.args), *self.kwargs.items()):
+            if type(value) is Tensor:
+                found.append((name, value.dtype, value.device, value.shape, value.requires_grad))
+            elif value is None or type(value) in (bool, int, float, str):
+                found.append((name, type(value), value))
+            else:
+                return None
+        return tuple(found)
+
 
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
     """Make a mapping hold what a call left in the dict that replaced it; returns the mapping if the call returned the dict."""
@@ -73,3 +96,79 @@ def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
                 mapping[key] = item
         value = mapping if value is items else value
     return value
+
+
+def structure_of(value: Any, *, inside: bool = False) -> Any:
+    """Describe an input by what calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+
+    Args:
+        value: an input, or a dict of all inputs.
+        inside: whether it is in an object, where numbers may count the calls.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.dim()
+    if _has_entries(value):
+        within = inside or is_open(value)
+        parts = entries(value).items()
+        return type(value), tuple((key, structure_of(part, inside=within)) for key, part in parts)
+    return type(value) if inside else (type(value), repr(value))
+
+
+def shapes_of(value: Any) -> Shapes:
+    """The shapes of the tensors in `value`, in order."""
+    return tuple(tensor.shape for tensor in tensors_in(value))
+
+
+def differing(shapes: Shapes, others: Shapes) -> Sizes:
+    """The dimensions, by the number of the tensor, in which two calls differ."""
+    return {
+        (number, dim)
+        for number, (shape, other) in enumerate(zip(shapes, others, strict=True))
+        for dim, (size, its) in enumerate(zip(shape, other, strict=True))
+        if size != its
+    }
+
+
+def dynamic_shapes(inputs: Mapping[str, Any], free: Sizes) -> dict[str, Any]:
+    """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
+    numbers = itertools.count()
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            number = next(numbers)
+            return {dim: Dim.AUTO for dim in range(value.dim()) if (number, dim) in free}
+        if isinstance(value, tuple | list):
+            return [spec(part) for part in value]
+        if _has_entries(value):
+            return {key: spec(part) for key, part in entries(value).items()}
+        return None
+
+    return {name: spec(value) for name, value in inputs.items()}
+
+
+def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
+    """The inputs with their shapes, `?` where a size is free, for a report."""
+    numbers = itertools.count()
+
+    def text(value: Any) -> str:
+        if isinstance(value, Tensor):
+            number = next(numbers)
+            sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
+            return " x ".join(sizes) or "a number"
+        if _has_entries(value):
+            shapes = [text(part) for part in tensors_in(value)]
+            return f"{type(value).__name__}({', '.join(shapes[:1] + ['...'][: len(shapes) - 1])})"
+        return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
+
+    return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
+
+
+def has_own_kernels(value: Any) -> bool:
+    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
+    return isinstance(value, Tensor) and (
+        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
+    )
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, tuple | list | dict) or is_open(value)

@@ -22,7 +22,7 @@ from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
 from fxopt.operators import hooks_of
-from fxopt.optimizing.structures import has_own_kernels
+from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
 from fxopt.torch_internals import parameters_of

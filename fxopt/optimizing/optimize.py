@@ -264,7 +264,7 @@ def _wrapped(method: Any, name: str, optimized: bool) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is not None and optimized:
-            return graphs.methods.get(name, graphs).run(Inputs(args, kwargs))
+            return graphs.run(Inputs(args, kwargs, name))
         if graphs is not None:
             graphs.called.add(name)
         return method(self, *args, **kwargs)
