@@ -17,7 +17,7 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
 from fxopt.submodules import parts, split_path, tensors_of
 
-_SECONDS = 0.2  # how long to time a graph, and the model
+_SECONDS = 0.4  # how long to time a graph and the model
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
@@ -42,15 +42,11 @@ class Trial:
     """
 
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
-        index = GraphIndex(traced)
+        index, own = GraphIndex(traced), dict(tensors_of({"": model}))
+        self.places: list[tuple[str, str]] = []
         self._model, self._inputs = model, inputs
-        own = dict(tensors_of({"": model}))
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
-        modules = [index.module(node) for node in index.nodes if node.op == "call_module"]
-        layers = {id(part) for module in modules for part in parts(module)}
-        self._layers = {path: part for path, part in model.named_modules() if id(part) in layers}
-        self.places: list[tuple[str, str]] = []
         written_input = any(n.op == "placeholder" and index.memory.written(n) for n in index.nodes)
         for node in index.nodes:
             fault = _fault(index, node, written_input)
@@ -64,7 +60,7 @@ class Trial:
 
     def own(self, eager: Callable[..., Any]) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
-        before = {path: dict(vars(layer)) for path, layer in self._layers.items()}
+        before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
             value, self._left = self._run(eager)
         except Unused:
@@ -72,9 +68,8 @@ class Trial:
         except Exception as error:
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
         self.places = [split_path(name) for name in self._left]
-        for path, layer in self._layers.items():  # `weight_norm` computes the attribute `weight`
-            now = vars(layer)
-            self.places += [(path, name) for name in now if now[name] is not before[path].get(name)]
+        for path, now, then in before:  # `weight_norm` computes the attribute `weight`
+            self.places += [(path, name) for name in now if now[name] is not then.get(name)]
         return value
 
     def run(self, function: Callable[..., Any]) -> Any:
@@ -103,7 +98,7 @@ class Trial:
         with restored(self._model, self._written) as before:
             value = self._inputs.call(function)
             for name, buffer in self._model.named_buffers():
-                if name in buffers and buffer is not buffers[name]:
+                if buffer is not buffers.get(name, buffer):
                     raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
             left = {name: t.detach().clone() for name, (t, old) in before.items() if not same_bits(old, t)}
             # An output may be a view of a buffer.
@@ -112,25 +107,18 @@ class Trial:
 
 def speedup(model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs) -> float:
     """The model's time by the graph's: the median over rounds in which both run."""
-    ratios: list[float] = []
-    begun = time.perf_counter()
-    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < 2 * _SECONDS):
-        theirs, mine = _seconds(model, inputs), _seconds(computed, inputs)
-        ratios.append(theirs / mine)
+    ratios, begun = list[float](), time.perf_counter()
+    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < _SECONDS):
+        ratios.append(_seconds(model, inputs) / _seconds(computed, inputs))
     return statistics.median(ratios)
 
 
-def _seconds(function: Callable[..., Any], inputs: Inputs) -> float:
+def _seconds(function: Callable[..., Any], inputs: Inputs, again: bool = True) -> float:
     """The seconds of a call; of a short one, those of the second in a row, as in use."""
-    took = float("inf")
-    for _ in range(2):
-        copied = inputs.copied()
-        start = time.perf_counter()
-        function(*copied.args, **copied.kwargs)
-        took = time.perf_counter() - start
-        if took > _SHORT:
-            break
-    return took
+    copied, start = inputs.copied(), time.perf_counter()
+    function(*copied.args, **copied.kwargs)
+    took = time.perf_counter() - start
+    return _seconds(function, inputs, False) if again and took < _SHORT else took
 
 
 def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
