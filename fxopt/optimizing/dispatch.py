@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import itertools
+import re
 import sys
 import warnings
 import weakref
@@ -42,6 +44,7 @@ _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
 
+_OURS = re.compile(r"(fxopt|torch)\b")
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -140,9 +143,8 @@ class Graphs:
     @property
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
-        books = sorted(self.books, key=lambda book: -book.used)
-        own = (each for book in books for each in (*(g.report for g in book.graphs), *book.refused))
-        report = Report([*own, *(each for part in self.parts.values() for each in part.report)])
+        own = [[*(graph.report for graph in book.graphs), *book.refused] for book in self.books]
+        report = Report(itertools.chain(*own, *(part.report for part in self.parts.values())))
         report.called, report.fallbacks = tuple(self.called), tuple(self._warned)
         return report
 
@@ -169,31 +171,31 @@ class Graphs:
 
     def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
         """Yield the graphs that may take these inputs, and then one that is made for them."""
-        book = self._book()
-        if book is None:
-            return
-        known = [graph for graph in book.graphs if inputs.kind in graph.kinds]
+        book = self._found()
+        known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
         yield from known
-        plain = inputs.plain_signature()
-        if plain in book.vain or not book.settled:
-            return
+        plain, vain = inputs.plain_signature(), book.vain if book else set()
+        if plain in vain or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
+            return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
             shapes, key = shapes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(inputs, f"its inputs cannot be described ({type(error).__name__}: {error})")
             return
-        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in book.vain:
+        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in vain:
             return
         if not lock.acquire(blocking=self.options.wait):
             return
         try:  # perhaps another thread has made one meanwhile
+            book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
-            made = made or [*filter(None, [self._make(book, inputs, named, key, shapes)])]
+            if not made and book.settled:
+                made = [*filter(None, [self._make(book, inputs, named, key, shapes)])]
+                if not made and len(book.vain) < _MOST_STRUCTURES:
+                    book.vain |= {(key, shapes), plain} - {None}
         finally:
             lock.release()
-        if not made and len(book.vain) < _MOST_STRUCTURES:
-            book.vain |= {(key, shapes), plain} - {None}
         yield from made
 
     def _make(
@@ -260,14 +262,15 @@ class Graphs:
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
-        graphs = sorted((each for book in self.books for each in book.graphs), key=lambda graph: -graph.used)
-        for graph in graphs[self.options.max_graphs :]:
+        graphs = [graph for book in self.books for graph in book.graphs]
+        kept = heapq.nlargest(self.options.max_graphs, graphs, key=lambda graph: graph.used)
+        for graph in {*graphs} - {*kept}:
             graph.structure.lost.append(
                 f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
                 "use, so give optimize a larger max_graphs"
             )
         for book in self.books:
-            book.graphs = tuple(each for each in book.graphs if each in graphs[: self.options.max_graphs])
+            book.graphs = tuple(graph for graph in book.graphs if graph in kept)
 
     def _obstacle(self, inputs: Inputs) -> str | None:
         """Why the model itself is to run, whatever graphs there are; empty where that is not to be said, None where it need not."""
@@ -289,42 +292,31 @@ class Graphs:
             else None
         )
 
-    def _book(self) -> _Book | None:
-        """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
+    def _found(self) -> _Book | None:
+        """The graphs for the model as it is; None if there are none yet."""
         for book in sorted(self.books, key=lambda book: -book.used):
             if book.state.holds():
                 book.settled, book.used = True, next(self._uses)
                 return book
-        if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
-            return None  # as in `torch.func.functional_call`
-        if not lock.acquire(blocking=self.options.wait):
-            return None
-        try:
-            others = sorted(self.books, key=lambda book: -book.used)
-            if others and others[0].state.holds():  # another thread has opened it meanwhile
-                return others[0]
-            self._changes += bool(others)
-            places = others[0].state.places if others else ()
-            opened = _Book(State(self._model, places), next(self._uses), self._changes <= _RESTLESS)
-            live = [each for each in others if not each.state.is_gone()]
-            self.books = (opened, *live)[: self.options.max_graphs]
-            return opened
-        finally:
-            lock.release()
+        return None
+
+    def _opened(self) -> _Book:
+        """A new book for the model as it is. The lock is held."""
+        self._changes += bool(self.books)
+        state = State(self._model, {place for book in self.books for place in book.state.places})
+        live = sorted((b for b in self.books if not b.state.is_gone()), key=lambda book: -book.used)
+        opened = _Book(state, next(self._uses), self._changes <= _RESTLESS)
+        self.books = (opened, *live)[: self.options.max_graphs]
+        return opened
 
     def _warn(self, inputs: Inputs, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned[reason] = None
             text = f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}"
-            level = 1
-            while (frame := sys._getframe(level)).f_back and _is_ours(frame.f_globals.get("__name__", "")):
+            level = 1  # the frame of the caller, behind those of fxopt and torch
+            while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "")):
                 level += 1
             warnings.warn(text, FallbackWarning, stacklevel=level + 1)
-
-
-def _is_ours(module: str) -> bool:
-    """Tell whether a frame lies between a call and what the caller wrote."""
-    return module.partition(".")[0] in ("fxopt", "torch")
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:

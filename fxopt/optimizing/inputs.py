@@ -43,11 +43,10 @@ class Inputs:
         """The inputs with dicts for other mappings, such as `BatchEncoding`, and each of these with its dict."""
         values = (*self.args, *self.kwargs.values())
         pairs = [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
-        if not pairs:
-            return self, pairs
         found = {id(mapping): items for mapping, items in pairs}
-        args, kwargs = [found.get(id(v), v) for v in self.args], self.kwargs.items()
-        return Inputs(tuple(args), {name: found.get(id(v), v) for name, v in kwargs}, self.method), pairs
+        given, count = [found.get(id(value), value) for value in values], len(self.args)
+        named = dict(zip(self.kwargs, given[count:], strict=True))
+        return Inputs(tuple(given[:count]), named, self.method), pairs
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
@@ -89,7 +88,7 @@ class Inputs:
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
     """Make a mapping hold what a call left in the dict that replaced it; returns the mapping if the call returned the dict."""
     for mapping, items in pairs:
-        for key in [key for key in mapping if key not in items]:
+        for key in mapping.keys() - items.keys():
             del mapping[key]
         for key, item in items.items():
             if mapping.get(key) is not item:
@@ -150,14 +149,17 @@ def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
     """The inputs with their shapes, `?` where a size is free, for a report."""
     numbers = itertools.count()
 
+    def shape(tensor: Tensor) -> str:
+        number = next(numbers)
+        sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)]
+        return " x ".join(sizes) or "a number"
+
     def text(value: Any) -> str:
+        first, *others = [*map(shape, tensors_in(value)), ""]
         if isinstance(value, Tensor):
-            number = next(numbers)
-            sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(value.shape)]
-            return " x ".join(sizes) or "a number"
+            return first
         if _has_entries(value):
-            shapes = [text(part) for part in tensors_in(value)]
-            return f"{type(value).__name__}({', '.join(shapes[:1] + ['...'][: len(shapes) - 1])})"
+            return f"{type(value).__name__}({first}{', ...' * (len(others) > 1)})"
         return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())

@@ -117,7 +117,10 @@ def prepare(
         found = trial.run(made.function)
         _judge(exact, own, found, options.precision, facts)
         if options.tune:
-            facts["speedup"] = _timed(trial.repeatable(eager), trial.repeatable(made), inputs, ask)
+            runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
+            facts["speedup"] = speedup(*runs)
+            if facts["speedup"] < LEAST_SPEEDUP:  # perhaps something else was busy
+                facts["speedup"] = max(facts["speedup"], speedup(*runs))
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise Unused("the graph is slower than eager")
     except Unused as unused:
@@ -170,22 +173,6 @@ def _rewritten(
     facts["kernels"] = dict(collections.Counter(str(layer.kernel) for layer in packed))
     facts["memory"] = _memory(model, made, options)
     return made
-
-
-def _timed(
-    model: Callable[..., Any],
-    made: Callable[..., Any],
-    inputs: Inputs,
-    ask: Callable[[], object],
-) -> float:
-    """The model's time by the graph's, measured twice where the graph seems slower: perhaps something else was busy."""
-
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        ask()
-        return made(*args, **kwargs)
-
-    found = speedup(model, asked, inputs)
-    return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs))
 
 
 class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
@@ -261,10 +248,8 @@ def _without_options(text: str) -> str:
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
     """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
-    own: list[Any] = [*model.parameters()]
-    used = [each for each in computed.traced.parameters() if not each.is_meta] + own * options.keep_model
-    total, least = (
-        sum({id(each): each.nbytes for each in held}.values())
-        for held in ([*used, *computed.packed.values()], own)
-    )
+    own = [*model.parameters()]
+    used = [each for each in computed.traced.parameters() if not each.is_meta]
+    held: list[Any] = [*used, *computed.packed.values(), *own * options.keep_model]
+    total, least = (sum({id(each): each.nbytes for each in some}.values()) for some in (held, own))
     return total / least if least else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -83,14 +84,17 @@ class Trial:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
 
-    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that puts back what each call writes."""
+    def repeatable(
+        self, function: Callable[..., Any], ask: Callable[[], object] = bool
+    ) -> Callable[..., Any]:
+        """A function that puts back what each call writes, and asks something before."""
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with restored(self._model, self._written):
+            ask()
+            with restored(self._model, self._written) if self._left else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
-        return again if self._left else function
+        return again
 
     def _run(self, function: Callable[..., Any]) -> tuple[Any, dict[str, Tensor]]:
         """The outputs of a call, and the values that it writes, by the names of the tensors."""
