@@ -120,8 +120,8 @@ class Graphs:
 
     def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
         self._model, self.options, self.dynamic = model, options, dynamic
-        self.called = set[str]()  # methods that were called, and not optimized
-        self._warned = dict[str, None]()
+        self.called: set[str] = set()  # methods that were called, and not optimized
+        self._warned: dict[str, None] = {}
         self._uses = itertools.count(1)
         self.refresh()
         _ALL.add(self)

@@ -26,6 +26,9 @@ Sizes = set[tuple[int, int]]
 """Dimensions of inputs, each as the number of the tensor and of the dimension."""
 
 
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arguments of one call of a method."""
@@ -74,15 +77,11 @@ class Inputs:
 
     def plain_signature(self) -> tuple[Any, ...] | None:
         """Describe the call by what decides on a graph for it, fast; None where there is more than tensors and constants."""
-        found: list[Any] = [self.method]
-        for name, value in (*enumerate(self.args), *self.kwargs.items()):
-            if type(value) is Tensor:
-                found.append((name, value.dtype, value.device, value.shape, value.requires_grad))
-            elif value is None or type(value) in (bool, int, float, str):
-                found.append((name, type(value), value))
-            else:
-                return None
-        return tuple(found)
+        values = (*self.args, *self.kwargs.values())
+        if any(type(value) not in _PLAIN for value in values):
+            return None
+        described = ((v.dtype, v.device, v.shape) if type(v) is Tensor else (type(v), v) for v in values)
+        return self.kind, tuple(described)
 
 
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -16,11 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 from fxopt import graph
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import TensorSpec, describe
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
+from fxopt.objects import tensors_in
 from fxopt.operators import hooks_of
 from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.packed_operators import Packed
@@ -86,7 +85,8 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
         model: the model, whose own parameters stay; of others, a copy beside the packed one is given up. None: keep all.
         keep_model: without it, a copy beside a packed one is given up of the model's own parameters, too.
     """
-    packed, given_up = dict[str, Packed](), list[str]()
+    packed: dict[str, Packed] = {}
+    given_up: list[str] = []
     function = _function(traced, packed)
     if model is None:
         return Lowered(traced, function, packed, (), ())
@@ -111,7 +111,8 @@ def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
         traced: the graph.
         packed: takes the packed weights that the functions compute with, by the names of their layers.
     """
-    index, made, known = GraphIndex(traced), Graph(), dict[Node, Node]()
+    index, made = GraphIndex(traced), Graph()
+    known: dict[Node, Node] = {}
     for node in traced.graph.nodes:
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
@@ -164,16 +165,8 @@ def _call(
 
 def _checked(guard: InputGuard, **named: Any) -> None:
     """Check the inputs, wherever a tensor is in them: packed kernels know neither sparse nor other tensors."""
-    # The guard says what is missing.
-    with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
-        for expected in guard.inputs:
-            value = named[expected.name]
-            for kind, key in expected.path if isinstance(expected, TensorSpec) else ():
-                value = value[key] if kind == "item" else getattr(value, key)
-            if has_own_kernels(value):
-                raise GuardError(
-                    f"input {describe(expected)!r} is a {type(value).__name__} with kernels of its own"
-                )
+    if any(map(has_own_kernels, tensors_in(named))):
+        raise GuardError("a tensor among the inputs is of a class or layout with kernels of its own")
     guard.forward(**named)
 
 

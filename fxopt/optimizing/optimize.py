@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -151,10 +152,9 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
+    own = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
     kind: Any = type(model)
-    added = [name for name in ("report", "refresh") if not hasattr(model, name)]
-    added += ["get_encoder"] * hasattr(kind, "get_encoder")
-    fast: Any = object.__new__(_optimized_class(kind, tuple(added), options.methods))
+    fast: Any = object.__new__(_optimized_class(kind, own, options.methods))
     object.__setattr__(fast, "__dict__", vars(model))
     object.__setattr__(fast, STANDS_FOR, model)
     object.__setattr__(fast, GRAPHS, Graphs(model, options, dynamic_shapes))
@@ -211,54 +211,53 @@ class _Own:
         object.__delattr__(module, self._name)
 
 
-@functools.lru_cache(maxsize=256)
-def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...]) -> Any:
-    """A subclass with the name of `cls`: libraries look models up by the names of their classes.
+class _Optimized:
+    """What the class of an optimized module adds to the model's. An instance that this class makes has no graphs."""
 
-    What is made of the class itself, and not by `optimize`, is as one of `cls`.
-    """
+    __slots__ = ()
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def __init_subclass__(cls) -> None:
+        """Do nothing: that of a model's class may ask for more, or register what it is called with."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is None:
-            return cls.__reduce_ex__(self, protocol)
+            return super().__reduce_ex__(protocol)
         return _standing_for, (original(self), graphs.options, graphs.dynamic)
 
-    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
-        encoder = cls.get_encoder(self, *args, **kwargs)
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
-        return _optimized_part(graphs, encoder) if graphs is not None and alone else encoder
 
-    def report(self: Any) -> Report:
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        return Report() if graphs is None else graphs.report
+def _report(self: Any) -> Report:
+    return getattr(getattr(self, GRAPHS, None), "report", Report())
 
-    def refresh(self: Any) -> None:
-        getattr(self, GRAPHS).refresh()
 
-    forward = _wrapped(cls.forward, "forward", True)
-    own = {"report": property(report), "refresh": refresh, "get_encoder": get_encoder}
+def _refresh(self: Any) -> None:
+    getattr(self, GRAPHS).refresh()
+
+
+@functools.lru_cache(maxsize=256)
+def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -> Any:
+    """A subclass with the name of `cls`: libraries look models up by the names of their classes."""
+    names = ("__module__", "__qualname__", "__doc__")
+    public = (n for n, each in vars(cls).items() if type(each) is types.FunctionType and n[0] != "_")
+    added = {"report": property(_report), "refresh": _refresh}
+    forward = _wrapped(cls, "forward", optimized=True)
     members = {
-        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
-        **{
-            name: _wrapped(each, name, False)
-            for name, each in vars(cls).items()
-            if isinstance(each, types.FunctionType) and not name.startswith("_")
-        },
-        **{name: _wrapped(getattr(cls, name), name, True) for name in methods},
-        **{name: own[name] for name in added},
+        **{name: getattr(cls, name) for name in names},
+        **{name: _wrapped(cls, name, optimized=False) for name in public},
+        **{name: _wrapped(cls, name, optimized=True) for name in methods},
+        **{name: added[name] for name in own},
+        **({"get_encoder": _optimized_encoder(cls.get_encoder)} if hasattr(cls, "get_encoder") else {}),
         "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
-        "__reduce_ex__": reduce,
         "__jit_ignored_attributes__": ["report"],
         "forward": _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward),
         COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
-    return type(cls.__name__, (_Subclass, cls), members)
+    return type(cls.__name__, (_Optimized, cls), members)
 
 
-def _wrapped(method: Any, name: str, optimized: bool) -> Any:
+def _wrapped(cls: Any, name: str, optimized: bool) -> Any:
     """A method that graphs compute; or one that the model computes, and that the report names if it is called."""
+    method = getattr(cls, name)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,23 +271,19 @@ def _wrapped(method: Any, name: str, optimized: bool) -> Any:
     return call
 
 
-def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
-    """A part of an optimized module that is called by itself, as `generate()` does with encoders, optimized as that is."""
-    made = graphs.parts.get(id(part))
-    if made is None:
-        try:
-            _check(part, graphs.options)
-            made = _standing_for(part, graphs.options, None)
-        except FxoptError:  # such as a module that torch.compile wraps
-            return part
-        graphs.parts[id(part)] = made
-    return made
+def _optimized_encoder(method: Any) -> Any:
+    """A method that gives an encoder, optimized as the module is: `generate()` calls that by itself."""
 
+    @functools.wraps(method)
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder, graphs = method(self, *args, **kwargs), getattr(self, GRAPHS, None)
+        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
+        if graphs is None or not alone:
+            return encoder
+        with contextlib.suppress(FxoptError):  # such as a module that torch.compile wraps
+            if id(encoder) not in graphs.parts:
+                _check(encoder, graphs.options)
+                graphs.parts[id(encoder)] = _standing_for(encoder, graphs.options, None)
+        return graphs.parts.get(id(encoder), encoder)
 
-class _Subclass:
-    """Keeps `__init_subclass__` of a model's class, which may ask for more or register what it is called with, from running."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        return None
+    return get_encoder

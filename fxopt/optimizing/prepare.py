@@ -97,8 +97,8 @@ def prepare(
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
     """
-    start, facts, made = time.perf_counter(), dict[str, Any](fixed={}), None
-    eager = getattr(model, inputs.method)
+    start, eager, made = time.perf_counter(), getattr(model, inputs.method), None
+    facts: dict[str, Any] = {"fixed": {}}
     named = inputs.named(eager)
     try:
         traced = _captured(

@@ -111,7 +111,8 @@ class Trial:
 
 def speedup(model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs) -> float:
     """The model's time by the graph's: the median over rounds in which both run."""
-    ratios, begun = list[float](), time.perf_counter()
+    ratios: list[float] = []
+    begun = time.perf_counter()
     while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < _SECONDS):
         ratios.append(_seconds(model, inputs) / _seconds(computed, inputs))
     return statistics.median(ratios)

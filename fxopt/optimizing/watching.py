@@ -40,7 +40,8 @@ class State:
     """
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
-        self.parameters, found = list(model.parameters()), dict[int, Any]()
+        self.parameters = list(model.parameters())
+        found: dict[int, Any] = {}
         for module in model.modules():
             _collect(vars(module), found)
         held = [each for each in found.values() if isinstance(each, (list, dict, set))]
@@ -63,11 +64,13 @@ class State:
 
         Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
         """
-        self.places, left_out, modules = places, dict[int, Any](), dict(model.named_modules())
-        known = [(vars(modules[path]), name) for path, name in places if path in modules]
-        self._assigned = {(id(attributes), name): (attributes, set[Any]()) for attributes, name in known}
+        self.places, modules = places, dict(model.named_modules())
+        self._assigned: dict[Any, tuple[dict[str, Any], set[Any]]] = {}
+        left_out: dict[int, Any] = {}
         for path, name in places:
-            _collect(getattr(modules.get(path), name, None), left_out)
+            if path in modules:
+                self._assigned[id(vars(modules[path])), name] = vars(modules[path]), set()
+                _collect(getattr(modules[path], name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
 
@@ -102,10 +105,14 @@ class State:
         then, current = _parts(before), _parts(now)
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
-            plain = type(new) is type(old) and isinstance(new, _PLAIN) and new == old
-            place = self._assigned.get((id(now), key))
-            left = place and (not isinstance(new, _PLAIN) or (type(new), new) in place[1])
-            if not (old is new or plain or key == COMPILED or left):
+            if old is new or key == COMPILED:
+                continue
+            plain = isinstance(new, _PLAIN)
+            _, left = self._assigned.get((id(now), key), (None, None))
+            if not (
+                (plain and type(new) is type(old) and new == old)
+                or (left is not None and (not plain or (type(new), new) in left))
+            ):
                 return False
         return True
 
