@@ -278,10 +278,10 @@ class Graphs:
             return cannot_tell()
         if self._model.training:
             return "it is in training mode; call .eval()"
-        if torch.is_grad_enabled() and (
-            any(p.requires_grad for p in self._model.parameters())
-            or any(tensor.requires_grad for tensor in tensors_in((inputs.args, dict(inputs.kwargs))))
-        ):
+        tensors = itertools.chain(
+            self._model.parameters(), tensors_in((*inputs.args, *inputs.kwargs.values()))
+        )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
         if device not in ("cpu", "cuda"):

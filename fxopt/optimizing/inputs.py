@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,36 +128,34 @@ def differing(shapes: Shapes, others: Shapes) -> Sizes:
 
 def dynamic_shapes(inputs: Mapping[str, Any], free: Sizes) -> dict[str, Any]:
     """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
-    numbers = itertools.count()
+    specs = {
+        id(tensor): {dim: Dim.AUTO for dim in range(tensor.dim()) if (number, dim) in free}
+        for number, tensor in enumerate(tensors_in(inputs))
+    }
 
     def spec(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            number = next(numbers)
-            return {dim: Dim.AUTO for dim in range(value.dim()) if (number, dim) in free}
         if isinstance(value, tuple | list):
-            return [spec(part) for part in value]
+            return [*map(spec, value)]
         if _has_entries(value):
             return {key: spec(part) for key, part in entries(value).items()}
-        return None
+        return specs.get(id(value))
 
     return {name: spec(value) for name, value in inputs.items()}
 
 
 def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
     """The inputs with their shapes, `?` where a size is free, for a report."""
-    numbers = itertools.count()
-
-    def shape(tensor: Tensor) -> str:
-        number = next(numbers)
-        sizes = ["?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)]
-        return " x ".join(sizes) or "a number"
+    shapes = {
+        id(tensor): ["?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)]
+        for number, tensor in enumerate(tensors_in(inputs))
+    }
 
     def text(value: Any) -> str:
-        first, *others = [*map(shape, tensors_in(value)), ""]
+        held = [" x ".join(shapes[id(tensor)]) or "a number" for tensor in tensors_in(value)]
         if isinstance(value, Tensor):
-            return first
+            return held[0]
         if _has_entries(value):
-            return f"{type(value).__name__}({first}{', ...' * (len(others) > 1)})"
+            return f"{type(value).__name__}({', '.join(held[:1] + ['...'] * (len(held) > 1))})"
         return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())

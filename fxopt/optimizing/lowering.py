@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -87,7 +87,14 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
     """
     packed: dict[str, Packed] = {}
     given_up: list[str] = []
-    function = _function(traced, packed)
+    index, function = GraphIndex(traced), cast("Function", traced)
+    effects = (index.memory.written_by(node) for node in index.nodes if node is not index.guard)
+    records = any(node.target == "requires_grad_" for node in index.nodes)
+    if not (traced.modes_read or traced.gradients_read or records or None in effects):
+        code = functions_of(traced, packed).python_code("self")
+        names = dict(code.globals)
+        exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
+        function = functools.partial(names["forward"], traced)
     if model is None:
         return Lowered(traced, function, packed, (), ())
     own = {*map(id, model.parameters() if keep_model else ())}
@@ -124,19 +131,6 @@ def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
         else:
             known[node] = made.node_copy(node, known.__getitem__)
     return made
-
-
-def _function(traced: TracedModule, packed: dict[str, Packed]) -> Function:
-    """The function of a graph; fills in the packed weights that it computes with."""
-    index = GraphIndex(traced)
-    effects = (index.memory.written_by(node) for node in traced.graph.nodes if node is not index.guard)
-    records = any(node.target == "requires_grad_" for node in traced.graph.nodes)
-    if traced.modes_read or traced.gradients_read or records or None in effects:
-        return traced
-    code = functions_of(traced, packed).python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
-    return functools.partial(names["forward"], traced)
 
 
 def _call(

@@ -48,21 +48,11 @@ from fxopt.version import __version__
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
 """For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
 
-MOST_ERROR = 2.0
-"""How far from float64 outputs may be, by how far the model's own are."""
-
-ROUNDING = 5e-6
-"""An error, relative to an output, that rounding in float32 makes in any deep model; of two below it, luck has the smaller."""
-
-MOST_ROUNDING = 0.05
-"""An error of the model itself that says nothing of what a graph may do, such as that of one that overflows."""
-
-SOMETHING_ELSE = 0.5
-"""An error of the model itself, relative to an output, that no rounding makes."""
-
-LEAST_SPEEDUP = 0.98
-"""A graph that is slower than this is not used: less is within what measuring leaves open."""
-
+MOST_ERROR = 2.0  # how far from float64 outputs may be, by how far the model's own are
+# Relative to an output: what rounding in float32 makes in any deep model (of two errors below it, luck has the smaller); the
+# most of the model's own that counts, as one that overflows has more; and what no rounding makes.
+ROUNDING, MOST_ROUNDING, SOMETHING_ELSE = 5e-6, 0.05, 0.5
+LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
 
@@ -123,17 +113,14 @@ def prepare(
                 facts["speedup"] = max(facts["speedup"], speedup(*runs))
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise Unused("the graph is slower than eager")
-    except Unused as unused:
-        made, facts["reason"] = None, str(unused)
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
-        first = str(error).partition("\n")[0]
-        made, facts["reason"] = (
-            None,
-            (
+        made, facts["reason"] = None, str(error)
+        if not isinstance(error, Unused):
+            first = str(error).partition("\n")[0]
+            facts["reason"] = (
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
-            ),
-        )
+            )
     title = text_of(named, free - facts["fixed"].keys())
     title = title if inputs.method == "forward" else f"{inputs.method}({title})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)

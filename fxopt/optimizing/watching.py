@@ -65,11 +65,12 @@ class State:
         Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
         """
         self.places, modules = places, dict(model.named_modules())
-        self._assigned: dict[Any, tuple[dict[str, Any], set[Any]]] = {}
+        self._assigned: dict[Any, tuple[Any, set[Any]]] = {}
         left_out: dict[int, Any] = {}
         for path, name in places:
             if path in modules:
-                self._assigned[id(vars(modules[path])), name] = vars(modules[path]), set()
+                attributes = vars(modules[path])
+                self._assigned[id(attributes), name] = attributes, set()
                 _collect(getattr(modules[path], name, None), left_out)
         self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
@@ -105,14 +106,11 @@ class State:
         then, current = _parts(before), _parts(now)
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
-            if old is new or key == COMPILED:
-                continue
-            plain = isinstance(new, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))
-            if not (
-                (plain and type(new) is type(old) and new == old)
-                or (left is not None and (not plain or (type(new), new) in left))
-            ):
+            plain = isinstance(new, _PLAIN)
+            if plain and (type(new), new) not in ((type(old), old), *(left or ())):
+                return False
+            if not plain and old is not new and left is None and key != COMPILED:
                 return False
         return True
 
