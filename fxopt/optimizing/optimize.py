@@ -212,7 +212,7 @@ class _Own:
 
 
 class _Optimized:
-    """What the class of an optimized module adds to the model's. An instance that this class makes has no graphs."""
+    """The part of an optimized class that is not the model's. An instance that this class makes has no graphs."""
 
     __slots__ = ()
 
