@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import types
@@ -95,8 +96,9 @@ def optimize(
 
 
 def _check(model: Any, options: Options) -> None:
+    name = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"optimize takes a torch.nn.Module, not {name}")
     if isinstance(model, torch.fx.GraphModule):
         raise PassError(
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
@@ -105,44 +107,35 @@ def _check(model: Any, options: Options) -> None:
     check_model(model)
     if type(model).__call__ is not nn.Module.__call__:
         raise PassError(
-            f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
-            "it does into forward"
+            f"{name} has a __call__ of its own, which no graph contains: move what it does into forward"
         )
     if original(model) is not model:
-        raise PassError(
-            "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
-        )
+        raise PassError("this module is optimized already: give optimize the model, which fxopt.undo returns")
     if options.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
-        )
-    for name in options.methods:
-        if name == "forward" or not callable(getattr(type(model), name, None)):
-            raise ValueError(
-                f"methods: give methods of {type(model).__name__} other than forward, not {name!r}"
-            )
+        known = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"precision is {options.precision!r}; give one of {known}")
+    for method in options.methods:
+        if method == "forward" or not callable(getattr(type(model), method, None)):
+            raise ValueError(f"methods: give methods of {name} other than forward, not {method!r}")
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
 
 def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, keep_model: bool) -> None:
     fault = why_no_inputs(args, kwargs)
-    if fault:
-        raise TypeError(fault)
-    if not (args or kwargs):
+    if not (fault or args or kwargs):
         if keep_model:
             return
-        raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
+        fault = "keep_model=False keeps the graph for example inputs: give optimize some"
+    if fault:
+        raise TypeError(fault)
     if model.training:
-        raise PassError(
-            "the model is in training mode: call model.eval() before optimize takes example inputs"
-        )
+        raise PassError("the model is in training mode: call model.eval() before you give example inputs")
     try:
         given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
     except TypeError as error:
-        raise TypeError(
-            f"the example inputs do not fit the forward of {type(model).__name__}: {error}"
-        ) from None
+        name = type(model).__name__
+        raise TypeError(f"the example inputs do not fit the forward of {name}: {error}") from None
     unknown = set(dynamic_shapes) - {*given, *(kwargs or {})} if isinstance(dynamic_shapes, Mapping) else ()
     if unknown:
         raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
@@ -172,9 +165,7 @@ class _Alone(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            raise GuardError(
-                "the graph is for inference: call it under torch.no_grad(), and without autocast"
-            )
+            raise GuardError("the graph is for inference: call it under torch.no_grad(), without autocast")
         return self._computed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
@@ -226,23 +217,17 @@ class _Optimized:
         return _standing_for, (original(self), graphs.options, graphs.dynamic)
 
 
-def _report(self: Any) -> Report:
-    return getattr(getattr(self, GRAPHS, None), "report", Report())
-
-
-def _refresh(self: Any) -> None:
-    getattr(self, GRAPHS).refresh()
-
-
 @functools.lru_cache(maxsize=256)
 def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -> Any:
     """A subclass with the name of `cls`: libraries look models up by the names of their classes."""
-    names = ("__module__", "__qualname__", "__doc__")
     public = (n for n, each in vars(cls).items() if type(each) is types.FunctionType and n[0] != "_")
-    added = {"report": property(_report), "refresh": _refresh}
+    added = {
+        "report": property(lambda module: getattr(getattr(module, GRAPHS, None), "report", Report())),
+        "refresh": lambda module: getattr(module, GRAPHS).refresh(),
+    }
     forward = _wrapped(cls, "forward", optimized=True)
     members = {
-        **{name: getattr(cls, name) for name in names},
+        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
         **{name: _wrapped(cls, name, optimized=False) for name in public},
         **{name: _wrapped(cls, name, optimized=True) for name in methods},
         **{name: added[name] for name in own},
@@ -282,8 +267,9 @@ def _optimized_encoder(method: Any) -> Any:
             return encoder
         with contextlib.suppress(FxoptError):  # such as a module that torch.compile wraps
             if id(encoder) not in graphs.parts:
-                _check(encoder, graphs.options)
-                graphs.parts[id(encoder)] = _standing_for(encoder, graphs.options, None)
+                options = dataclasses.replace(graphs.options, methods=())
+                _check(encoder, options)
+                graphs.parts[id(encoder)] = _standing_for(encoder, options, None)
         return graphs.parts.get(id(encoder), encoder)
 
     return get_encoder

@@ -91,8 +91,9 @@ def prepare(
     facts: dict[str, Any] = {"fixed": {}}
     named = inputs.named(eager)
     try:
+        guessed = free if dynamic is None else set()
         traced = _captured(
-            model, inputs, dynamic_shapes(named, free) if dynamic is None else dynamic, free, facts
+            model, inputs, dynamic_shapes(named, guessed) if guessed else dynamic, guessed, facts
         )
         places = traced.meta.get(ASSIGNED, ())
         trial = Trial(model, traced, inputs)
@@ -127,27 +128,22 @@ def prepare(
 
 
 def _captured(
-    model: nn.Module, inputs: Inputs, dynamic: Any, free: Sizes, facts: dict[str, Any]
+    model: nn.Module, inputs: Inputs, dynamic: Any, guessed: Sizes, facts: dict[str, Any]
 ) -> TracedModule:
-    """The model's graph; where it cannot be captured with `free` sizes, with fixed ones."""
+    """The model's graph; where it cannot be captured with `guessed` sizes free, with fixed ones."""
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
     except FxoptError as error:
         reason = f"it cannot be captured: {_without_options(str(error))}"
-        if not free:
+        if not guessed:
             raise Unused(reason) from error
-        facts["fixed"] = dict.fromkeys(free, f"because with free sizes {reason}")
+        facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
         return _captured(model, inputs, None, set(), facts)
     facts["fixed"] |= _fix_dtypes(traced)
     return traced
 
 
-def _rewritten(
-    model: nn.Module,
-    traced: TracedModule,
-    options: Options,
-    facts: dict[str, Any],
-) -> Lowered:
+def _rewritten(model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
     facts["explanations"] = explanations = [pass_.commit(traced) for pass_ in pipeline(options)]
     traced.recompile()

@@ -18,6 +18,8 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
 from fxopt.submodules import parts, split_path, tensors_of
 
+Function = Callable[..., Any]
+
 _SECONDS = 0.4  # how long to time a graph and the model
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
@@ -59,7 +61,7 @@ class Trial:
             if writer is not None:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
-    def own(self, eager: Callable[..., Any]) -> Any:
+    def own(self, eager: Function) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
@@ -73,7 +75,7 @@ class Trial:
             self.places += [(path, name) for name in now if now[name] is not then.get(name)]
         return value
 
-    def run(self, function: Callable[..., Any]) -> Any:
+    def run(self, function: Function) -> Any:
         """The outputs of a graph.
 
         Raises:
@@ -84,9 +86,7 @@ class Trial:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
 
-    def repeatable(
-        self, function: Callable[..., Any], ask: Callable[[], object] = bool
-    ) -> Callable[..., Any]:
+    def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""
 
         def again(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class Trial:
 
         return again
 
-    def _run(self, function: Callable[..., Any]) -> tuple[Any, dict[str, Tensor]]:
+    def _run(self, function: Function) -> tuple[Any, dict[str, Tensor]]:
         """The outputs of a call, and the values that it writes, by the names of the tensors."""
         buffers = dict(self._model.named_buffers())
         with restored(self._model, self._written) as before:
@@ -109,7 +109,7 @@ class Trial:
             return mapped(value, Tensor.clone) if left else value, left
 
 
-def speedup(model: Callable[..., Any], computed: Callable[..., Any], inputs: Inputs) -> float:
+def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
     """The model's time by the graph's: the median over rounds in which both run."""
     ratios: list[float] = []
     begun = time.perf_counter()
@@ -118,7 +118,7 @@ def speedup(model: Callable[..., Any], computed: Callable[..., Any], inputs: Inp
     return statistics.median(ratios)
 
 
-def _seconds(function: Callable[..., Any], inputs: Inputs, again: bool = True) -> float:
+def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
     """The seconds of a call; of a short one, those of the second in a row, as in use."""
     copied, start = inputs.copied(), time.perf_counter()
     function(*copied.args, **copied.kwargs)
