@@ -202,9 +202,9 @@ class Graphs:
         self, book: _Book, inputs: Inputs, named: dict[str, Any], key: Any, shapes: Shapes
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
-        varying = self._varying(book, inputs, named)
-        self._warn(inputs, varying)
-        if varying or (len(book.structures) >= _MOST_STRUCTURES and key not in book.structures):
+        if self._varies(book, inputs, named) or (
+            len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
+        ):
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
@@ -219,12 +219,11 @@ class Graphs:
         dynamic = self.dynamic if inputs.method == "forward" else None
         lowered, report = prepare(self._model, inputs, dynamic, free, self.options, book.state.holds)
         disagreement = self._disagreement(book, report)
-        if lowered and disagreement:
-            lowered, report = None, dataclasses.replace(report, reason=disagreement)
-        if lowered is None:
-            book.refused.append(report)
-            structure.lost.append(str(report.reason))
-            self._warn(inputs, str(report.reason))
+        reason = report.reason or disagreement
+        if lowered is None or reason:
+            book.refused.append(dataclasses.replace(report, reason=reason))
+            structure.lost.append(reason)
+            self._warn(inputs, reason)
             return None
         for fixed in [*report.fixed.values()][:1]:
             structure.lost.append(
@@ -237,15 +236,18 @@ class Graphs:
         self._drop_unused()
         return made
 
-    def _varying(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> str:
-        """Note the numbers among the inputs; or say which one has had many values, of which a graph holds one."""
+    def _varies(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> bool:
+        """Tell whether an input is a number that has had many values, of which a graph holds one."""
         for name, value in named.items():
             if type(value) in (int, float):
                 seen = book.numbers.setdefault((inputs.method, name), set())
                 if len(seen | {value}) > _MOST_NUMBERS:
-                    return f"the number {name!r} is another one from call to call, and a graph holds one: give it as a tensor"
+                    self._warn(
+                        inputs, f"the number {name!r} is another one from call to call: give it as a tensor"
+                    )
+                    return True
                 seen.add(value)
-        return ""
+        return False
 
     def _disagreement(self, book: _Book, report: GraphReport) -> str:
         """Note what the forward assigns; or say what it assigns for these inputs alone: graphs for others may read it."""
@@ -284,13 +286,9 @@ class Graphs:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device not in ("cpu", "cuda"):
-            return ""
-        return (
-            "autocast is on; choose the precision when you optimize"
-            if torch.is_autocast_enabled(device)
-            else None
-        )
+        if device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
+            return None
+        return "autocast is on; choose the precision when you optimize" if device in ("cpu", "cuda") else ""
 
     def _found(self) -> _Book | None:
         """The graphs for the model as it is; None if there are none yet."""

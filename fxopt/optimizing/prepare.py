@@ -122,8 +122,8 @@ def prepare(
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-    title = text_of(named, free - facts["fixed"].keys())
-    title = title if inputs.method == "forward" else f"{inputs.method}({title})"
+    text = text_of(named, free - facts["fixed"].keys())
+    title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
 

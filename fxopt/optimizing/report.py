@@ -77,12 +77,10 @@ class Report(tuple[GraphReport, ...]):
     def __str__(self) -> str:
         if self:
             return "\n".join(map(str, self))
-        if self.called:
-            names = ", ".join(map(repr, self.called))
-            return f"no graph yet: forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
-        if self.fallbacks:
-            return f"no graph yet: {'; '.join(self.fallbacks)}"
-        return "no graph yet: call the module, or pass example inputs to optimize"
+        names = ", ".join(map(repr, self.called))
+        why = f"forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
+        no_call = "call the module, or pass example inputs to optimize"
+        return f"no graph yet: {why if self.called else '; '.join(self.fallbacks) or no_call}"
 
     __repr__ = __str__
 
